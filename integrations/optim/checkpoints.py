@@ -208,12 +208,11 @@ class CanonicalState(OptimizerState):
         for index, parameter in enumerate(parameters_of(self)):
             if (state := packed["state"].get(index)) is None:
                 continue
-            if self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False):
-                packed["state"][index] = canonical_state(state, parameter, self._master(parameter, compare=True))
-            else:
-                full = "master" in state and not is_remainder(state["master"])
-                master = self._master(parameter, compare=True) if full else None
-                packed["state"][index] = held_state(state, parameter, master)
+            full = "master" in state and not is_remainder(state["master"])
+            written = self._master(parameter, compare=True) if full else None
+            flattened = getattr(parameter, "_fsdp_flattened", False)
+            saved = canonical_state if flattened or self.state_dict_format == "canonical" else held_state
+            packed["state"][index] = saved(state, parameter, written)
         # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
         # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
         # there are remainders, so that a load notices if these are missing.
@@ -247,8 +246,8 @@ class CanonicalState(OptimizerState):
         """The state in fp32 on the CPU: ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... of each parameter.
 
         It is the same for every layout, and loads into torch's and other optimizers. There is no ``master`` for fp32
-        parameters, and none with ``master_weights=None``. It takes 8 to 16 bytes per parameter on the host. On a GPU,
-        one tensor of one parameter at a time is allocated. Tensors that are in fp32 on the CPU are not copied. DTensors
+        parameters, and none with ``master_weights=None``. It takes 8 to 16 bytes per parameter on the host, and
+        memory for a few rows of a parameter on a GPU. Tensors that are in fp32 on the CPU are not copied. DTensors
         stay DTensors, whose local tensors are on the CPU.
         """
         with self._saving("canonical"):

@@ -8,6 +8,9 @@ it was saved, and is joined with it in the first step after loading, so that the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +22,8 @@ from halfstep.integrations.optim.state import (
     MOMENTS,
     REMAINDER,
     SCALES,
-    decoded,
     like,
+    rows_of_a_piece,
     scales_like,
     sharded,
 )
@@ -62,7 +65,10 @@ def empty_scales(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in memory under the names of a checkpoint. Nothing is copied.
+    """One parameter's state in memory under the names of a checkpoint.
+
+    Nothing is copied, but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on
+    the CPU.
 
     Args:
         state: the state.
@@ -82,35 +88,73 @@ def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Ten
         if shards_blocks(parameter):
             saved |= {CODES[key]: codes, SCALES[key]: _in_bytes(scales)}
         else:
-            saved[key] = decoded(state, key, parameter)
+            saved[key] = _decoded_on_cpu(state, key, parameter)
     return saved
 
 
-def canonical_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in fp32 on the CPU. At most one tensor at a time is allocated on the parameter's device.
+def canonical_state(state: dict[str, Any], parameter: torch.Tensor, written: torch.Tensor | None) -> dict[str, Any]:
+    """One parameter's state in fp32 on the CPU. Nothing but a piece of one tensor is allocated on another device.
 
     Args:
         state: the state.
         parameter: the parameter.
-        master: its master in fp32, if it has one.
+        written: its full master, if it has one, with what other code has written into the parameter.
     """
     saved = {}
     for key, value in state.items():
         if key in MOMENTS:
-            saved[key] = _on_cpu(decoded(state, key, parameter))
+            saved[key] = _decoded_on_cpu(state, key, parameter)
         elif key not in (*SCALES.values(), "master"):
             saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) else value
-    return saved if master is None else {**saved, "master": _on_cpu(master)}
+    if written is not None:
+        saved["master"] = _on_cpu(written)
+    elif isinstance(state.get("master"), torch.Tensor) and parameter.dtype == torch.bfloat16:
+        saved["master"] = _converted_on_cpu(parameter, join_master, parameter.detach(), state["master"])
+    return saved
+
+
+def _decoded_on_cpu(state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
+    """A moment in fp32 on the CPU; the tensor itself if it is one."""
+    moment: torch.Tensor = state[key]
+    if moment.dtype == torch.float32:
+        return _on_cpu(moment)
+    if moment.dtype != torch.uint8:
+        return _converted_on_cpu(parameter, torch.Tensor.float, moment)
+    return _converted_on_cpu(parameter, partial(decode, signed=key == "exp_avg"), moment, state[SCALES[key]])
+
+
+def _converted_on_cpu(
+    parameter: torch.Tensor, convert: Callable[..., torch.Tensor], *operands: torch.Tensor
+) -> torch.Tensor:
+    """What `convert` makes of operands with the rows of a parameter: fp32 on the CPU, sharded like the parameter.
+
+    Rows are converted a few at a time, since there may be no memory on the device for a whole tensor.
+    """
+    part = local(parameter.detach())
+    host = part.device if part.device.type in HOST else torch.device("cpu")
+    values = torch.empty_like(part, dtype=torch.float32, device=host)
+    rows = rows_of_a_piece(part)
+    pieces = zip(*(torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands)), strict=True)
+    for target, *piece in pieces:
+        target.copy_(convert(*piece))
+    if not is_sharded(parameter):
+        return values
+    spec: Any = parameter._spec  # type: ignore[attr-defined]
+    return _with_spec(values, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=torch.float32)))
 
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:
-    if not is_sharded(values):
-        return values if values.device.type in HOST else values.cpu()
+    part = local(values)
+    if part.device.type in HOST:
+        return values
+    return _with_spec(part.cpu(), values._spec) if is_sharded(values) else part.cpu()  # type: ignore[attr-defined]
+
+
+def _with_spec(part: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A DTensor whose part stays on the CPU: DTensor.from_local would move it to the device of the mesh."""
     from torch.distributed.tensor import DTensor
 
-    part = local(values)
-    # DTensor.cpu() and from_local would leave it on, or move it to, the device of the mesh.
-    return values if part.device.type in HOST else DTensor(part.cpu(), values._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(part, spec, requires_grad=False)
 
 
 def _in_bytes(values: torch.Tensor) -> torch.Tensor:

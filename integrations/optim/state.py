@@ -16,7 +16,6 @@ from halfstep.kernels.block_codes import (
     LARGEST_POSITIVE,
     SCALE_DTYPES,
     blocks_per_row,
-    decode,
     encode,
     rows_and_columns,
 )
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from halfstep.integrations.optim.step_plan import StepPlan
 
 WHOLE = -1  # the part of a step that has all parameters
-PIECE = 1 << 18  # elements that are compared together
+PIECE = 1 << 18  # elements that are compared or converted together
 CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 # The names of codes and remainders in a checkpoint, so that code which expects moments and masters does not find these.
@@ -72,9 +71,14 @@ def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
 
 
+def rows_of_a_piece(values: torch.Tensor) -> int:
+    """How many rows of a tensor, indices of dimension 0, are about `PIECE` elements; at least one."""
+    return max(1, PIECE // max(1, values[:1].numel())) if values.dim() else 1
+
+
 def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a full master rounds to its parameter everywhere. Needs memory for a piece of them only."""
-    rows = max(1, PIECE // max(1, parameter[:1].numel())) if parameter.dim() else 1
+    rows = rows_of_a_piece(parameter)
     pieces = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
     return all(torch.equal(part.to(weight.dtype), weight) for part, weight in pieces)
 
@@ -161,14 +165,6 @@ def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     rows, columns = rows_and_columns(parameter.shape)
     blocks = blocks_per_row(columns)
     return sharded(parameter, scales, torch.Size((rows, blocks)), (blocks, 1))
-
-
-def decoded(state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
-    """A moment in fp32, sharded like its parameter; the tensor itself if it is in fp32."""
-    moment: torch.Tensor = state[key]
-    if moment.dtype == torch.uint8:
-        return like(parameter, decode(local(moment), local(state[SCALES[key]]), signed=key == "exp_avg"))
-    return moment.float()
 
 
 def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

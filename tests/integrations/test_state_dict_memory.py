@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import halfstep
-from halfstep.integrations.optim import state
+from halfstep.integrations.optim import held, state
 
 ALLOWED = 0.01  # of what weights and state take
 SIZE = 64  # rows and columns of a matrix, which are enough for codes
@@ -37,9 +37,9 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def _model(dtype: torch.dtype) -> torch.nn.Module:
+def _model(dtype: torch.dtype, layers: int = 8) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(8))).to(dtype)
+    return torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(layers))).to(dtype)
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -129,24 +129,43 @@ def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:
 
 
 @layouts
-def test_on_a_gpu_the_canonical_state_takes_one_tensor_at_a_time(layout: str) -> None:
-    """On the model of a GPU: fp32 tensors of one parameter, while the state grows on the host."""
+@pytest.mark.parametrize("case", ["canonical", "flattened by FSDP1", "blocks cut by the sharding"])
+def test_on_a_gpu_a_state_for_the_host_takes_no_memory(
+    case: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the model of a GPU: what is converted to fp32 grows on the host, and on the device there are few pieces at a
+    time. At its size outside of tests, `PIECE`, they are 8 MiB."""
+    piece = 8 * SIZE
+    monkeypatch.setattr(state, "PIECE", piece)
     dtype, options = LAYOUTS[layout]
     with Model("late") as gpu:
-        model = _model(dtype).to(gpu.device)
+        model = _model(dtype, layers=2).to(gpu.device)
         optimizer = halfstep.AdamW(model.parameters(), **options)
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
+            optimizer.zero_grad()
         there = next(model.parameters()).device
-        with Peak(there.type) as counted:
-            canonical = optimizer.canonical_state_dict()["state"]
-        # To decode or join a tensor, its integers are converted too.
-        assert counted.peak <= 3 * 4 * SIZE * SIZE
-        assert {value.device.type for entry in canonical.values() for value in entry.values()} == {"cpu"}
-        held = optimizer.state_dict()["state"]
-        assert {value.device for entry in held.values() for value in entry.values()} == {there}
+        expected = optimizer.canonical_state_dict()["state"]
+        if case == "flattened by FSDP1":
+            for parameter in model.parameters():
+                parameter._fsdp_flattened = True
+        elif case == "blocks cut by the sharding":
+            monkeypatch.setattr(held, "shards_blocks", lambda parameter: False)
+        used = gpu.memory.peak = gpu.memory.used
+        saved = (optimizer.canonical_state_dict if case == "canonical" else optimizer.state_dict)()["state"]
+        assert gpu.memory.peak - used <= 8 * 4 * piece
+        for index, entry in saved.items():
+            if case == "blocks cut by the sharding":
+                moments = [key for key in entry if key.startswith("exp_avg")]
+                assert moments == ["exp_avg", "exp_avg_sq"]
+                coded = [parameter.dim() > 1 and "8 bits" in layout for parameter in model.parameters()][index]
+                assert {entry[key].device.type for key in moments} == {"cpu" if coded else there.type}
+            else:
+                moments = list(entry)
+                assert {value.device.type for value in entry.values()} == {"cpu"}
+            assert all(torch.equal(entry[key].cpu().float(), expected[index][key]) for key in moments)
 
 
 def test_bytes_of_a_file_with_model_optimizer_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,9 +56,8 @@ def counted(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim.Opt
 class Peak(TorchDispatchMode):
     """The largest sum of bytes of storages that exist at once, of those that operators have allocated."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.device = device  # the type of the only device that counts
         self.alive: dict[int, tuple[Any, int]] = {}
         self.peak = 0
 
@@ -67,7 +66,7 @@ class Peak(TorchDispatchMode):
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in([list(args), kwargs or {}])}
         for tensor in tensors_in([result]):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given and self.device in (None, tensor.device.type):
+            if storage._cdata not in given:
                 self.alive[storage._cdata] = (storage._weak_ref(), storage.nbytes())
         self.alive = {key: one for key, one in self.alive.items() if not torch.UntypedStorage._expired(one[0])}
         self.peak = max(self.peak, sum(size for _, size in self.alive.values()))

@@ -35,6 +35,7 @@ class Memory:
         self._next = 0
         self._free: dict[tuple[Any, int], list[int]] = {}
         self._freed = freed
+        self.used = self.peak = 0  # bytes of blocks that the host has not freed, and their most so far
 
     def __contains__(self, address: int) -> bool:
         return self.start <= address < self.end
@@ -58,9 +59,15 @@ class Memory:
                 raise MemoryError(f"the model's memory of {len(self._bytes)} bytes is full")
             self._bytes[offset : offset + size] = POISON
         view = self._bytes[offset : offset + size]
-        weakref.finalize(view, self._freed, pool, offset, size).atexit = False
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        weakref.finalize(view, self._free_block, pool, offset, size).atexit = False
         storage = torch.from_numpy(view).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
+
+    def _free_block(self, pool: Any, offset: int, size: int) -> None:
+        self.used -= size
+        self._freed(pool, offset, size)
 
     def give(self, pool: Any, offset: int, size: int) -> None:
         """Return a block to its pool, for the next allocation of its size."""

@@ -15,7 +15,7 @@ from trainer_tools import imported, skip_without
 
 import halfstep
 
-WIDTH, ALLOWED = 256, 0.02  # of what weights and state take; states of random generators are a part of that
+WIDTH, ALLOWED = 512, 0.01  # of what weights and state take; states of random generators are a part of that
 OPTIONS: dict[str, Any] = {"state_dtype": "8bit", "rounding": "stochastic"}
 
 
