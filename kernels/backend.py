@@ -119,14 +119,6 @@ def resolve(device: torch.device, family: str) -> str:
     return "reference"
 
 
-def native_on_cpu(x: object, family: str) -> bool:
-    """Whether `x` is a tensor on the CPU for which `resolve` gives "native", in a quarter of the time.
-
-    The device is asked for first: a process whose tensors are on a GPU must not compile C++, which takes seconds.
-    """
-    return _chosen == "auto" and getattr(x, "is_cpu", False) and native.library(family) is not None
-
-
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """``triton.jit`` if Triton is installed; otherwise the function itself, which is then never called."""
     return function if triton is None else triton.jit(function, **options)

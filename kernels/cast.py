@@ -31,7 +31,6 @@ from halfstep.kernels.backend import (
     chosen,
     cuda_capability_geq,
     jit,
-    native_on_cpu,
     on_device,
     resolve,
     tl,
@@ -51,7 +50,6 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
-    list_table,
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
@@ -764,15 +762,6 @@ def foreach_cast(
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
     _check_options(dtype, rounding, seed)
-    if out is not None and rounding == "nearest" and offsets is None and type(tensors) is list and tensors:
-        # What follows takes longer than the kernel for thousands of tensors.
-        allowed = (2 ** len(CODES) - 1, 2 ** CODES[dtype])
-        table = list_table((tensors, out), allowed, CHUNK) if native_on_cpu(tensors[0], "cast") else None
-        if table is not None:
-            how = Conversion(saturate=saturate)
-            _native((*table.places, table.tensors, table.chunks), tensors[0].dtype, dtype, how)
-            torch.autograd.graph.increment_version(out)
-            return list(out)
     with torch.no_grad():
         return _foreach_cast(tensors, dtype, rounding, saturate, seed, out, offsets)
 

@@ -15,20 +15,16 @@ tensors with a freed storage return 0, or their storage offset, from ``data_ptr(
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from halfstep.kernels import native
 from halfstep.kernels.streams import capturing, current_stream, upload
 
 # The codes of the dtypes in C++ (native.h).
@@ -272,80 +268,6 @@ class TableCache(threading.local):
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
         return found
-
-
-class ListTable(NamedTuple):
-    """The table of lists of plain tensors on the CPU, for C++. The row after the operands counts the tensors from 0.
-
-    Attributes:
-        rows, chunk_tensor, places, tensors, chunks: as of `TensorTable`; the first two are arrays of numpy.
-        objects: the tensors of all lists, which live as long as the table.
-    """
-
-    rows: Any
-    chunk_tensor: Any
-    places: tuple[int, int]
-    tensors: int
-    chunks: int
-    objects: tuple[torch.Tensor, ...]
-
-
-@functools.cache
-def _table_filler() -> Callable[..., bool] | None:
-    """`halfstep_table` of tables.cpp, called with the interpreter's lock held, or None if it cannot be used here."""
-    library = native.library("tables")
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if library is None or capsule is None:
-        return None
-    open_capsule = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
-    try:
-        exchange = open_capsule(("PyCapsule_GetPointer", ctypes.pythonapi))(capsule, b"dlpack_exchange_api")
-    except ValueError:  # something else has this name
-        return None
-    function = ctypes.PyDLL(library._name, handle=library._handle).halfstep_table
-    function.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p]
-    function.restype = ctypes.c_bool
-    return functools.partial(function, exchange)
-
-
-def list_table(lists: Sequence[Any], allowed: Sequence[int], chunk: int) -> ListTable | None:
-    """The table of lists on the CPU, in a third of the time that `check_tensor_list` and `TableCache` take.
-
-    None unless all lists are `list`, not empty, and hold as many plain, contiguous tensors with memory on the CPU; the
-    tensors of a list have one dtype, and those at the same index the same shape. None too if a tracer, a dispatch mode
-    or a transform of `torch.func` is active.
-
-    Args:
-        lists: one or more objects, which may be lists of tensors.
-        allowed: for each list, bit i allows the dtype of code i; at most four lists.
-        chunk: elements per chunk.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
-    ):
-        return None
-    if set(map(type, lists)) != {list} or len(set(map(len, lists))) > 1:
-        return None
-    fill, objects = _table_filler(), tuple(chain.from_iterable(lists))
-    if fill is None or not objects or not set(map(type, objects)) <= PLAIN_TYPES:
-        return None
-    if any(map(torch.Tensor.is_neg, objects)):  # memory holds the negated numbers
-        return None
-    tensors = len(objects) // len(lists)
-    rows = np.empty((ADDRESSES + len(lists) + 2, tensors), np.int64)  # the last one has the chunks of each tensor
-    at, bits = rows.ctypes.data, sum(bits << 8 * index for index, bits in enumerate(allowed))
-    try:
-        # CPython has the elements of a tuple behind its head.
-        if not fill(id(objects) + tuple.__basicsize__, tensors, len(lists), bits, chunk, at):
-            return None
-    except Exception:  # DLPack has no such layout or dtype
-        return None
-    chunk_tensor = np.repeat(np.arange(tensors, dtype=np.int32), rows[-1])
-    places = at, chunk_tensor.ctypes.data
-    return ListTable(rows, chunk_tensor, places, tensors, len(chunk_tensor), objects)
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

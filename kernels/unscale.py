@@ -40,11 +40,10 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, most_warps, native_on_cpu, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import jit, most_warps, on_device, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
-    ListTable,
     TableCache,
     TensorTable,
     address,
@@ -54,7 +53,6 @@ from halfstep.kernels.multi_tensor import (
     check_addresses,
     check_tensor_list,
     checked_addresses,
-    list_table,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
@@ -411,12 +409,11 @@ class _Scratches(threading.local):
 
 
 _scratches = _Scratches()
-_Table = TensorTable | ListTable
-_Tables = list[tuple[_Table, torch.dtype]]  # one for each dtype
+_Tables = list[tuple[TensorTable, torch.dtype]]  # one for each dtype
 
 
 def _launch_triton(
-    table: TensorTable | ListTable,
+    table: TensorTable,
     dtype: torch.dtype,
     factor: Factor | None,
     write: bool,
@@ -446,7 +443,7 @@ def _launch_triton(
 
 
 def _launch_native(
-    table: TensorTable | ListTable,
+    table: TensorTable,
     dtype: torch.dtype,
     factor: Factor | None,
     write: bool,
@@ -526,17 +523,6 @@ def _by_operations(
     total.add_(y.abs().double().square().sum())
 
 
-def _list_table(tensors: Sequence[object]) -> _Tables:
-    """The table of a list of plain tensors of one dtype, if C++ checks them; otherwise none.
-
-    For thousands of tensors, the way through `check_tensor_list` and `TableCache` takes longer than the kernel.
-    """
-    if type(tensors) is not list or not tensors or not native_on_cpu(tensors[0], "unscale"):
-        return []
-    table = list_table((tensors,), (2 ** len(DTYPE_CODES) - 1,), CHUNK)
-    return [] if table is None else [(table, table.objects[0].dtype)]
-
-
 def check(
     tensors: list[torch.Tensor],
     factor: Factor | None = None,
@@ -547,7 +533,6 @@ def check(
     tally: Tally | None = None,
     places: Sequence[int] | None = None,
     in_memory: bool | None = None,
-    tables: _Tables | None = None,
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -562,15 +547,10 @@ def check(
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
-        tables: what `_list_table` returned for `tensors`; None to find out.
     """
     device = tensors[0].device
-    if tables is None:
-        fits = out is None or out.flags.numel() == len(tensors)
-        in_order = places is None or places == range(len(tensors))
-        tables = _list_table(tensors) if fits and in_order and in_memory is not False else []
     if in_memory is None:
-        in_memory = bool(tables) or all_have_memory(tensors)
+        in_memory = all_have_memory(tensors)
     places = range(len(tensors)) if places is None else places
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
@@ -584,14 +564,14 @@ def check(
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
     outputs = _Outputs(out, norm, tally)
-    flat = tensors if tables else all_flattened(tensors)
-    implementation = "native" if tables else resolve(device, "unscale")
+    flat = all_flattened(tensors)
+    implementation = resolve(device, "unscale")
     if implementation == "reference":
         with torch.no_grad():
             _run_reference(flat, factor, write, outputs, places)
     else:
         with on_device(device):
-            _run_kernels(implementation, tables or _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
+            _run_kernels(implementation, _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -768,11 +748,10 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    tables = _list_table(grads)
-    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
+    tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, _CPU)))
-    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory, tables=tables)
+    return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
 
 
 def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float) -> Unscaled:
@@ -799,8 +778,7 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    tables = _list_table(grads)
-    tensors, in_memory = (list(grads), True) if tables else check_tensor_list(grads, "grads")
+    tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     device = tensors[0].device
@@ -809,4 +787,4 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         result = check(tensors, factor, write=True, in_memory=False)
         return Unscaled(result.found_inf, result.sum_of_squares.sqrt().float())
     norm = torch.empty((), dtype=torch.float32, device=device)
-    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True, tables=tables).found_inf, norm)
+    return Unscaled(check(tensors, factor, write=True, norm=norm, in_memory=True).found_inf, norm)

@@ -69,6 +69,8 @@ EXCEPTIONS = {
     ("accesses fp32 by 128 bits", "softmax.forward_row_kernel", "*fp16->fp32 fp32 mask*"): (
         "x and the mask are loaded by one line, and the 64 bits are those of x: four fp16 elements beside four of fp32"
     ),
+    ("accesses 64 bits", "statistics.count_kernel", "*"): "its time goes into histograms, not into loads",
+    ("accesses fp32 by 128 bits", "statistics.count_kernel", "*"): "the same",
     ("stores what it loaded", "softmax.forward_strided_kernel", "*transposed"): (
         "neighbours of x are the columns of a sum, neighbours of the result are not: one of them has to be exchanged"
     ),

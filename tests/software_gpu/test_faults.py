@@ -2,15 +2,13 @@
 
 Only lines that run are changed. Kinds of which some can change nothing in a kernel are not asked of it: the guard of a
 store or load of shared memory that all threads make with one value, a barrier that Triton puts twice, a maximum or a
-flag of which half is enough, a comparison with a bound that no number here meets. The line
-`SHOWS_NOTHING` is left out.
+flag of which half is enough, a comparison with a bound that no number here meets.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,21 +17,8 @@ from software_gpu import faults
 from software_gpu.gpu import SoftwareGPU
 
 import halfstep
-from halfstep.kernels import statistics
 
 EACH = 3  # faults of a kind in one kernel
-
-# File and part of a line in which faults change no result: the sample by which the statistics choose what they count
-# fast, since what they count slowly is as right.
-SHOWS_NOTHING = ("statistics.py", "tl.load(first + lane * step")
-
-
-def shows_nothing() -> str:
-    """The place of `SHOWS_NOTHING` as programs name it, the file and the number of the line."""
-    name, part = SHOWS_NOTHING
-    lines = Path(statistics.__file__).with_name(name).read_text(encoding="utf-8").splitlines()
-    (number,) = (number for number, line in enumerate(lines, 1) if part in line)
-    return f"{name}:{number}"
 
 
 def run(case: Case, seed: int, backend: str) -> list[torch.Tensor]:
@@ -42,7 +27,7 @@ def run(case: Case, seed: int, backend: str) -> list[torch.Tensor]:
 
 
 def lines_run(machine: SoftwareGPU, case: Case) -> dict[str, set[int]]:
-    """PTX or assembly of each kernel of a case to the lines of it that ran, without those where faults show nothing."""
+    """PTX or assembly of each kernel of a case to the lines of it that ran."""
     texts: list[str] = []
     lines: dict[str, set[int]] = {}
     machine.edit = lambda text: texts.append(text) or text  # type: ignore[func-returns-value]
@@ -55,8 +40,7 @@ def lines_run(machine: SoftwareGPU, case: Case) -> dict[str, set[int]]:
     for text, launch in zip(texts, machine.launches, strict=True):
         assert launch.counts is not None
         program = launch.program
-        ran = (at for at in launch.counts[:, 0].nonzero()[0] if not program.sources[at].endswith(shows_nothing()))
-        lines.setdefault(text, set()).update(program.lines[at] for at in ran)
+        lines.setdefault(text, set()).update(program.lines[at] for at in launch.counts[:, 0].nonzero()[0])
     return lines
 
 

@@ -21,7 +21,5 @@ def variants() -> Iterator[Variant]:
             counts = torch.zeros(1, width(errors), dtype=torch.int64, device="cpu")
             scale = torch.ones((), dtype=torch.float32, device="cpu")
             launch = partial(foreach_count_, [x], counts, grid, scale=scale, inverted=True)
-            # Two loops, each with a load of whole blocks and one of the last block.
-            merged = {"gfx942": 2} if errors and dtype.itemsize == 2 else {}
             title = name + " with errors" * errors
-            yield Variant(count_kernel, title, launch, bytes_read=dtype.itemsize, copies=4, copies_on=merged)
+            yield Variant(count_kernel, title, launch, bytes_read=dtype.itemsize)
