@@ -16,19 +16,13 @@ providers that can do it. `measure` runs it. A kernel of one's own is measured i
 
 ``halfstep bench run --module my_cases`` measures, prints and draws the cases that ``my_cases.cases(sizes)`` returns.
 
-**Checks.** A provider's values are first compared with float64. If their error exceeds the bound of the case, or the
-provider raises an exception, the result says so and has no time.
+A provider's values are first compared with float64. If their error exceeds the bound of the case, or the provider
+raises an exception, the result says so and has no time. All providers that passed are timed in interleaved rounds
+(`timing`), with a plain copy that moves as many bytes, half read and half written. A ratio is the median of the ratios
+in each round. Bytes are the least that the job needs in the layout of the provider's state: an implementation that
+moves more has a lower `copy_fraction`.
 
-**Rounds.** All providers that passed are timed in interleaved rounds (`timing`). A ratio is the median of the ratios in
-each round.
-
-**Copy.** A plain copy that moves as many bytes (half read, half written) is timed in every round. The time of the copy
-over the time of a provider is `copy_fraction`; 1 means as fast as a copy. The bytes are the least that the job needs in
-the layout of the provider's state. An implementation that moves more bytes has a lower `copy_fraction`.
-
-On a GPU `graph_us` is the time to replay a CUDA graph of the call, without the time of the host.
-
-**JSON.** `run_report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
+`run_report` writes JSON: ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
 "left_out", "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
 """
 

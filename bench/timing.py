@@ -16,12 +16,12 @@ import gc
 import math
 import os
 import random
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 Call = Callable[[], Any]
@@ -147,7 +147,7 @@ class GpuClock:
             call()
             samples.append(time.perf_counter() - start)
         torch.cuda.synchronize(self.device)
-        return 1e6 * statistics.median(samples)
+        return 1e6 * float(np.median(samples))
 
     def extra_bytes(self, call: Call) -> int:
         """The peak of the memory that a call allocates."""
@@ -189,7 +189,7 @@ class GpuClock:
         replay = graph.replay  # one object, since `round` keeps the delay of each call by its identity
         samples = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del result
-        return 1e6 * statistics.median(samples)
+        return 1e6 * float(np.median(samples))
 
 
 Clock = CpuClock | GpuClock
@@ -237,7 +237,7 @@ def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[li
 
 def paired(over: Sequence[float], under: Sequence[float]) -> float:
     """The median of the ratios in each round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return float(np.median(np.divide(over, under)))
 
 
 def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
@@ -251,4 +251,4 @@ def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
 def copy_gb_per_s(clock: Clock, bytes_moved: int) -> float:
     """The median copy bandwidth of the machine: bytes read plus bytes written, in 10^9 per second."""
     (samples,) = rounds(clock, copy_calls([bytes_moved], clock.device))
-    return bytes_moved / 1e9 / statistics.median(samples)
+    return bytes_moved / 1e9 / float(np.median(samples))
