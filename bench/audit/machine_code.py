@@ -24,8 +24,8 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from halfstep.kernels.block_instructions import EXACT
 
@@ -35,8 +35,7 @@ WIDE_BITS, WIDE_ELEMENTS = 64, 4
 Site = tuple[str, int]  # file name and line of the source
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """A global memory instruction: whether it writes, its width per thread in bits, and its source line."""
 
     writes: bool
@@ -44,8 +43,7 @@ class Access:
     site: Site
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """The resources of a compiled kernel. Shared memory is not among them: its size is an argument of the launch."""
 
     registers: int  # per thread
@@ -75,8 +73,7 @@ def _locations(ttgir: str) -> dict[str, Site]:
             sites[found[1]] = (Path(found[2]).name, int(found[3]))
         elif found := _LOC_NAMED.match(line) or _LOC_CALL.match(line):
             alias[found[1]] = found[2]
-    for name in alias:
-        end = name
+    for name, end in alias.items():
         while end in alias:
             end = alias[end]
         if end in sites:
@@ -84,35 +81,33 @@ def _locations(ttgir: str) -> dict[str, Site]:
     return sites
 
 
+def _operations(ttgir: str) -> Iterator[tuple[Site | None, bool, str]]:
+    """Source line, whether it writes, and the type of what it moves, of each memory operation."""
+    sites = _locations(ttgir)
+    for found in filter(None, map(_MEMORY_OP.search, ttgir.splitlines())):
+        yield sites.get(found[4]), found[2] == "store", found[3]
+
+
 def uniform_sites(ttgir: str) -> set[Site]:
     """Source lines whose memory operations all access one value per program: table entries, scalars, flags."""
-    sites = _locations(ttgir)
-    uniform: set[Site] = set()
-    tiled: set[Site] = set()
-    for line in ttgir.splitlines():
-        if found := _MEMORY_OP.search(line):
-            site = sites.get(found[4])
-            if site is not None:
-                (tiled if "tensor<" in found[3] else uniform).add(site)
-    return uniform - tiled
+    tiled: dict[Site | None, bool] = {}
+    for site, _, moved in _operations(ttgir):
+        tiled[site] = tiled.get(site, False) or "tensor<" in moved
+    return {site for site, any_tile in tiled.items() if site is not None and not any_tile}
 
 
 def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
     """The widths in bits of the elements of tiles, by source line and whether the line writes."""
-    sites = _locations(ttgir)
     widths: dict[tuple[Site, bool], set[int]] = {}
-    for line in ttgir.splitlines():
-        if (found := _MEMORY_OP.search(line)) and (element := _ELEMENT.search(found[3])) and found[4] in sites:
-            # A bool takes a byte of memory.
-            widths.setdefault((sites[found[4]], found[2] == "store"), set()).add(max(8, int(element[1])))
+    for site, writes, moved in _operations(ttgir):
+        if site is not None and (element := _ELEMENT.search(moved)):
+            widths.setdefault((site, writes), set()).add(max(8, int(element[1])))  # a bool takes a byte of memory
     return widths
 
 
 def tile_elements(ttgir: str) -> int:
     """Elements of the largest tile that the kernel loads or stores, 0 if it moves single values only."""
-    shapes = (
-        re.search(r"tensor<((?:\d+x)+)", found[3]) for found in map(_MEMORY_OP.search, ttgir.splitlines()) if found
-    )
+    shapes = (re.search(r"tensor<((?:\d+x)+)", moved) for _, _, moved in _operations(ttgir))
     return max((math.prod(map(int, shape[1].split("x")[:-1])) for shape in shapes if shape), default=0)
 
 
@@ -130,24 +125,23 @@ _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]
 _SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
 
+def output_of(*command: str | Path) -> str:
+    """What a program prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
 def sass(cubin: bytes, nvdisasm: str, scratch: Path) -> str:
-    """Disassemble `cubin` with source lines."""
+    """Disassemble `cubin`, which is written to ``kernel.cubin`` in `scratch`, with source lines."""
     file = scratch / "kernel.cubin"
     file.write_bytes(cubin)
-    done = subprocess.run([nvdisasm, "-g", "-c", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{nvdisasm} failed with status {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def resource_usage(cuobjdump: str, scratch: Path) -> str:
-    """The resource usage of the cubin that `sass` wrote to `scratch`."""
-    done = subprocess.run(
-        [cuobjdump, "--dump-resource-usage", str(scratch / "kernel.cubin")], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{cuobjdump} failed with status {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
+    return output_of(nvdisasm, "-g", "-c", file)
 
 
 def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:

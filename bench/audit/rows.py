@@ -89,7 +89,8 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
         return text, usage
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
         text = machine_code.sass(cubin, triton.knobs.nvidia.nvdisasm.path, Path(folder))
-        usage = machine_code.resource_usage(triton.knobs.nvidia.cuobjdump.path, Path(folder))
+        cuobjdump = triton.knobs.nvidia.cuobjdump.path
+        usage = machine_code.output_of(cuobjdump, "--dump-resource-usage", Path(folder, "kernel.cubin"))
     cache.put(text, "kernel.sass", binary=False)
     cache.put(usage, "kernel.usage", binary=False)
     return text, usage
