@@ -54,9 +54,6 @@ def test_a_variant_has_one_line_with_all_targets_where_they_differ() -> None:
     assert headings[2:6] == ["read + written", "least", "access bits", "registers"]
     shared = ["4 + 2.5", "4 + 2.5", "128", "30 / 32 / 20", "0", "0", "0", "50%"]
     assert lines == [["cast.kernel", "a", *shared], ["", "b", *shared]]
-
-
-def test_spills_get_a_column_where_there_are_any() -> None:
     caption, headings, lines = command.table([*ROWS[:-1], {**ROWS[-1], "spills": 3}])
     assert "No spills" not in caption
     assert headings[-1] == "spills" and [line[-1] for line in lines] == ["0 / 0 / 3", "0"]
@@ -73,35 +70,24 @@ def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.Captur
     assert command._failing([{**theirs, "peer": None}]) != []
 
 
-SASS = """
-	//## File "/somewhere/kernel.py", line 3
-        /*0010*/                   LDG.E.64 R10, desc[UR12][R2.64] ;
+def test_sass() -> None:
+    """What the samples of test_compile.py do not have: single elements, and spills."""
+    text = """
 	//## File "/somewhere/kernel.py", line 7
-        /*0020*/              @!P2 LDG.E.128.CONSTANT R20, desc[UR12][R50.64] ;
         /*0030*/                   LDG.E R4, desc[UR12][R4.64+0x800] ;
         /*0040*/                   LDG.E.U16 R4, [R4.64] ;
-        /*0050*/                   STG.E.64 desc[UR12][R2.64], R8 ;
         /*0060*/                   STL [R1], R8 ;
         /*0070*/                   LDL.LU R8, [R1] ;
         /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
         /*0090*/                   LDS.128 R8, [UR4] ;
         /*00a0*/                   ATOMG.E.OR.STRONG.GPU PT, R2, desc[UR12][R2.64], R5 ;
 """
-
-
-def test_sass() -> None:
     line = ("kernel.py", 7)
-    assert list(machine_code.sass_accesses(SASS)) == [
-        Access(False, 64, ("kernel.py", 3)),
-        Access(False, 128, line),
-        Access(False, 32, line),
-        Access(False, 16, line),
-        Access(True, 64, line),
-    ]
-    resources = machine_code.sass_resources(SASS, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
+    assert list(machine_code.sass_accesses(text)) == [Access(False, 32, line), Access(False, 16, line)]
+    resources = machine_code.sass_resources(text, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
     assert resources == machine_code.Resources(registers=54, spills=2, barriers=1)
     with pytest.raises(ValueError, match="cuobjdump names no registers: 'Function'"):
-        machine_code.sass_resources(SASS, "Function\n")
+        machine_code.sass_resources(text, "Function\n")
 
 
 PTX = """
