@@ -119,7 +119,7 @@ def _run_checks(
 
 def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
     """Write and show the times, and say what failed."""
-    results = [Result(**one) for record in records.values() for one in (record.get("detail") or {}).get("results", ())]
+    results = [Result(**row) for record in records.values() for row in (record.get("detail") or {}).get("results", ())]
     if results:
         run_report.write(out, about, results)
         show(*run_report.tables(about, results))

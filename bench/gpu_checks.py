@@ -96,9 +96,9 @@ def _expect_reference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, tor
     _expect(not names, f"{what}the GPU's bits are not the reference's: {names}")
 
 
-def held(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
+def tensors_of(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
     """The parameters of an optimizer and its states, by names."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         values = {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
         tensors |= {f"{name} of parameter {index}": value for name, value in {"value": parameter, **values}.items()}
@@ -155,8 +155,8 @@ def _output(command: list[str]) -> str | None:
 
 def _ptxas() -> dict[str, str | None]:
     """The last line of what each ptxas of Triton, or of the system, says of its version."""
-    found = importlib.util.find_spec("triton")
-    folder = Path(found.origin or "").parent / "backends" / "nvidia" / "bin" if found else Path()
+    spec = importlib.util.find_spec("triton")
+    folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin" if spec else Path()
     paths = sorted(folder.glob("ptxas*")) or [Path(path) for path in [shutil.which("ptxas")] if path]
     return {path.name: (_output([str(path), "--version"]) or "").rpartition("\n")[2] or None for path in paths}
 
@@ -190,18 +190,19 @@ def other_kernels(device: torch.device) -> dict[str, Any]:
 
     def results(where: torch.device) -> dict[str, torch.Tensor]:
         x = patterns.to(where)
-        found = {}
+        tensors = {}
         for dtype, rounding in product(dtypes, ("nearest", "toward_zero", "stochastic")):
-            name, options = f"{dtype}, {rounding}", {"seed": 7} if rounding == "stochastic" else {}
-            found[f"cast to {name}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
-            found[f"cast from {name}"] = halfstep.foreach_cast([found[f"cast to {name}"]], torch.float32)[0]
-        found["statistics"] = torch.zeros(1, width(True), dtype=torch.int64, device=where)
-        foreach_count_([x], found["statistics"], Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
+            name = f"{dtype}, {rounding}"
+            options: dict[str, Any] = {"seed": 7} if rounding == "stochastic" else {}
+            tensors[f"cast to {name}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
+            tensors[f"cast from {name}"] = halfstep.foreach_cast([tensors[f"cast to {name}"]], torch.float32)[0]
+        tensors["statistics"] = torch.zeros(1, width(True), dtype=torch.int64, device=where)
+        foreach_count_([x], tensors["statistics"], Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
         sizes_and_dtypes = product(STEP_SIZES, (torch.bfloat16, torch.float32))
         grads = [_normal((size,), dtype, size, where) for size, dtype in sizes_and_dtypes]
-        found |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
-        found["found_inf after unscaling"], found["norm"] = halfstep.foreach_unscale_(grads, 0.125)
-        return found | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
+        tensors |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
+        tensors["found_inf after unscaling"], tensors["norm"] = halfstep.foreach_unscale_(grads, 0.125)
+        return tensors | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
 
     with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
         mine = results(device)
@@ -257,7 +258,7 @@ def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) 
         if step == 1:
             parameters[3].grad[2, 3], parameters[5].grad[1, 300] = torch.inf, torch.nan  # type: ignore[index]
         optimizer.step()
-    return held(optimizer)
+    return tensors_of(optimizer)
 
 
 def adam(dtype: torch.dtype, master: str | None, device: torch.device) -> dict[str, Any]:
@@ -341,7 +342,7 @@ class Training:
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors, and the scale."""
-        return held(self.optimizer) | {"scale": torch.tensor(self.scaler.get_scale())}
+        return tensors_of(self.optimizer) | {"scale": torch.tensor(self.scaler.get_scale())}
 
     def expect_reference(self) -> None:
         """Check that all steps were taken, with the bits of the reference."""
@@ -438,7 +439,7 @@ def gpu_tests(folder: Path, device: torch.device) -> dict[str, Any]:
     subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
     detail = {"counts": report["counts"], "collected": report["collected"], "failed": report["failed"]}
-    failed = [one["test"] for one in report["failed"] if one["outcome"] == "failed"]
+    failed = [test["test"] for test in report["failed"] if test["outcome"] == "failed"]
     _expect(not failed, f"failed: {failed}; {folder / 'tests.txt'} has their messages")
     if report["not_run"] or report["failed"]:
         raise Unfinished(f"{report['counts']}, {report['not_run']} not run")
@@ -459,14 +460,14 @@ def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
     every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
     every = [every[index] for index in run.largest_first(every)]
-    found, compiled = {}, {}
+    plain, compiled = {}, {}
     for case in every:
         slow = {name for name in case.providers if compiles(name)}
-        found[f"time of {case.name}"] = _with_providers(case, case.providers.keys() - slow)
+        plain[f"time of {case.name}"] = _with_providers(case, case.providers.keys() - slow)
         if slow:
             ours = {name for name in case.providers if harness.ours(name)}
             compiled[f"time of {case.name}, compiled"] = _with_providers(case, slow | ours)
-    return found | compiled
+    return plain | compiled
 
 
 def _with_providers(case: harness.Case, names: set[str]) -> harness.Case:
@@ -525,13 +526,13 @@ def append(file: Path, record: dict[str, Any]) -> None:
 
 def records(file: Path, offset: int = 0) -> dict[str, dict[str, Any]]:
     """The last record of each check of the present code, of those from a byte of the file on."""
-    found: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
     for line in file.read_bytes()[offset:].splitlines() if file.exists() else []:
         with suppress(ValueError):  # a line can be cut off
             record = json.loads(line)
             if record["code"] == fingerprint():
-                found[record["check"]] = record
-    return found
+                last[record["check"]] = record
+    return last
 
 
 def main(argv: Sequence[str], device: torch.device | None = None) -> None:
@@ -540,13 +541,13 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: no check goes on when the command was killed
     file, quick, *names = argv
     device = device or torch.device("cuda", torch.cuda.current_device())
-    known = checks(Path(file).parent, bool(int(quick)))
+    table = checks(Path(file).parent, bool(int(quick)))
     for name in names:
         print(f"{name} ...", flush=True)
         start = time.monotonic()
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:
-            record["detail"] = known[name].run(device)
+            record["detail"] = table[name].run(device)
         except (LeftOut, Unfinished) as error:
             record |= {"status": LEFT_OUT if isinstance(error, LeftOut) else UNFINISHED, "error": str(error)}
         except Exception:

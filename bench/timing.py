@@ -69,11 +69,8 @@ class CpuClock:
             result = call()
         del result
         events = profile.profiler.kineto_results.events()
-        allocated = peak = 0
-        for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-            allocated += change
-            peak = max(peak, allocated)
-        return peak
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        return int(max(np.cumsum([0, *(change for _, change in changes)])))
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more
@@ -131,8 +128,7 @@ class GpuClock:
 
     def launches(self, call: Call) -> int | None:
         """The number of kernels, copies and fills that one call launches; None if the profiler records none."""
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             call()
             torch.cuda.synchronize(self.device)
         events = profile.profiler.kineto_results.events()
@@ -218,14 +214,13 @@ def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[li
         repeat = max(1, math.ceil(clock.sample / max(expected, 1e-7)))
         planned.append((call, repeat))
         cost += expected * repeat
-    count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / max(1e-9, cost))))
     samples: list[list[float]] = [[] for _ in planned]
     shuffled = random.Random(0)
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(count):
+        for _ in range(max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / max(1e-9, cost))))):
             order = shuffled.sample(range(len(planned)), len(planned))
             for index, sample in zip(order, clock.round([planned[index] for index in order]), strict=True):
                 samples[index].append(sample)

@@ -46,27 +46,31 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"machine": known, "versions": {"python": platform.python_version(), **versions}}
 
 
+PARTS = ("param", "gradient", "optimizer")
+
+
+def _against(content: dict[str, Any]) -> dict[str, str]:
+    """The validation loss of each run against that of fp32, if there are both."""
+    losses = {run["name"]: run["final_val_loss"] for run in content["runs"]}
+    base = next((losses[run["name"]] for run in content["runs"] if run["precision"] == "fp32"), None)
+    if base is None or len(losses) < 2:
+        return {}
+    return {name: f"{100 * (loss / base - 1):+.2f} %" for name, loss in losses.items() if loss is not None}
+
+
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table on the screen and in the page."""
     head = ["run", "optimizer", "train loss", "val loss", "vs fp32", "skipped", "scale"]
     head += [*(f"{part}\nB/param" for part in ("weight", "grad", "state")), "step\nms", "optimizer\nms"]
     head += ["tokens/s", "MFU"]
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    runs = content["runs"]
-    base = next((run["final_val_loss"] for run in runs if run["precision"] == "fp32" and len(runs) > 1), None)
-    rows = []
-    for run in runs:
-        loss = run["final_val_loss"]
-        scaled = run["final_scale"] is not None
+    against, rows = _against(content), []
+    for run in content["runs"]:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (run["final_train_loss"], run["final_val_loss"]))
+        scaled = ("-", "-") if run["final_scale"] is None else (str(run["skipped_steps"]), f"{run['final_scale']:,.0f}")
         rows.append(
             [
-                *(run["name"], run["optimizer"], shown(run["final_train_loss"], ".4f"), shown(loss, ".4f")),
-                "-" if None in (loss, base) else f"{100 * (loss / base - 1):+.2f} %",
-                *(str(run["skipped_steps"]) if scaled else "-", shown(run["final_scale"], ",.0f")),
-                *(f"{run[f'{part}_bytes_per_param']:.2f}" for part in ("param", "gradient", "optimizer")),
+                *(run["name"], run["optimizer"], *losses, against.get(run["name"], "-"), *scaled),
+                *(f"{run[f'{part}_bytes_per_param']:.2f}" for part in PARTS),
                 *(f"{run['step_ms_p50']:.1f}", f"{run['optimizer_ms_p50']:.2f}", f"{run['tokens_per_s']:,.0f}"),
                 "-" if run["mfu"] is None else f"{percent(run['mfu'])} %",
             ]
@@ -76,32 +80,24 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def outcome(content: dict[str, Any]) -> str:
     """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
-
-    def kept(run: Mapping[str, Any]) -> str:
-        return f"{sum(run[f'{part}_bytes_per_param'] for part in ('param', 'gradient', 'optimizer')):.3g}"
-
-    finished = [run for run in content["runs"] if run["final_val_loss"] is not None]
-    base = next((run for run in finished if run["precision"] == "fp32"), None)
-    if base is None or len(finished) < 2:
+    against, kept = _against(content), {}
+    for run in content["runs"]:
+        kept[run["name"]] = f"{sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g}"
+    base = next((run for run in content["runs"] if run["precision"] == "fp32" and run["name"] in against), None)
+    others = [f"{name} {change} ({kept[name]})" for name, change in against.items() if base and name != base["name"]]
+    if base is None or not others:
         return ""
-    loss = base["final_val_loss"]
-    others = [
-        f"{run['name']} {100 * (run['final_val_loss'] / loss - 1):+.2f} % ({kept(run)})"
-        for run in finished
-        if run is not base
-    ]
-    return (
-        f"Validation loss against fp32's {loss:.4f}, and bytes per parameter (fp32: {kept(base)}): {', '.join(others)}."
-    )
+    loss = f"{base['final_val_loss']:.4f}, and bytes per parameter (fp32: {kept[base['name']]})"
+    return f"Validation loss against fp32's {loss}: {', '.join(others)}."
 
 
 def sentence(content: dict[str, Any]) -> str:
     """About the text, with the unigram entropy to compare losses with, and about MFU."""
-    data, peaks = content["data"], sorted({run["peak"]["source"] for run in content["runs"]})
+    data = content["data"]
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes, files: "
         f"{data['files']:,}): {content['unigram_entropy']:.4f}. MFU: FLOPs of the model's matrix products as a share "
-        f"of the peak ({'; '.join(peaks)})."
+        "of the peak that the datasheet of a GPU gives."
     )
 
 

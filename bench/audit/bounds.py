@@ -101,17 +101,17 @@ def departures(
     measures = MEASURES if triton == bounds.triton else EVERYWHERE
     audited = {key(row): row for row in rows}
     gone = {name for name in bounds.entries if _covers(name, families, targets)} - audited.keys()
-    found = [f"{name}: recorded, but no variant has this name any more; record: {remedy}" for name in gone]
+    sentences = [f"{name}: recorded, but no variant has this name any more; record: {remedy}" for name in gone]
     for name, row in audited.items():
         bound = bounds.entries.get(name)
         if bound is None:
-            found.append(f"{name}: no bounds are recorded; look at it, and record: {remedy}")
+            sentences.append(f"{name}: no bounds are recorded; look at it, and record: {remedy}")
             continue
         for measure in measures:
             if relation := _beyond(measure, row[measure], bound[measure]):
                 slack = f" + {REGISTER_SLACK}" if measure == "registers" else ""
-                found.append(f"{name}: {measure} {row[measure]} is {relation} the recorded {bound[measure]}{slack}")
-    return sorted(found)
+                sentences.append(f"{name}: {measure} {row[measure]} is {relation} the recorded {bound[measure]}{slack}")
+    return sorted(sentences)
 
 
 def record(

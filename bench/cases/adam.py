@@ -281,7 +281,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     }
 
     def ours(state_dtype: Any) -> Providers:
-        options = {"halfstep": {}, "halfstep split24": {"master_weights": "split24"}}
+        options: dict[str, dict[str, Any]] = {"halfstep": {}, "halfstep split24": {"master_weights": "split24"}}
         return {name: partial(_halfstep, state_dtype=state_dtype, **more) for name, more in options.items()}
 
     of_fp32: Providers = {
@@ -316,7 +316,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16")
     of_24_coded = {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"}
     bare = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
-    split = {"halfstep": _halfstep, **full, **of_torch, **fused_adams}
+    split: Providers = {"halfstep": _halfstep, **full, **of_torch, **fused_adams}
     return (
         Job("fp32", fp32, "halfstep", EXACT, of_fp32, {}),
         Job("bf16, fp32 master", bf16, "halfstep-split", EXACT, split, {"halfstep full master": "halfstep-full"}),

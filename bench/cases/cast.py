@@ -75,8 +75,8 @@ def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Te
 def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
     limits = torch.finfo(got[0].dtype)
     want = torch.cat([source.double() for source in sources])
-    found = torch.cat([one.double() for one in got])
-    error = (found - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
+    result = torch.cat([tensor.double() for tensor in got])
+    error = (result - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
     return float(error.max()) / limits.eps
 
 
@@ -116,11 +116,11 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         }
         for elements in sizes.cast_elements:
             yield _case("cast", source, target, 1, elements, "elements", providers)
-    functions = {
+    functions: dict[str, Callable[..., Any]] = {
         "halfstep": _foreach_cast,
         "torch foreach": torch._foreach_copy_,
         "torch naive": partial(_copy_each, sizes),
     }
+    providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:
-        of_list = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
-        yield _case("cast of a list", "fp32", "bf16", tensors, sizes.elements // tensors, "tensors", of_list)
+        yield _case("cast of a list", "fp32", "bf16", tensors, sizes.elements // tensors, "tensors", providers)

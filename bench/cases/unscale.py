@@ -12,7 +12,7 @@ allow for a norm in bf16, and for torch's fp32 sum on the CPU, which has an erro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,28 +29,28 @@ BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
 SCALE = 2.0**10
 
 Grads = list[torch.Tensor]
-Found = tuple[torch.Tensor, torch.Tensor]  # the flag, and the sum of squares or the norm; of one element each
-Function = Callable[[Grads, torch.Tensor], Found]  # of the gradients and the inverse scale, which a check leaves out
+Summary = tuple[torch.Tensor, torch.Tensor]  # the flag, and the sum of squares or the norm; of one element each
+Function = Callable[[Grads, torch.Tensor], Summary]  # of the gradients and the inverse scale, which a check leaves out
 Answer = tuple[tuple[bool, bool, bool], float, Grads]  # flags: finite, with an Inf, with a NaN; and what is left
 
 
 def _prepared(function: Function, grads: Grads) -> Prepared:
-    kept = [grad.clone() for grad in grads]
-    inverse = torch.tensor(1 / SCALE, dtype=torch.float32, device=kept[0].device)
+    working = [grad.clone() for grad in grads]
+    inverse = torch.tensor(1 / SCALE, dtype=torch.float32, device=grads[0].device)
 
-    def flag(planted: float) -> bool:
-        """That of gradients with a non-finite number, the last element of the tensor in the middle."""
+    def flag_of(planted: float) -> bool:
+        """The flag for gradients with a non-finite number, the last element of the tensor in the middle."""
         copies = [grad.clone() for grad in grads]
         copies[len(copies) // 2][-1] = planted
         return bool(function(copies, inverse)[0])
 
     def values() -> Answer:
-        found, size = function(kept, inverse)
-        answer = (bool(found), flag(math.inf), flag(math.nan)), float(size), [grad.clone() for grad in kept]
+        flag, size = function(working, inverse)
+        answer = (bool(flag), flag_of(math.inf), flag_of(math.nan)), float(size), [grad.clone() for grad in working]
         inverse.fill_(1.0)  # so that timed calls do not shrink the gradients further
         return answer
 
-    return Prepared(lambda: function(kept, inverse), values)
+    return Prepared(lambda: function(working, inverse), values)
 
 
 def _compiled(function: Function, sizes: Sizes, grads: Grads) -> Prepared:
@@ -68,41 +68,41 @@ def _error(scale: float, power: float, grads: Grads, answer: Answer) -> float:
 # ---------------------------------------------------------------------------------------------------------- providers
 
 
-def _halfstep_check(grads: Grads, inverse: torch.Tensor) -> Found:
+def _halfstep_check(grads: Grads, inverse: torch.Tensor) -> Summary:
     answer = halfstep.foreach_check(grads)
     return answer.found_inf, answer.sum_of_squares
 
 
-def _foreach_check(grads: Grads, inverse: torch.Tensor) -> Found:
+def _foreach_check(grads: Grads, inverse: torch.Tensor) -> Summary:
     norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
     return (~torch.isfinite(norms)).any(), norms.square().sum()
 
 
-def _naive_check(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Found:
+def _naive_check(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Summary:
     loops(sizes, len(grads))
     squares = torch.stack([grad.float().square().sum() for grad in grads])
     return (~torch.isfinite(squares)).any(), squares.sum()
 
 
-def _apex_check(grads: Grads, inverse: torch.Tensor) -> Found:
+def _apex_check(grads: Grads, inverse: torch.Tensor) -> Summary:
     needs_gpu(inverse.device)
     amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
     norm, _ = amp.multi_tensor_l2norm(65536, flag, [grads], True)
     return ~torch.isfinite(norm).all(), norm.square().sum()
 
 
-def _halfstep_unscale(grads: Grads, inverse: torch.Tensor) -> Found:
+def _halfstep_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
     answer = halfstep.foreach_unscale_(grads, inverse)
     return answer.found_inf, answer.norm
 
 
-def _amp_unscale(grads: Grads, inverse: torch.Tensor) -> Found:
-    found = torch.zeros(1, dtype=torch.float32, device=inverse.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inverse)
-    return found, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+def _amp_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
+    flag = torch.zeros(1, dtype=torch.float32, device=inverse.device)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inverse)
+    return flag, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
 
-def _naive_unscale(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Found:
+def _naive_unscale(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Summary:
     loops(sizes, len(grads))
     for grad in grads:
         grad.mul_(inverse)
@@ -110,7 +110,7 @@ def _naive_unscale(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Found:
     return flag, squares.sqrt()
 
 
-def _apex_unscale(grads: Grads, inverse: torch.Tensor) -> Found:
+def _apex_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
     needs_gpu(inverse.device)
     amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
     amp.multi_tensor_scale(65536, flag, [grads, grads], float(inverse))
@@ -133,7 +133,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         "apex": _apex_unscale,
     }
     compiled_check = {"torch.compile": partial(_compiled, _foreach_check, sizes)}
-    jobs: tuple[tuple[str, dict[str, Function], Mapping[str, Any], Callable[..., float], int], ...] = (
+    jobs: tuple[tuple[str, dict[str, Function], dict[str, Any], Callable[..., float], int], ...] = (
         ("check", checks, compiled_check, partial(_error, 1.0, 1.0), 1),
         ("unscale", unscales, {}, partial(_error, SCALE, 0.5), 2),
     )

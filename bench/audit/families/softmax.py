@@ -88,8 +88,8 @@ def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, 
         return _TRIP, 2.0, 0.0 if stage == 1 else 2.0
     if columns <= tile:
         return _TILE, 1.0, 1.0
-    held = held_columns(columns, tile, loop) / loop
-    return _TRIP, held + 2.0, held + 1.0
+    trips = held_columns(columns, tile, loop) / loop  # of columns that stay in registers
+    return _TRIP, trips + 2.0, trips + 1.0
 
 
 def _variant(kernel: Any, name: str, backward: bool) -> Variant:
@@ -98,13 +98,15 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
     columns, source, target, mask = int(of["columns"]), of["source"], of["target"], of["mask"]
     read, written = _DTYPES[source].itemsize, _DTYPES[target].itemsize
     stage, in_step = (None, "first", "second").index(of["stage"]), of["out_of_step"] is None
+    tile: tuple[str, ...] = ()
+    launch: partial[Any]
     if of["across"]:
         shape: tuple[int, ...] = (columns, int(of["across"]))
         x, masks, dim = _empty(source, *shape), _empty(mask, *shape) if mask else None, -2
         if of["transposed"]:
             x, dim = x.t(), -1
         # Columns that are too many for registers are read twice.
-        tile, reads, writes = (), 2.0 if columns >= 8192 else 1.0, 1.0
+        reads, writes = 2.0 if columns >= 8192 else 1.0, 1.0
     else:
         # The mask is shared by all heads. With 8 queries, each row of x has the same offset as the row of the mask.
         shape = (*((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))
