@@ -137,21 +137,33 @@ class Weights:
 
 # ---------------------------------------------------------------------------------------------------------- providers
 
-Read = Callable[[Any, list[torch.nn.Parameter]], list[torch.Tensor]]  # the exact weights, from an optimizer
 Providers = Mapping[str, Callable[[AdamInputs], Prepared]]
 
 
 def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The exact weights of a halfstep optimizer: the masters, or the parameters if there are none."""
-    masters = optimizer.masters()
-    return [masters[parameter] for parameter in parameters]
+    """The weights with all digits that an optimizer keeps: in masters, in remainders, or in the parameters alone."""
+    if hasattr(optimizer, "masters"):  # halfstep
+        masters = optimizer.masters()
+        return [masters[parameter] for parameter in parameters]
+    if groups := getattr(optimizer, "param_groups_master", None):  # apex
+        return [master for group in groups for master in group["params"]]
+    return [_exact(parameter, optimizer.state[parameter]) for parameter in parameters]
+
+
+def _exact(parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> torch.Tensor:
+    if "error_bits" in state:  # flashoptim
+        exact: torch.Tensor = needs("flashoptim").reconstruct_fp32_param(parameter.detach(), state["error_bits"])
+        return exact
+    if state.get("kahan_comp") is not None:  # optimi
+        return parameter.float() + state["kahan_comp"]
+    master: torch.Tensor = state.get("master_param", parameter)  # transformer-engine
+    return master
 
 
 def _stepping(
     make: Callable[[list[torch.nn.Parameter]], Any],
     inputs: AdamInputs,
     masters: bool = False,
-    read: Read = lambda optimizer, parameters: list(parameters),
     wrap: Callable[..., Any] = lambda step: step,
 ) -> Prepared:
     """The job of an optimizer that `make` creates, with masters around it where it keeps none."""
@@ -163,13 +175,13 @@ def _stepping(
         for factor in FACTORS:
             inputs.load(weights.grads, factor)
             step()
-        return read(optimizer, weights.parameters)
+        return exact_weights(optimizer, weights.parameters)
 
     return Prepared(step, values)
 
 
 def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
-    return _stepping(partial(halfstep.AdamW, **HYPER, **options), inputs, read=exact_weights)
+    return _stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
 
 
 def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
@@ -192,58 +204,39 @@ def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
     return _torch(inputs, foreach=False, fused=False)
 
 
+def _peer(
+    module: str, name: str, inputs: AdamInputs, masters: bool = False, gpu: bool = False, **options: Any
+) -> Prepared:
+    """The AdamW of another library: where it is, what it is called, and its options."""
+    if gpu:
+        needs_gpu(inputs.weights.device)
+    return _stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
+
+
 def _optimi(inputs: AdamInputs) -> Prepared:
-    optimi, on_gpu = needs("optimi"), inputs.weights.device.type == "cuda"
-
-    def read(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [parameter.float() + optimizer.state[parameter].get("kahan_comp", 0.0) for parameter in parameters]
-
+    on_gpu = inputs.weights.device.type == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
-        options = {"kahan_sum": inputs.low, "triton": on_gpu, "foreach": not on_gpu}
-        return _stepping(partial(optimi.AdamW, **HYPER, **options), inputs, read=read)
-
-
-def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
-    needs_gpu(inputs.weights.device)
-    flashoptim = needs("flashoptim")
-
-    def read(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        if not inputs.low:
-            return list(parameters)
-        bits = [optimizer.state[parameter]["error_bits"] for parameter in parameters]
-        return [flashoptim.reconstruct_fp32_param(p.detach(), lost) for p, lost in zip(parameters, bits, strict=True)]
-
-    return _stepping(partial(flashoptim.FlashAdamW, **HYPER, **options), inputs, read=read)
+        return _peer("optimi", "AdamW", inputs, kahan_sum=inputs.low, triton=on_gpu, foreach=not on_gpu)
 
 
 def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
     loops(sizes, len(inputs.weights))
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
-    return _stepping(partial(getattr(needs("torchao.optim"), name), **HYPER, **options), inputs, masters)
+    return _peer("torchao.optim", name, inputs, masters, **options)
 
 
 def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
     if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
         loops(sizes, len(inputs.weights))
-    return _stepping(partial(needs("bitsandbytes.optim").AdamW8bit, **HYPER), inputs, masters)
+    return _peer("bitsandbytes.optim", "AdamW8bit", inputs, masters)
 
 
 def _fused_adam(module: str, inputs: AdamInputs) -> Prepared:
     """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
-    needs_gpu(inputs.weights.device)
-
-    def read(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        if not inputs.low:
-            return list(parameters)
-        groups = getattr(optimizer, "param_groups_master", None)
-        if groups is not None:
-            return [master for group in groups for master in group["params"]]
-        return [optimizer.state[parameter]["master_param"] for parameter in parameters]
-
     # Both support master weights only together with capturable.
-    options = {"adam_w_mode": True} | ({"capturable": True, "master_weights": True} if inputs.low else {})
-    return _stepping(partial(needs(module).FusedAdam, **HYPER, **options), inputs, read=read)
+    options = {"capturable": True, "master_weights": True} if inputs.low else {}
+    return _peer(module, "FusedAdam", inputs, gpu=True, adam_w_mode=True, **options)
 
 
 # --------------------------------------------------------------------------------------------------------------- jobs
@@ -269,6 +262,7 @@ class Job(NamedTuple):
 def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     fp32, bf16 = torch.float32, torch.bfloat16
     fused = {"torch fused": partial(_torch, fused=True)}
+    flashoptim = partial(_peer, "flashoptim", "FlashAdamW", gpu=True)
     of_torch: Providers = {
         **fused,
         "torch foreach": partial(_torch, foreach=True),
@@ -288,7 +282,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "halfstep": _halfstep,
         **of_torch,
         "torch-optimi": _optimi,
-        "flashoptim": partial(_flashoptim, quantize=False, master_weight_bits=None),
+        "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=None),
         "torchao": partial(_torchao, sizes, "_AdamW"),
         **fused_adams,
     }
@@ -297,12 +291,12 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         **ours(bf16),
         **fused,
         "torch-optimi": _optimi,
-        "flashoptim": partial(_flashoptim, quantize=False, master_weight_bits=24),
+        "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=24),
     }
     of_8_bits: Providers = {
         **ours("8bit"),
         **fused,
-        "flashoptim": partial(_flashoptim, master_weight_bits=24),
+        "flashoptim": partial(flashoptim, master_weight_bits=24),
         "torchao": partial(_torchao, sizes, "AdamW8bit"),
         "bitsandbytes": partial(_bitsandbytes, sizes),
     }

@@ -69,11 +69,7 @@ def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dty
 
 
 def _stepping(
-    inputs: StepInputs,
-    weights: Weights,
-    scaler: torch.amp.GradScaler,
-    step: Callable[[], Any],
-    read: Callable[[], list[torch.Tensor]],
+    inputs: StepInputs, weights: Weights, optimizer: Any, scaler: torch.amp.GradScaler, step: Callable[[], Any]
 ) -> Prepared:
     scaler.scale(torch.zeros((), dtype=torch.float32, device=inputs.weights.device))  # creates the tensor of the scale
     grads = weights.grads
@@ -84,7 +80,8 @@ def _stepping(
             if not math.isfinite(factor):
                 grads[len(grads) // 2].view(-1)[-1] = factor
             step()
-        answer = [weight.detach().clone() for weight in read()], scaler.get_scale()
+        exact = exact_weights(optimizer, weights.parameters)
+        answer = [weight.detach().clone() for weight in exact], scaler.get_scale()
         # Unscaling in place would otherwise shrink the gradients further in every timed call.
         scaler.update(1.0)
         inputs.load(grads, 1.0)
@@ -107,7 +104,7 @@ def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
         scaler.step(optimizer)
         scaler.update()
 
-    return _stepping(inputs, weights, scaler, step, lambda: exact_weights(optimizer, weights.parameters))
+    return _stepping(inputs, weights, optimizer, scaler, step)
 
 
 def _torch(inputs: StepInputs, **options: Any) -> Prepared:
@@ -121,7 +118,7 @@ def _torch(inputs: StepInputs, **options: Any) -> Prepared:
         scaler.step(optimizer)
         scaler.update()
 
-    return _stepping(inputs, weights, scaler, weights.around(step), lambda: list(weights.parameters))
+    return _stepping(inputs, weights, optimizer, scaler, weights.around(step))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
