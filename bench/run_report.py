@@ -1,7 +1,7 @@
 """The output of `halfstep bench run`: tables for the terminal and in Markdown, JSON, and two pictures.
 
-The tables have one row per provider and size. Providers that are not installed are listed once below, with the reason.
-A provider that failed its check or raised an exception has the reason in its row instead of times.
+One row per provider and size; the row of one that failed has the reason instead of times. Those that are not installed
+are listed once below, with the reason.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from halfstep.cli import figures
 from halfstep.cli.machine import processor_name
 from halfstep.cli.terminal import Table, text
 from halfstep.kernels.backend import triton
-
-ROOFLINE, STEP = "roofline.png", "step.png"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -201,10 +199,9 @@ def _draw_panel(axes: Any, title: str, results: list[Result], in_time: bool) -> 
 
 
 def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:
-    """Write the pictures, without operations that were measured at one size only, and return their paths.
+    """Write the pictures, without operations that were measured at one size only. Returns their paths.
 
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     drawn = []
     groups = [
@@ -213,8 +210,8 @@ def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list
         if len({r.size[r.axis] for r in group if r.status == OK}) > 1
     ]
     for name, title, in_time in (
-        (ROOFLINE, f"Share of the copy bandwidth, cut at {MOST_PERCENT} %", False),
-        (STEP, "Whole AMP step: check, norm, clip, update, weights, scale", True),
+        ("roofline.png", f"Share of the copy bandwidth, cut at {MOST_PERCENT} %", False),
+        ("step.png", "Whole AMP step: check, norm, clip, update, weights, scale", True),
     ):
         panels = [(operation, group) for operation, group in groups if (group[0].group == "step") is in_time]
         if not panels:

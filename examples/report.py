@@ -7,7 +7,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,29 +109,24 @@ def notes(content: dict[str, Any]) -> list[str]:
     return [*said, *[f"no report.png: {figures.MISSING}"] * missing]
 
 
-def overflow_of(run: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
-    """How many steps a run with a loss scale skipped, and the parameters that overflowed; empty without one."""
-    known = run["overflow"]
-    if known is None:
-        return "", []
-    rows = [
-        (one.name, overflow_kind(one), one.first_step, one.last_step)
-        for one in (Overflow(**one) for one in known["parameters"])
-    ]
-    return f"{run['name']}: {known['skipped']:,} of {known['steps']:,} steps skipped", rows
+def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
+    """How many steps each run with a loss scale skipped, and the parameters that overflowed."""
+    for run in content["runs"]:
+        if known := run["overflow"]:
+            parameters = [Overflow(**parameter) for parameter in known["parameters"]]
+            rows: list[list[object]] = [[p.name, overflow_kind(p), p.first_step, p.last_step] for p in parameters]
+            yield f"{run['name']}: {known['skipped']:,} of {known['steps']:,} steps skipped", rows
 
 
 def show_table(content: dict[str, Any]) -> None:
     """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
-    if said := outcome(content):
-        say(said)
+    for line in filter(None, [outcome(content)]):
+        say(line)
     show(Table(head, rows, range(2, len(head)), ruled=True))
     say(sentence(content))
-    for run in content["runs"]:
-        skipped, overflowed = overflow_of(run)
-        if skipped:
-            say(skipped)
+    for skipped, overflowed in overflows(content):
+        say(skipped)
         if overflowed:
             show(Table(OVERFLOW, [list(map(str, row)) for row in overflowed], (2, 3)))
     for note in notes(content):
@@ -276,25 +271,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "")
 
 def gradients_of(run: Mapping[str, Any]) -> str:
     """Where the gradients of a run fall in its format, and the advice on its loss scale."""
-    known, kinds = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
+    counts, kinds = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
     rows = [
         [row["name"], row["elements"], *(percent(row[kind] / max(1, row["elements"])) for kind in kinds)]
-        for row in (*known["worst"], known["total"])
+        for row in (*counts["worst"], counts["total"])
     ]
-    at = f", at the last scale of {known['scale']:,.0f}" if run["scale"] else ""
-    return (
-        f"<h2>Gradients, {text(run['name'])}</h2><p>Counted in {known['steps']} steps{at}, after rounding to "
-        f"{text(known['format'])}: flushed values count as zero. The worst parameters, and all together:</p>"
-        + table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows)
-        + f"<pre>{text(known['advice'] and known['advice']['text'])}</pre>"
+    at = f", at the last scale of {counts['scale']:,.0f}" if run["scale"] else ""
+    return section(
+        f"Gradients, {run['name']}",
+        f"Counted in {counts['steps']} steps{at}, after rounding to {counts['format']}: flushed values count as zero. "
+        "The worst parameters, and all together:",
+        table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows)
+        + f"<pre>{text(counts['advice'] and counts['advice']['text'])}</pre>",
     )
+
+
+def section(title: str, words: str, content: str) -> str:
+    """A heading, a paragraph where there is one, and `content` in HTML."""
+    return f"<h2>{text(title)}</h2>" + (f"<p>{text(words)}</p>" if words else "") + content
 
 
 def page(content: dict[str, Any], png: bytes | None) -> str:
     """report.html: a single file with the picture and all tables."""
     runs = content["runs"]
     troubles = [f"{run['name']}: {run['trouble']}" for run in runs if run["trouble"]]
-    parts = [f'<p class="outcome">{text(said)}</p>' for said in [outcome(content)] if said]
+    parts = [f'<p class="outcome">{text(line)}</p>' for line in filter(None, [outcome(content)])]
     parts += [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
     parts += [
         table(*cells(content)),
@@ -305,15 +306,16 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         parts.append(f'<img alt="losses, loss scale, bytes per parameter, gradients" src="{source}">')
     for run in runs:
         for finding in run["findings"]:
-            title = f"{run['name']}: {finding['severity']}, {finding['name']}"
-            rows: list[Sequence[object]] = [(name, finding[name]) for name in ("where", "what", "stake", "remedy")]
-            parts += [f"<h2>Found by halfstep.doctor after the last step: {text(title)}</h2>", table((), rows, "left")]
-    for skipped, overflowed in map(overflow_of, runs):
-        parts += [f"<h2>Overflows</h2><p>{text(skipped)}</p>", table(OVERFLOW, overflowed, "left")] if skipped else []
+            title = (
+                f"Found by halfstep.doctor after the last step: {run['name']}: {finding['severity']}, {finding['name']}"
+            )
+            rows = [(name, finding[name]) for name in ("where", "what", "stake", "remedy")]
+            parts.append(section(title, "", table((), rows, "left")))
+    parts += [section("Overflows", skipped, table(OVERFLOW, rows, "left")) for skipped, rows in overflows(content)]
     parts += map(gradients_of, counted(content))
     for title in ("model", "training", "layout", "data", "machine", "versions"):
-        rows = [(name.replace("_", " "), value) for name, value in content[title].items()]
-        parts += [f"<h2>{title.capitalize()}</h2>", table((), rows, "left")]
+        named = [(name.replace("_", " "), value) for name, value in content[title].items()]
+        parts.append(section(title.capitalize(), "", table((), named, "left")))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'
