@@ -212,6 +212,15 @@ def test_amd() -> None:
     assert resources == machine_code.Resources(registers=42, spills=3, barriers=1)
 
 
+BEYOND = "fused multiply-add beyond those of division, square root and conversion"
+DIVISION, FMA, FMA_64 = (
+    "\tv_div_fixup_f32 v1, v2, v3, v4\n",
+    "\tv_fma_f32 v1, v2, v3, v4\n",
+    "\tv_fma_f64 v[0:1], v[2:3]\n",
+)
+ROOT_64, FINE = "\tv_rsq_f64_e32 v[0:1], v[2:3]\n", "\t\t.amdhsa_float_denorm_mode_32 3\n\t\t.amdhsa_ieee_mode 1\n"
+
+
 @pytest.mark.parametrize(
     ("llir", "assembly", "found"),
     [
@@ -220,25 +229,13 @@ def test_amd() -> None:
         ("%1 = tail call float @llvm.fma.f32(float %2, float %3, float %4)", "", ["1x fma"]),
         ("declare float @llvm.fma.f32(float, float, float)", "", []),
         ("%1 = fdiv float %2, %3, !fpmath !5", "", ["1x !fpmath"]),
-        ("%1 = fdiv float %2, %3", "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fma_f32 v1, v2, v3, v4\n" * 5, []),
-        (
-            "%1 = fdiv float %2, %3",
-            "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6,
-            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
-        ),
+        ("%1 = fdiv float %2, %3", DIVISION + FMA * 5, []),
+        ("%1 = fdiv float %2, %3", DIVISION + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6, [f"1x f32 {BEYOND}"]),
         ("%4 = fptosi float %39 to i64, !dbg !34", "\tv_fma_f32 v7, v7, s0, |v0|", []),
-        ("", "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 7, []),
-        (
-            "",
-            "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 9,
-            ["2x f64 fused multiply-add beyond those of division, square root and conversion"],
-        ),
-        (
-            "",
-            "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]",
-            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
-        ),
-        ("", "\t\t.amdhsa_float_denorm_mode_32 3\n\t\t.amdhsa_float_round_mode_32 0\n\t\t.amdhsa_ieee_mode 1\n", []),
+        ("", ROOT_64 + FMA_64 * 7, []),
+        ("", ROOT_64 + FMA_64 * 9, [f"2x f64 {BEYOND}"]),
+        ("", "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]", [f"1x f32 {BEYOND}"]),
+        ("", FINE, []),
         ("", "\t\t.amdhsa_float_denorm_mode_32 0\n", ["1x float_denorm_mode_32 0"]),
         ("", "\t\t.amdhsa_float_denorm_mode_16_64 1\n", ["1x float_denorm_mode_16_64 1"]),
         ("", "\t\t.amdhsa_float_round_mode_32 3\n", ["1x float_round_mode_32 3"]),
