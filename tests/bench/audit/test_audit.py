@@ -251,6 +251,7 @@ TTGIR = """
       %a = tt.load %table : !tt.ptr<i64> loc(#loc4)
       %x = tt.load %p, %m, %z : tensor<8x256x!tt.ptr<bf16>, #blocked> loc(#loc5)
       tt.store %q, %x, %m : tensor<1024x!tt.ptr<f32>, #blocked> loc(#loc3)
+      %d = tt.load %table : !tt.ptr<i64> loc(#loc3)
       %y = amdg.buffer_load %q[%o], %m {contiguity = 8 : i32} : tensor<512xbf16, #blocked> loc(#loc6)
       %b = amdgpu.buffer_load %q[%o], %m : tensor<512xf8E4M3FN, #blocked> loc(#loc6)
       %k = tt.load %p, %m, %z : tensor<512x!tt.ptr<i1>, #blocked> loc(#loc7)
