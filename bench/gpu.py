@@ -25,26 +25,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
 
 from halfstep.bench import gpu_checks, run_report
-from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, TEST_MINUTES, TESTS
+from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, Check
 from halfstep.bench.harness import Result
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero
 from halfstep.cli.terminal import show
 
-LIMIT = 60.0  # seconds of a check, compiling included
 SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))  # checks at a time; each computes its reference on the CPU
-HEADLINE = 8  # times that come before the tests
-LIMITS = {TESTS: 60 * TEST_MINUTES + 30}
 PROCESS = [sys.executable, "-m", "halfstep.bench.gpu_checks"]
 
 
@@ -60,67 +56,70 @@ def _parser() -> Parser:
     return parser
 
 
-def _environment() -> dict[str, str]:
-    """That of the processes, which import the halfstep of this one, wherever they run."""
-    paths = [str(Path(gpu_checks.__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+class _Process:
+    """A process that runs `names` one after the other, with a share of the processors.
 
+    It imports the halfstep of this one, wherever this one runs.
+    """
 
-def _run_side_by_side(names: Sequence[str], file: Path, quick: bool, end: float) -> None:
-    """Run checks in a process each, several at a time, which share the processors."""
-    threads = {"OMP_NUM_THREADS": str((os.cpu_count() or 1) // SIDE_BY_SIDE)} if SIDE_BY_SIDE > 1 else {}
-    interrupted = Event()
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        running = [pool.submit(_run_checks, [name], file, quick, end, threads, interrupted) for name in names]
-        try:
-            for one in running:
-                one.result()
-        except BaseException:
-            interrupted.set()
-            raise
+    def __init__(self, names: Sequence[str], file: Path, quick: bool, shares: int) -> None:
+        self.left, self._file, self._since = list(names), file, time.monotonic()
+        self._offset = file.stat().st_size if file.exists() else 0
+        path = [str(Path(gpu_checks.__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        if shares > 1:
+            environment["OMP_NUM_THREADS"] = str((os.cpu_count() or 1) // shares)
+        command = [*PROCESS, str(file), str(int(quick)), *names]
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def ended(self, checks: Mapping[str, Check]) -> str | None:
+        """Why no further check of it passes, or an empty text when all are done; None while it works on one."""
+        status, now = self._process.poll(), time.monotonic()
+        done = gpu_checks.records(self._file, self._offset)
+        left = [name for name in self.left if name not in done]
+        if len(left) < len(self.left):
+            self.left, self._since = left, now
+        if status is not None:
+            return f"its process ended with status {status}" if left else ""
+        slow = left and now > self._since + checks[left[0]].limit
+        return f"it took more than {now - self._since:.0f} s" if slow else None
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _run_checks(
-    names: Sequence[str],
-    file: Path,
-    quick: bool,
-    end: float,
-    variables: Mapping[str, str] | None = None,
-    interrupted: Event | None = None,
+    checks: Mapping[str, Check], batches: list[list[str]], shares: int, file: Path, quick: bool, end: float
 ) -> None:
-    """Run checks in one process, and in another one what is left after a check that took too long or ended it."""
-    pending, interrupted = list(names), interrupted or Event()
-    while pending and time.monotonic() < end and not interrupted.is_set():
-        offset = file.stat().st_size if file.exists() else 0
-        command = [*PROCESS, str(file), str(int(quick)), *pending]
-        process = subprocess.Popen(command, env={**_environment(), **(variables or {})}, start_new_session=True)
-        left, since, why = pending, time.monotonic(), ""
-        try:
-            while not why:
-                ended, now = process.poll() is not None, time.monotonic()
-                before, left = left, [name for name in pending if name not in gpu_checks.records(file, offset)]
-                if ended:
-                    why = f"its process ended with status {process.returncode}"
-                elif now > end or interrupted.is_set():
-                    return
-                elif len(left) < len(before):
-                    since = now
-                elif now > since + (LIMITS.get(left[0], LIMIT) if left else LIMIT):
-                    why = f"it took more than {now - since:.0f} s"
-                time.sleep(0.05)
-        finally:  # also what the process has started
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if left:
-            gpu_checks.append(file, {"check": left[0], "status": STOPPED, "error": why})
-            print(f"{left[0]}: {STOPPED}, {why}", flush=True)
-        pending = left[1:]
+    """Run each batch in a process, `shares` of them at a time, and in another one what is left after a fault."""
+    running: list[_Process] = []
+    try:
+        while (batches or running) and time.monotonic() < end:
+            while batches and len(running) < shares:
+                running.append(_Process(batches.pop(0), file, quick, shares))
+            for process in list(running):
+                why = process.ended(checks)
+                if why is None:
+                    continue
+                running.remove(process)
+                process.kill()
+                if why:
+                    name, *rest = process.left
+                    gpu_checks.append(file, {"check": name, "status": STOPPED, "error": why})
+                    print(f"{name}: {STOPPED}, {why}", flush=True)
+                    batches += [rest] if rest else []
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.kill()
 
 
 def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
     """Write and show the times, and say what failed."""
-    results = [Result(**one) for record in records.values() for one in (record.get("detail") or {}).get("results", ())]
+    results = [Result(**row) for record in records.values() for row in (record.get("detail") or {}).get("results", ())]
     if results:
         run_report.write(out, about, results)
         show(*run_report.tables(about, results))
@@ -142,26 +141,21 @@ def _run(options: argparse.Namespace) -> int:
     out = options.out or Path("bench", "results", slug)
     make_folder(out)
     file = out / "checks.jsonl"
-    checks, every = gpu_checks.checks(out), [*gpu_checks.checks(out), *gpu_checks.timings(options.quick)]
+    checks = gpu_checks.checks(out, options.quick)
     before = {name: record["status"] for name, record in gpu_checks.records(file).items()}
-    # What a process had to be stopped in, or what ended it, comes last.
-    left = sorted(
-        (name for name in every if before.get(name) not in DONE), key=lambda name: before.get(name) == STOPPED
-    )
-    print(f"{about['device']}: {len(every) - len(left)} of {len(every)} checks and times are in {file}", flush=True)
-    alone = [name for name in left if name == "machine"]
-    together = [name for name in left if name in checks and name not in ("machine", TESTS)]
-    times = [name for name in left if name not in checks]
-    _run_checks(alone, file, options.quick, end)
-    _run_side_by_side(together, file, options.quick, end)
-    for names in (times[:HEADLINE], [name for name in left if name == TESTS], times[HEADLINE:]):
-        _run_checks(names, file, options.quick, end)
+    left = [name for name in checks if before.get(name) not in DONE]
+    print(f"{about['device']}: {len(checks) - len(left)} of {len(checks)} checks and times are in {file}", flush=True)
+    for stage, of_stage in groupby(left, lambda name: checks[name].stage):
+        # What a process had to be stopped in, or what ended it, comes last.
+        names = sorted(of_stage, key=lambda name: before.get(name) == STOPPED)
+        batches, shares = ([[name] for name in names], SIDE_BY_SIDE) if stage == "bits" else ([names], 1)
+        _run_checks(checks, batches, shares, file, options.quick, end)
     records = gpu_checks.records(file)
-    rest = sum(name not in records or records[name]["status"] not in DONE for name in every)
+    rest = sum(name not in records or records[name]["status"] not in DONE for name in checks)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}
     _report(out, {**about, **machine, "quick": options.quick, "left_out": rest}, records)
     if rest:
-        print(f"{rest} of {len(every)} checks and times are left: the same command continues")
+        print(f"{rest} of {len(checks)} checks and times are left: the same command continues")
     return 1 if any(record["status"] in (FAILED, STOPPED) for record in records.values()) else 0
 
 

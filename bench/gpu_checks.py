@@ -17,14 +17,14 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from importlib.metadata import packages_distributions
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,12 +38,28 @@ ROOT = Path(__file__).resolve().parents[1]
 # The statuses of a check. One that does not end with one of the first three is tried again by the next call.
 PASSED, FAILED, LEFT_OUT, UNFINISHED, STOPPED = "passed", "failed", "left out", "unfinished", "stopped"
 DONE = (PASSED, FAILED, LEFT_OUT)
-TESTS, TEST_MINUTES = "tests marked gpu", 4.0
+LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
+HEADLINE = 8  # times that come before the tests
 # How gradients are unscaled and clipped before a step.
 WAYS = ("step", "unscale_", "clip_grad_norm_", "write_back")
 STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
 # Rows of whole and of short blocks of 8-bit moments, several chunks per row and several rows per chunk, and a vector.
 SHAPES = ((40, 128), (1001,), (32, 144), (63, 65), (5, 0), (3, 2500), (4096, 1), (9, 2048))
+
+Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, and returns what is to be recorded
+
+
+class Check(NamedTuple):
+    """A check, or a measurement.
+
+    Attributes:
+        stage: "first", "bits", "headline", "tests" or "times". Those of the bits run side by side.
+        limit: seconds until it is stopped.
+    """
+
+    run: Run
+    stage: str
+    limit: float = LIMIT
 
 
 class LeftOut(Exception):
@@ -57,6 +73,41 @@ class Unfinished(Exception):
 def _expect(equal: bool, what: str) -> None:
     if not equal:
         raise AssertionError(what)
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the bits are equal, or both are NaN."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    left, right = left.detach().cpu().reshape(-1), right.detach().cpu().reshape(-1)
+    same = left.view(integers) == right.view(integers)
+    if left.is_floating_point():
+        same |= left.float().isnan() & right.float().isnan()
+    return left.dtype == right.dtype and bool(same.all())
+
+
+def different(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that only one side has, or whose bits differ."""
+    shared = [name for name in mine if name in theirs]
+    return sorted(mine.keys() ^ theirs.keys()) + [name for name in shared if not _same_bits(mine[name], theirs[name])]
+
+
+def _expect_reference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str = "") -> None:
+    names = different(mine, theirs)
+    _expect(not names, f"{what}the GPU's bits are not the reference's: {names}")
+
+
+def tensors_of(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer and its states, by names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        values = {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{name} of parameter {index}": value for name, value in {"value": parameter, **values}.items()}
+    return tensors
+
+
+def _normal(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device=device, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
@@ -104,8 +155,8 @@ def _output(command: list[str]) -> str | None:
 
 def _ptxas() -> dict[str, str | None]:
     """The last line of what each ptxas of Triton, or of the system, says of its version."""
-    found = importlib.util.find_spec("triton")
-    folder = Path(found.origin or "").parent / "backends" / "nvidia" / "bin" if found else Path()
+    spec = importlib.util.find_spec("triton")
+    folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin" if spec else Path()
     paths = sorted(folder.glob("ptxas*")) or [Path(path) for path in [shutil.which("ptxas")] if path]
     return {path.name: (_output([str(path), "--version"]) or "").rpartition("\n")[2] or None for path in paths}
 
@@ -129,21 +180,6 @@ def _quotients(device: torch.device, paired: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the bits are equal, or both are NaN."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    left, right = left.detach().cpu().reshape(-1), right.detach().cpu().reshape(-1)
-    same = left.view(integers) == right.view(integers)
-    if left.is_floating_point():
-        same |= left.float().isnan() & right.float().isnan()
-    return left.dtype == right.dtype and bool(same.all())
-
-
-def _normal(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device=device, dtype=dtype)
-
-
 def other_kernels(device: torch.device) -> dict[str, Any]:
     """Casts, check, unscale and statistics against the reference, and softmax within its error."""
     from halfstep.kernels.statistics import Grid, foreach_count_, width
@@ -154,32 +190,27 @@ def other_kernels(device: torch.device) -> dict[str, Any]:
 
     def results(where: torch.device) -> dict[str, torch.Tensor]:
         x = patterns.to(where)
-        found = {}
+        tensors = {}
         for dtype, rounding in product(dtypes, ("nearest", "toward_zero", "stochastic")):
+            name = f"{dtype}, {rounding}"
             options: dict[str, Any] = {"seed": 7} if rounding == "stochastic" else {}
-            found[f"cast to {dtype}, {rounding}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
-            found[f"cast of {dtype} from {rounding}"] = halfstep.foreach_cast(
-                [found[f"cast to {dtype}, {rounding}"]], torch.float32
-            )[0]
-        counts = torch.zeros(1, width(True), dtype=torch.int64, device=where)
-        foreach_count_([x], counts, Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
-        found["statistics"] = counts
-        grads = [
-            _normal((size,), dtype, size, where) for size in STEP_SIZES for dtype in (torch.bfloat16, torch.float32)
-        ]
-        found |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
-        found["found_inf after unscaling"], found["norm"] = halfstep.foreach_unscale_(grads, 0.125)
-        found |= {f"unscaled {index}": grad for index, grad in enumerate(grads)}
-        return found
+            tensors[f"cast to {name}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
+            tensors[f"cast from {name}"] = halfstep.foreach_cast([tensors[f"cast to {name}"]], torch.float32)[0]
+        tensors["statistics"] = torch.zeros(1, width(True), dtype=torch.int64, device=where)
+        foreach_count_([x], tensors["statistics"], Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
+        sizes_and_dtypes = product(STEP_SIZES, (torch.bfloat16, torch.float32))
+        grads = [_normal((size,), dtype, size, where) for size, dtype in sizes_and_dtypes]
+        tensors |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
+        tensors["found_inf after unscaling"], tensors["norm"] = halfstep.foreach_unscale_(grads, 0.125)
+        return tensors | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
 
     with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
         mine = results(device)
         x = _normal((7, 40_003), torch.float32, 0, device)
         torch.testing.assert_close(halfstep.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-7)
     with halfstep.backend("reference"):
-        theirs = results(torch.device("cpu"))
-    different = [name for name, value in theirs.items() if not _same_bits(mine[name], value)]
-    _expect(not different, f"the GPU's bits are not the reference's: {different}")
+        theirs = results(CPU)
+    _expect_reference(mine, theirs)
     return {"compared": len(theirs)}
 
 
@@ -211,8 +242,8 @@ def layouts(master: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.Tensor]:
-    """Parameters and all that the optimizer holds after three steps, of which one has Infs and NaNs."""
+def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters and states after three steps, of which one has Infs and NaNs."""
     parameters = [torch.nn.Parameter(_normal(shape, dtype, index, device)) for index, shape in enumerate(SHAPES)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
@@ -227,43 +258,38 @@ def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) 
         if step == 1:
             parameters[3].grad[2, 3], parameters[5].grad[1, 300] = torch.inf, torch.nan  # type: ignore[index]
         optimizer.step()
-    held = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
-    return [parameter.detach() for parameter in parameters] + held
+    return tensors_of(optimizer)
 
 
 def adam(dtype: torch.dtype, master: str | None, device: torch.device) -> dict[str, Any]:
     """Steps of every layout with these masters, against the reference."""
-    different, compared = [], 0
+    wrong = []
     for options in layouts(master):
         mine = _trained(device, dtype, options)
         with halfstep.backend("reference"):
-            theirs = _trained(torch.device("cpu"), dtype, options)
-        compared += 1
-        if len(mine) != len(theirs) or not all(map(_same_bits, mine, theirs)):
-            different.append({name: str(value) for name, value in options.items()})
-    _expect(not different, f"the GPU's bits are not the reference's: {different}")
-    return {"layouts": compared}
+            if names := different(mine, _trained(CPU, dtype, options)):
+                wrong.append(f"{options}: {names}")
+    _expect(not wrong, f"the GPU's bits are not the reference's: {wrong}")
+    return {"layouts": len(layouts(master))}
 
 
 # ----------------------------------------------------------------------------------------------------------- AMP steps
 
 
-class _Training:
-    """Mixed parameters under AMP with clipping, and gradients for several steps with overflows among them."""
+class Training:
+    """Mixed parameters under AMP with clipping, and gradients for several steps with overflows among them.
 
-    def __init__(self, device: torch.device, steps: int = 6, way: str = "step") -> None:
-        """`way` is one of `WAYS`."""
-        self.way = way
-        generator = torch.Generator().manual_seed(0)
+    `way`, one of `WAYS`, is how gradients are unscaled and clipped.
+    """
 
-        def normal(size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(
-                device=device, dtype=dtype
-            )
-
-        kinds = [(size, dtype) for size in STEP_SIZES for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-        self.parameters = [torch.nn.Parameter(normal(size, dtype)) for size, dtype in kinds]
-        self.gradients = [[normal(size, dtype) for size, dtype in kinds] for _ in range(steps)]
+    def __init__(self, device: torch.device, way: str = "step", steps: int = 6) -> None:
+        self.device, self.way = device, way
+        tensors = list(product(STEP_SIZES, (torch.bfloat16, torch.float16, torch.float32)))
+        values = [
+            [_normal((size,), dtype, 100 * step + index, device) for index, (size, dtype) in enumerate(tensors)]
+            for step in range(steps + 1)
+        ]
+        self.parameters, self.gradients = list(map(torch.nn.Parameter, values[0])), values[1:]
         self.gradients[1][0][0] = torch.inf
         self.gradients[3][6][-1] = torch.nan
         self.optimizer = halfstep.AdamW(self.parameters, lr=1e-2, max_grad_norm=1.0)
@@ -277,6 +303,7 @@ class _Training:
             self.step()
 
     def step(self) -> None:
+        """A step with the present gradients."""
         if self.way == "unscale_":
             self.scaler.unscale_(self.optimizer)
         elif self.way == "clip_grad_norm_":
@@ -289,45 +316,42 @@ class _Training:
         for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
             parameter.grad = gradient.clone()
 
-    def captured(self) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-        """A step as a CUDA graph, and the gradients that it reads."""
-        static = [torch.zeros_like(parameter) for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, static, strict=True):
-            parameter.grad = gradient
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), _refusing_waits(self.parameters[0].device):
-            self.step()
-        return graph, static
-
-    def replay(self, graph: torch.cuda.CUDAGraph, static: list[torch.Tensor], index: int) -> None:
-        """Copy the gradients of a step to the tensors that a graph reads, and replay the graph."""
-        for place, gradient in zip(static, self.gradients[index], strict=True):
-            place.copy_(gradient)
-        graph.replay()
-
     @torch.no_grad()
     def load(self, index: int) -> None:
-        """Copy the gradients of a step into the current gradients."""
+        """Copy the gradients of a step into the present gradients."""
         for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(gradient)
 
-    def differences(self, other: _Training) -> list[str]:
-        """The names of all tensors in which two trainings differ."""
-        found = []
-        for index, (mine, theirs) in enumerate(zip(self.parameters, other.parameters, strict=True)):
-            if not _same_bits(mine.detach(), theirs.detach()):
-                found.append(f"parameter {index} ({mine.dtype}, {mine.numel()} elements)")
-        left, right = self.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
-        for index, state in left.items():
-            found += [
-                f"{key} of parameter {index}"
-                for key, value in state.items()
-                if not _same_bits(value, right[index][key])
-            ]
-        if self.scaler.get_scale() != other.scaler.get_scale():
-            found.append(f"scale {self.scaler.get_scale()} and {other.scaler.get_scale()}")
-        return found
+    def captured(self) -> Callable[[int], None]:
+        """A step as a CUDA graph. The result replays it with the gradients of a step."""
+        torch.cuda.synchronize()
+        static = [torch.zeros_like(parameter) for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, static, strict=True):
+            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), _refusing_waits(self.device):
+            self.step()
+
+        def replay(index: int) -> None:
+            for read, gradient in zip(static, self.gradients[index], strict=True):
+                read.copy_(gradient)
+            graph.replay()
+
+        return replay
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All tensors, and the scale."""
+        return tensors_of(self.optimizer) | {"scale": torch.tensor(self.scaler.get_scale())}
+
+    def expect_reference(self) -> None:
+        """Check that all steps were taken, with the bits of the reference."""
+        with halfstep.backend("reference"):
+            reference = Training(CPU, self.way)
+            for index in range(len(reference.gradients)):
+                reference.load(index)
+                reference.step()
+        _expect_reference(self.state(), reference.state(), f"{self.way}: ")
 
 
 @contextmanager
@@ -342,79 +366,47 @@ def _refusing_waits(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _steps(device: torch.device, way: str = "step", moved: bool = False) -> _Training:
+def eager(device: torch.device, ways: Sequence[str] = ("step",), moved: bool = False) -> None:
     """Eager steps, none of which waits; with `moved`, every other step has its gradients in new memory."""
-    training = _Training(device, way=way)
-    torch.cuda.synchronize()
-    with _refusing_waits(device):
-        for index in range(len(training.gradients)):
-            (training.give if moved and index % 2 == 0 else training.load)(index)
-            training.step()
-    return training
-
-
-def _expect_reference(training: _Training) -> None:
-    with halfstep.backend("reference"):
-        reference = _Training(torch.device("cpu"), way=training.way)
-        for index in range(len(reference.gradients)):
-            reference.load(index)
-            reference.step()
-    different = training.differences(reference)
-    _expect(not different, f"{training.way}: the bits are not the reference's: {different}")
-
-
-def eager(device: torch.device) -> None:
-    """Eager steps."""
-    _expect_reference(_steps(device))
-
-
-def moved(device: torch.device) -> None:
-    """Every way to unscale and clip, with gradients that move."""
-    for way in WAYS:
-        _expect_reference(_steps(device, way, moved=True))
+    for way in ways:
+        training = Training(device, way)
+        torch.cuda.synchronize()
+        with _refusing_waits(device):
+            for index in range(len(training.gradients)):
+                (training.give if moved and index % 2 == 0 else training.load)(index)
+                training.step()
+        training.expect_reference()
 
 
 def captured(device: torch.device) -> None:
-    """Replays of a CUDA graph; then eager steps before, between and after captures and replays."""
-    training = _Training(device)
-    torch.cuda.synchronize()
-    graph = training.captured()
-    with _refusing_waits(device):
-        for index in range(len(training.gradients)):
-            training.replay(*graph, index)
-    torch.cuda.synchronize()
-    _expect_reference(training)
-
-    training = _Training(device)
-    torch.cuda.synchronize()
-    group = training.optimizer.param_groups[0]
-    first = training.captured()
-    with _refusing_waits(device):
-        training.give(0)
-        training.step()
-        training.replay(*first, 1)
-        training.give(2)
-        training.step()
-    usual, group["lr"] = group["lr"], 1.0
-    second = training.captured()  # never replayed
-    group["lr"] = usual
-    with _refusing_waits(device):
-        training.give(3)
-        training.step()
-        training.replay(*first, 4)
-        training.give(5)
-        training.step()
-    torch.cuda.synchronize()
-    _expect_reference(training)
-    del second
+    """Replays of a CUDA graph; then eager steps before and after replays, and after a capture that is not replayed."""
+    for actions in (["replay"] * 6, ["step", "replay", "step", "capture", "step", "replay", "step"]):
+        training, unused = Training(device), []
+        replay, index = training.captured(), 0
+        for action in actions:
+            if action == "capture":
+                group = training.optimizer.param_groups[0]
+                usual, group["lr"] = group["lr"], 1.0
+                unused.append(training.captured())
+                group["lr"] = usual
+                continue
+            with _refusing_waits(device):
+                if action == "replay":
+                    replay(index)
+                else:
+                    training.give(index)
+                    training.step()
+            index += 1
+        torch.cuda.synchronize()
+        training.expect_reference()
 
 
 def two_streams(device: torch.device) -> None:
     """Steps alternately on two streams, and concurrent checks of tensors of the same sizes on a third stream."""
-    training = _Training(device)
+    training = Training(device)
     others = [torch.ones_like(parameter) for parameter in training.parameters]
     expected = float(sum(other.numel() for other in others))
-    streams, aside = [torch.cuda.Stream(device), torch.cuda.Stream(device)], torch.cuda.Stream(device)
+    *streams, aside = (torch.cuda.Stream(device) for _ in range(3))
     torch.cuda.synchronize()
     sums = []
     try:
@@ -430,13 +422,13 @@ def two_streams(device: torch.device) -> None:
     finally:
         torch.cuda.synchronize()  # before memory that other streams use is freed
     _expect([value.item() for value in sums] == [expected] * len(sums), "checks on another stream")
-    _expect_reference(training)
+    training.expect_reference()
 
 
 # --------------------------------------------------------------------------------------------------- tests and timings
 
 
-def gpu_tests(folder: Path) -> dict[str, Any]:
+def gpu_tests(folder: Path, device: torch.device) -> dict[str, Any]:
     """The tests marked gpu, of a checkout. What a call leaves to do, the next one does."""
     program = ROOT / "tests" / "support" / "run_gpu_tests.py"
     if importlib.util.find_spec("pytest") is None:
@@ -447,7 +439,7 @@ def gpu_tests(folder: Path) -> dict[str, Any]:
     subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
     detail = {"counts": report["counts"], "collected": report["collected"], "failed": report["failed"]}
-    failed = [one["test"] for one in report["failed"] if one["outcome"] == "failed"]
+    failed = [test["test"] for test in report["failed"] if test["outcome"] == "failed"]
     _expect(not failed, f"failed: {failed}; {folder / 'tests.txt'} has their messages")
     if report["not_run"] or report["failed"]:
         raise Unfinished(f"{report['counts']}, {report['not_run']} not run")
@@ -459,7 +451,8 @@ def _measured(case: harness.Case, device: torch.device) -> dict[str, Any]:
     return {"results": [asdict(result) for result in results]}
 
 
-def _compiling(provider: str) -> bool:
+def compiles(provider: str) -> bool:
+    """Whether ``torch.compile`` has to compile a provider."""
     return provider == "torch.compile" or provider.startswith("torchao")
 
 
@@ -467,37 +460,45 @@ def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
     every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
     every = [every[index] for index in run.largest_first(every)]
-    found = {}
+    plain, compiled = {}, {}
     for case in every:
-        providers = {name: make for name, make in case.providers.items() if not _compiling(name)}
-        found[f"time of {case.name}"] = replace(case, providers=providers)
-    for case in every:
-        providers = {name: make for name, make in case.providers.items() if _compiling(name) or harness.ours(name)}
-        if any(map(_compiling, providers)):
-            found[f"time of {case.name}, compiled"] = replace(case, providers=providers)
-    return found
+        slow = {name for name in case.providers if compiles(name)}
+        plain[f"time of {case.name}"] = _with_providers(case, case.providers.keys() - slow)
+        if slow:
+            ours = {name for name in case.providers if harness.ours(name)}
+            compiled[f"time of {case.name}, compiled"] = _with_providers(case, slow | ours)
+    return plain | compiled
+
+
+def _with_providers(case: harness.Case, names: set[str]) -> harness.Case:
+    return replace(case, providers={name: make for name, make in case.providers.items() if name in names})
 
 
 # ----------------------------------------------------------------------------------------------------------- a process
 
 
-def checks(folder: Path) -> dict[str, Callable[[torch.device], dict[str, Any] | None]]:
-    """All checks by name, in their order. They run in a process each."""
-    adams = {
-        f"bits of Adam, {str(dtype).removeprefix('torch.')}, master {master}": partial(adam, dtype, master)
-        for dtype, master in MASTERS
-    }
-    return {
-        "machine": machine,
+def checks(folder: Path, quick: bool) -> dict[str, Check]:
+    """All checks by name, in their order."""
+    bits: dict[str, Run] = {
         "NaN patterns": partial(_on_nvidia, gpu_instructions.nan_patterns),
         "root and quotient": partial(_on_nvidia, _quotients),
-        **adams,
+        **{
+            f"bits of Adam, {str(dtype).removeprefix('torch.')}, master {master}": partial(adam, dtype, master)
+            for dtype, master in MASTERS
+        },
         "bits of other kernels": other_kernels,
         "AMP steps": eager,
-        "AMP steps, gradients moved": moved,
+        "AMP steps, gradients moved": partial(eager, ways=WAYS, moved=True),
         "AMP steps, captured": captured,
         "AMP steps on two streams": two_streams,
-        TESTS: lambda device: gpu_tests(folder),
+    }
+    times = [(name, partial(_measured, case)) for name, case in timings(quick).items()]
+    return {
+        "machine": Check(machine, "first"),
+        **{name: Check(run, "bits") for name, run in bits.items()},
+        **{name: Check(run, "headline") for name, run in times[:HEADLINE]},
+        "tests marked gpu": Check(partial(gpu_tests, folder), "tests", 60 * TEST_MINUTES + 30),
+        **{name: Check(run, "times") for name, run in times[HEADLINE:]},
     }
 
 
@@ -525,13 +526,13 @@ def append(file: Path, record: dict[str, Any]) -> None:
 
 def records(file: Path, offset: int = 0) -> dict[str, dict[str, Any]]:
     """The last record of each check of the present code, of those from a byte of the file on."""
-    found: dict[str, dict[str, Any]] = {}
+    last: dict[str, dict[str, Any]] = {}
     for line in file.read_bytes()[offset:].splitlines() if file.exists() else []:
         with suppress(ValueError):  # a line can be cut off
             record = json.loads(line)
             if record["code"] == fingerprint():
-                found[record["check"]] = record
-    return found
+                last[record["check"]] = record
+    return last
 
 
 def main(argv: Sequence[str], device: torch.device | None = None) -> None:
@@ -540,14 +541,13 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: no check goes on when the command was killed
     file, quick, *names = argv
     device = device or torch.device("cuda", torch.cuda.current_device())
-    known = checks(Path(file).parent)
-    measured = timings(bool(int(quick)))
+    table = checks(Path(file).parent, bool(int(quick)))
     for name in names:
         print(f"{name} ...", flush=True)
         start = time.monotonic()
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:
-            record["detail"] = known[name](device) if name in known else _measured(measured[name], device)
+            record["detail"] = table[name].run(device)
         except (LeftOut, Unfinished) as error:
             record |= {"status": LEFT_OUT if isinstance(error, LeftOut) else UNFINISHED, "error": str(error)}
         except Exception:

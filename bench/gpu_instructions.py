@@ -27,9 +27,9 @@ BLOCK = 1024
 def _assembly(name: str, paired: bool) -> str:
     operands = OPERATIONS[name]
     if not paired:
-        return f"{name}.rn.f32 {', '.join(f'${place}' for place in range(operands + 1))};"
-    registers = [f"%x{place}" for place in range(operands)]
-    lines = [f"mov.b64 {x}, {{${2 + 2 * place}, ${3 + 2 * place}}};" for place, x in enumerate(registers)]
+        return f"{name}.rn.f32 {', '.join(f'${index}' for index in range(operands + 1))};"
+    registers = [f"%x{index}" for index in range(operands)]
+    lines = [f"mov.b64 {x}, {{${2 + 2 * index}, ${3 + 2 * index}}};" for index, x in enumerate(registers)]
     lines += [f"{name}.rn.f32x2 %x0, {', '.join(registers)};", "mov.b64 {$0, $1}, %x0;"]
     return "{\n.reg .b64 %x0, %x1, %x2;\n" + "\n".join(lines) + "\n}"
 

@@ -16,19 +16,13 @@ providers that can do it. `measure` runs it. A kernel of one's own is measured i
 
 ``halfstep bench run --module my_cases`` measures, prints and draws the cases that ``my_cases.cases(sizes)`` returns.
 
-**Checks.** A provider's values are first compared with float64. If their error exceeds the bound of the case, or the
-provider raises an exception, the result says so and has no time.
+A provider's values are first compared with float64. If their error exceeds the bound of the case, or the provider
+raises an exception, the result says so and has no time. All providers that passed are timed in interleaved rounds
+(`timing`), with a plain copy that moves as many bytes, half read and half written. A ratio is the median of the ratios
+in each round. Bytes are the least that the job needs in the layout of the provider's state: an implementation that
+moves more has a lower `copy_fraction`.
 
-**Rounds.** All providers that passed are timed in interleaved rounds (`timing`). A ratio is the median of the ratios in
-each round.
-
-**Copy.** A plain copy that moves as many bytes (half read, half written) is timed in every round. The time of the copy
-over the time of a provider is `copy_fraction`; 1 means as fast as a copy. The bytes are the least that the job needs in
-the layout of the provider's state. An implementation that moves more bytes has a lower `copy_fraction`.
-
-On a GPU `graph_us` is the time to replay a CUDA graph of the call, without the time of the host.
-
-**JSON.** `run_report` writes ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
+`run_report` writes JSON: ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
 "left_out", "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
 """
 
@@ -154,8 +148,10 @@ def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | No
         The result without times, and the job if it passed.
     """
     moved = case.layout_bytes.get(provider, case.bytes_moved)
-    what = (case.group, case.operation, case.dtype, dict(case.size), case.axis)
-    result = Result(*what, provider, moved, case.bound, case.error_unit)
+    size = dict(case.size)
+    result = Result(
+        case.group, case.operation, case.dtype, size, case.axis, provider, moved, case.bound, case.error_unit
+    )
     try:
         job = case.providers[provider](inputs)
         result.error = case.error(inputs, (job.values or job.call)())
@@ -183,7 +179,6 @@ def measure(
     *,
     seconds: float = 1.0,
     clock: Clock | None = None,
-    details: bool = True,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
     """Check every provider of a case, then time those that passed.
@@ -193,7 +188,6 @@ def measure(
         device: the device to measure on.
         seconds: approximate time of all rounds. There are always at least seven rounds.
         clock: a clock of the device, which may be reused for several cases.
-        details: whether to measure launches, host time, memory and graph replay too.
         progress: called with a short description of each phase.
 
     Returns:
@@ -219,13 +213,12 @@ def measure(
         result.gb_per_s = result.bytes_moved / 1e3 / result.p50_us
         result.copy_fraction = paired(copies[result.bytes_moved], times)
         rivals = [
-            paired(rival_times, times)
-            for (rival, _), rival_times in zip(passed, samples, strict=False)
-            if rival is not result and not (ours(rival.provider) and ours(result.provider))
+            paired(taken, times)
+            for (other, _), taken in zip(passed, samples, strict=False)
+            if other is not result and not (ours(other.provider) and ours(result.provider))
         ]
         result.speedup = min(rivals, default=None)
         result.rounds = len(times)
-        if details:
-            for name, value in clock.details(call).items():
-                setattr(result, name, value)
+        for name, value in clock.details(call).items():
+            setattr(result, name, value)
     return results

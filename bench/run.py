@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.out is not None:
         notes += run_report.write(options.out, about, results)
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
-    wrong = [f"{one.operation}, {one.dtype}: {one.provider} {one.status}: {one.reason}" for one in bad]
+    wrong = [f"{r.operation}, {r.dtype}: {r.provider} {r.status}: {r.reason}" for r in bad]
     if notes or wrong:
         show(*(text(note, "note") for note in notes), *(text(line, "bad") for line in wrong), stream=sys.stderr)
     return 1 if bad else 0

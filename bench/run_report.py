@@ -1,7 +1,7 @@
 """The output of `halfstep bench run`: tables for the terminal and in Markdown, JSON, and two pictures.
 
-The tables have one row per provider and size. Providers that are not installed are listed once below, with the reason.
-A provider that failed its check or raised an exception has the reason in its row instead of times.
+One row per provider and size; the row of one that failed has the reason instead of times. Those that are not installed
+are listed once below, with the reason.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import groupby
@@ -25,8 +25,6 @@ from halfstep.cli import figures
 from halfstep.cli.machine import processor_name
 from halfstep.cli.terminal import Table, text
 from halfstep.kernels.backend import triton
-
-ROOFLINE, STEP = "roofline.png", "step.png"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -102,19 +100,17 @@ def _by_operation(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
     return [(title, list(group)) for title, group in groups]
 
 
-def _table(results: list[Result]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, without empty columns."""
-    columns = {name: cell for name, cell in COLUMNS.items() if any(map(cell, results))}
-    rows = []
-    for result in results:
-        why = "" if result.status == OK else f" ({result.status}: {result.reason})"
-        size = f"{result.size[result.axis]:,}"
-        rows.append([size, result.provider + why, *(cell(result) for cell in columns.values())])
-    return [results[0].axis, "provider", *columns], rows
-
-
-def _error_allowed(results: Sequence[Result]) -> str:
-    return f"rrors {results[0].error_unit}, at most {_digits(results[0].bound)}"
+def _sections(results: Iterable[Result]) -> Iterator[tuple[str, str, list[Result], list[str], list[list[str]]]]:
+    """Title, bound, results, headings and rows of each table, without empty columns."""
+    for title, group in _by_operation(results):
+        columns = {name: cell for name, cell in COLUMNS.items() if any(map(cell, group))}
+        rows = []
+        for result in group:
+            why = "" if result.status == OK else f" ({result.status}: {result.reason})"
+            size = f"{result.size[result.axis]:,}"
+            rows.append([size, result.provider + why, *(cell(result) for cell in columns.values())])
+        bound = f"rrors {group[0].error_unit}, at most {_digits(group[0].bound)}"
+        yield title, bound, group, [group[0].axis, "provider", *columns], rows
 
 
 def _footnotes(about: dict[str, Any], results: Sequence[Result]) -> list[str]:
@@ -144,24 +140,22 @@ def headline(about: dict[str, Any]) -> str:
 def tables(about: dict[str, Any], results: Sequence[Result]) -> list[Any]:
     """One table per operation and dtype for a terminal, and the footnotes."""
     parts: list[Any] = []
-    for title, group in _by_operation(results):
-        headings, rows = _table(group)
-        before = ""
-        for result, row in zip(group, rows, strict=True):
-            size, row[0] = row[0], "" if row[0] == before else row[0]
+    for title, bound, group, headings, rows in _sections(results):
+        shown: list[list[Any]] = []
+        for result, (size, provider, *cells), before in zip(group, rows, [None, *rows], strict=False):
             style = "bad" if result.status != OK else "strong" if ours(result.provider) else ""
-            row[1], before = text(row[1], style), size  # type: ignore[call-overload]
+            repeated = before is not None and before[0] == size
+            shown.append(["" if repeated else size, text(provider, style), *cells])
         right = [column for column in range(len(headings)) if column != 1]
-        parts += [f"{title} (e{_error_allowed(group)})", Table(headings, rows, right), ""]
+        parts += [f"{title} (e{bound})", Table(headings, shown, right), ""]
     return [*parts, headline(about), *_footnotes(about, results)]
 
 
 def markdown(about: dict[str, Any], results: Sequence[Result]) -> str:
     """The tables in Markdown."""
     lines = [headline(about) + ".", ""]
-    for title, group in _by_operation(results):
-        headings, rows = _table(group)
-        lines += [f"### {title}", "", f"E{_error_allowed(group)}.", "", *table(headings, rows, {1}), ""]
+    for title, bound, _, headings, rows in _sections(results):
+        lines += [f"### {title}", "", f"E{bound}.", "", *table(headings, rows, {1}), ""]
     return "\n".join([*lines, *(f"{note}\n" for note in _footnotes(about, results))])
 
 
@@ -177,22 +171,18 @@ COLOURS = {
 MOST_PERCENT = 200  # of the copy bandwidth; higher values show caches or noise, not memory
 
 
-def _colour(provider: str) -> str:
-    """That of the longest name in `COLOURS` with which a provider begins: layouts of one library have the same."""
-    return COLOURS.get(max(filter(provider.startswith, COLOURS), key=len, default=""), "#444444")
-
-
 def _draw_panel(axes: Any, title: str, results: list[Result], in_time: bool) -> None:
     """One line per provider over the sizes: milliseconds with a band from p20 to p80, or the share of a copy."""
     results = sorted((r for r in results if r.status == OK), key=lambda r: r.size[r.axis])
     for provider in dict.fromkeys(result.provider for result in results):
         line = [result for result in results if result.provider == provider]
-        sizes, colour, strong = [result.size[result.axis] for result in line], _colour(provider), ours(provider)
+        sizes, strong = [result.size[result.axis] for result in line], ours(provider)
+        # The longest name with which it begins: layouts of one library have the same colour.
+        colour = COLOURS.get(max(filter(provider.startswith, COLOURS), key=len, default=""), "#444444")
+        values = [100 * (r.copy_fraction or 0.0) for r in line]
         if in_time:
             low, values, high = ([getattr(r, f"{p}_us") / 1e3 for r in line] for p in ("p20", "p50", "p80"))
             axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-        else:
-            values = [100 * (r.copy_fraction or 0.0) for r in line]
         style = {"linestyle": "-" if provider in COLOURS else "--", "marker": "o", "zorder": 2 + strong}
         axes.plot(sizes, values, label=provider, color=colour, linewidth=1.3 + 1.1 * strong, markersize=4, **style)
     axis, elements = results[0].axis, results[0].size.get("elements", 0)
@@ -209,24 +199,21 @@ def _draw_panel(axes: Any, title: str, results: list[Result], in_time: bool) -> 
 
 
 def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list[Path]:
-    """Write the pictures, without operations that were measured at one size only.
+    """Write the pictures, without operations that were measured at one size only. Returns their paths.
 
-    Returns:
-        The files written.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     drawn = []
+    groups = [
+        (title, group)
+        for title, group in _by_operation(results)
+        if len({r.size[r.axis] for r in group if r.status == OK}) > 1
+    ]
     for name, title, in_time in (
-        (ROOFLINE, f"Share of the copy bandwidth, cut at {MOST_PERCENT} %", False),
-        (STEP, "Whole AMP step: check, norm, clip, update, weights, scale", True),
+        ("roofline.png", f"Share of the copy bandwidth, cut at {MOST_PERCENT} %", False),
+        ("step.png", "Whole AMP step: check, norm, clip, update, weights, scale", True),
     ):
-        panels = [
-            (operation, group)
-            for operation, group in _by_operation(results)
-            if len({r.size[r.axis] for r in group if r.status == OK}) > 1 and (group[0].group == "step") is in_time
-        ]
+        panels = [(operation, group) for operation, group in groups if (group[0].group == "step") is in_time]
         if not panels:
             continue
         columns = min(3, len(panels))
@@ -234,12 +221,12 @@ def draw(folder: Path, about: dict[str, Any], results: Sequence[Result]) -> list
         figure = figures.figure(max(4.4 * columns, 6.6), 1.2 + 3.0 * rows)
         figure.suptitle(f"{title}\n{headline(about)}", x=0.01, ha="left", fontsize=10)
         legend: dict[str, Any] = {}
-        for index, (operation, group) in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, index + 1)
+        for index, (operation, group) in enumerate(panels, 1):
+            axes = figure.add_subplot(rows, columns, index)
             _draw_panel(axes, operation, group, in_time)
             legend |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        across, place = max(3, 2 * columns), "outside lower left"
-        figure.legend(legend.values(), legend.keys(), loc=place, ncols=across, frameon=False, fontsize=9)
+        where = {"loc": "outside lower left", "ncols": max(3, 2 * columns)}
+        figure.legend(legend.values(), legend.keys(), frameon=False, fontsize=9, **where)
         figures.save(figure, folder / name)
         drawn.append(folder / name)
     return drawn

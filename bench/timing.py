@@ -16,12 +16,12 @@ import gc
 import math
 import os
 import random
-import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 Call = Callable[[], Any]
@@ -69,11 +69,8 @@ class CpuClock:
             result = call()
         del result
         events = profile.profiler.kineto_results.events()
-        allocated = peak = 0
-        for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-            allocated += change
-            peak = max(peak, allocated)
-        return peak
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        return int(max(np.cumsum([0, *(change for _, change in changes)])))
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more
@@ -131,8 +128,7 @@ class GpuClock:
 
     def launches(self, call: Call) -> int | None:
         """The number of kernels, copies and fills that one call launches; None if the profiler records none."""
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             call()
             torch.cuda.synchronize(self.device)
         events = profile.profiler.kineto_results.events()
@@ -147,7 +143,7 @@ class GpuClock:
             call()
             samples.append(time.perf_counter() - start)
         torch.cuda.synchronize(self.device)
-        return 1e6 * statistics.median(samples)
+        return 1e6 * float(np.median(samples))
 
     def extra_bytes(self, call: Call) -> int:
         """The peak of the memory that a call allocates."""
@@ -189,7 +185,7 @@ class GpuClock:
         replay = graph.replay  # one object, since `round` keeps the delay of each call by its identity
         samples = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del result
-        return 1e6 * statistics.median(samples)
+        return 1e6 * float(np.median(samples))
 
 
 Clock = CpuClock | GpuClock
@@ -218,14 +214,13 @@ def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[li
         repeat = max(1, math.ceil(clock.sample / max(expected, 1e-7)))
         planned.append((call, repeat))
         cost += expected * repeat
-    count = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / max(1e-9, cost))))
     samples: list[list[float]] = [[] for _ in planned]
     shuffled = random.Random(0)
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(count):
+        for _ in range(max(LEAST_ROUNDS, min(MOST_ROUNDS, int(seconds / max(1e-9, cost))))):
             order = shuffled.sample(range(len(planned)), len(planned))
             for index, sample in zip(order, clock.round([planned[index] for index in order]), strict=True):
                 samples[index].append(sample)
@@ -237,7 +232,7 @@ def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[li
 
 def paired(over: Sequence[float], under: Sequence[float]) -> float:
     """The median of the ratios in each round."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return float(np.median(np.divide(over, under)))
 
 
 def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
@@ -251,4 +246,4 @@ def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
 def copy_gb_per_s(clock: Clock, bytes_moved: int) -> float:
     """The median copy bandwidth of the machine: bytes read plus bytes written, in 10^9 per second."""
     (samples,) = rounds(clock, copy_calls([bytes_moved], clock.device))
-    return bytes_moved / 1e9 / statistics.median(samples)
+    return bytes_moved / 1e9 / float(np.median(samples))

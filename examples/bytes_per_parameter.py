@@ -18,6 +18,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,11 @@ BF16 = torch.bfloat16
 EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master", "fp32 weights"
 
 
-def _halfstep(**options: Any) -> Callable[[torch.nn.Module], Any]:
-    return lambda model: halfstep.AdamW(model.parameters(), lr=1e-4, **options)
+Make = Callable[[torch.nn.Module], Any]  # the optimizer of a model
+
+
+def _adamw(module: str, name: str = "AdamW", **options: Any) -> Make:
+    return lambda model: getattr(import_module(module), name)(model.parameters(), lr=1e-4, **options)
 
 
 def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
@@ -47,36 +52,9 @@ def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
     return optimizer
 
 
-def _torch(model: torch.nn.Module) -> Any:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-
-def _flashoptim(model: torch.nn.Module) -> Any:
-    from flashoptim import FlashAdamW
-
-    return FlashAdamW(model.parameters(), lr=1e-4)
-
-
-def _bitsandbytes(model: torch.nn.Module) -> Any:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(model.parameters(), lr=1e-4)
-
-
-def _torchao(model: torch.nn.Module) -> Any:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(model.parameters(), lr=1e-4)
-
-
-def _optimi(model: torch.nn.Module) -> Any:
-    from optimi import AdamW
-
-    return AdamW(model.parameters(), lr=1e-4, kahan_sum=True)
-
-
+_halfstep, _torch = partial(_adamw, "halfstep"), _adamw("torch.optim", fused=True)
 # Name, dtype of the weights, what keeps the digits that the weights have no room for, and the optimizer.
-OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Callable[[torch.nn.Module], Any]], ...] = (
+OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
     ("torch AdamW, fp32 weights", torch.float32, WEIGHTS, _torch),
     ("torch AdamW", BF16, NONE, _torch),
     ("halfstep AdamW", BF16, EXACT, _halfstep()),
@@ -84,11 +62,11 @@ OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Callable[[torch.nn.Module], Any]]
     ("halfstep, 8-bit moments", BF16, EXACT, _halfstep(state_dtype="8bit")),
     ("halfstep, 8 bits, steps in the backward", BF16, EXACT, _stepping_in_the_backward),
     ("halfstep, 8 bits, 24-bit master", BF16, ROUNDED, _halfstep(state_dtype="8bit", master_weights="split24")),
-    ("flashoptim", BF16, ROUNDED, _flashoptim),
-    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _optimi),
+    ("flashoptim", BF16, ROUNDED, _adamw("flashoptim", "FlashAdamW")),
+    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _adamw("optimi", kahan_sum=True)),
     ("halfstep, 8 bits, no master", BF16, NONE, _halfstep(state_dtype="8bit", master_weights=None)),
-    ("bitsandbytes AdamW8bit", BF16, NONE, _bitsandbytes),
-    ("torchao AdamW8bit", BF16, NONE, _torchao),
+    ("bitsandbytes AdamW8bit", BF16, NONE, _adamw("bitsandbytes.optim", "AdamW8bit")),
+    ("torchao AdamW8bit", BF16, NONE, _adamw("torchao.optim", "AdamW8bit")),
 )
 
 # The rows of `halfstep plan` for those that need a GPU.
@@ -110,56 +88,46 @@ def _storages(values: Iterable[Any]) -> dict[int, int]:
     return found
 
 
+def _timed(call: Callable[[], Any], on_gpu: bool) -> float:
+    """The milliseconds of a call."""
+    if not on_gpu:
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def measure(
-    dtype: torch.dtype,
-    make: Callable[[torch.nn.Module], Any],
-    device: torch.device,
-    layers: int,
-    width: int,
-    steps: int,
+    dtype: torch.dtype, make: Make, device: torch.device, layers: int, width: int, steps: int
 ) -> tuple[float, float | None]:
     """Bytes per parameter, and milliseconds of a step."""
-    on_gpu = device.type == "cuda"
+    on_gpu, before = device.type == "cuda", 0
     gc.collect()
-    before = 0
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    model = torch.nn.Sequential(
-        *(torch.nn.Linear(width, width, bias=False, dtype=dtype, device=device) for _ in range(layers))
-    )
+    linear = partial(torch.nn.Linear, width, width, bias=False, dtype=dtype, device=device)
+    model = torch.nn.Sequential(*(linear() for _ in range(layers)))
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = make(model)
     x = torch.randn(1, width, dtype=dtype, device=device)
-    times, counted, released = [], 0, False
-
-    def step() -> None:
-        nonlocal counted, released
+    times, peak = [], 0
+    for step in range(3 + steps):  # the first three compile and create the state
         model(x).square().mean().backward()
-        released = all(type(parameter.grad) is not torch.Tensor for parameter in model.parameters())
-        if not on_gpu:
-            gradients = () if released else [parameter.grad for parameter in model.parameters()]
-            counted = max(counted, sum(_storages([*model.parameters(), *gradients, dict(optimizer.state)]).values()))
-            start = time.perf_counter()
-            optimizer.step()
-            times.append(time.perf_counter() - start)
-        else:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            optimizer.step()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
+        grads = [parameter.grad for parameter in model.parameters() if type(parameter.grad) is torch.Tensor]
+        if not on_gpu and step < 3:
+            peak = max(peak, sum(_storages([*model.parameters(), *grads, dict(optimizer.state)]).values()))
+        times.append(_timed(optimizer.step, on_gpu))
         optimizer.zero_grad()
-
-    for _ in range(3):  # the first ones compile and create the state
-        step()
-    peak = torch.cuda.max_memory_allocated() - before if on_gpu else counted
-    times.clear()
-    for _ in range(steps):
-        step()
-    return peak / count, None if released else 1e3 * statistics.median(times)
+        if on_gpu and step == 2:
+            peak = torch.cuda.max_memory_allocated() - before
+    return peak / count, statistics.median(times[3:]) if grads else None
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:

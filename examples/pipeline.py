@@ -3,11 +3,9 @@
 torchrun --nproc-per-node 2 examples/pipeline.py
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
@@ -24,8 +22,9 @@ def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.to(device, torch.float16), targets.to(device)
 
 
-def train(rank: int, size: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> list[float]:
     """Train and return the losses, on the last stage; an empty list on the others."""
+    size = dist.get_world_size()
     torch.manual_seed(rank)
     model = Sequential(Linear(32, 128), GELU(), Linear(128, 32)).to(device, torch.float16)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
@@ -50,21 +49,5 @@ def train(rank: int, size: int, device: torch.device) -> list[float]:
     return history
 
 
-def main() -> int:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    losses = train(rank, size, device)
-    if losses:
-        print(f"pipeline: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
-    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
-    return 1 if losses and losses[-1] >= losses[0] / 2 else 0
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # Gloo's threads can block the end of their group, and abort a Python that shuts down
+    run("pipeline", train)

@@ -6,11 +6,9 @@ Samples are drawn with the fp16 weights that are trained. In bf16, whose mantiss
 of the sampler and of the trainer differ more, which can end such training (arXiv 2510.26788). Masters are in fp32.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import log_softmax
@@ -67,21 +65,5 @@ def train(rank: int, device: torch.device) -> list[float]:
     return [loss.item() for loss in losses]
 
 
-def main() -> int:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    rank = dist.get_rank()
-    losses = train(rank, device)
-    if rank == 0:
-        print(f"reinforcement: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")  # the share of wrong actions
-    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
-    return 0 if losses[-1] < losses[0] / 2 else 1
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # Gloo's threads can block the end of their group, and abort a Python that shuts down
+    run("reinforcement", train)

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,27 +46,31 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"machine": known, "versions": {"python": platform.python_version(), **versions}}
 
 
+PARTS = ("param", "gradient", "optimizer")
+
+
+def _against(content: dict[str, Any]) -> dict[str, str]:
+    """The validation loss of each run against that of fp32, if there are both."""
+    losses = {run["name"]: run["final_val_loss"] for run in content["runs"]}
+    base = next((losses[run["name"]] for run in content["runs"] if run["precision"] == "fp32"), None)
+    if base is None or len(losses) < 2:
+        return {}
+    return {name: f"{100 * (loss / base - 1):+.2f} %" for name, loss in losses.items() if loss is not None}
+
+
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table on the screen and in the page."""
     head = ["run", "optimizer", "train loss", "val loss", "vs fp32", "skipped", "scale"]
     head += [*(f"{part}\nB/param" for part in ("weight", "grad", "state")), "step\nms", "optimizer\nms"]
     head += ["tokens/s", "MFU"]
-
-    def shown(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    runs = content["runs"]
-    base = next((run["final_val_loss"] for run in runs if run["precision"] == "fp32" and len(runs) > 1), None)
-    rows = []
-    for run in runs:
-        loss = run["final_val_loss"]
-        scaled = run["final_scale"] is not None
+    against, rows = _against(content), []
+    for run in content["runs"]:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (run["final_train_loss"], run["final_val_loss"]))
+        scaled = ("-", "-") if run["final_scale"] is None else (str(run["skipped_steps"]), f"{run['final_scale']:,.0f}")
         rows.append(
             [
-                *(run["name"], run["optimizer"], shown(run["final_train_loss"], ".4f"), shown(loss, ".4f")),
-                "-" if None in (loss, base) else f"{100 * (loss / base - 1):+.2f} %",
-                *(str(run["skipped_steps"]) if scaled else "-", shown(run["final_scale"], ",.0f")),
-                *(f"{run[f'{part}_bytes_per_param']:.2f}" for part in ("param", "gradient", "optimizer")),
+                *(run["name"], run["optimizer"], *losses, against.get(run["name"], "-"), *scaled),
+                *(f"{run[f'{part}_bytes_per_param']:.2f}" for part in PARTS),
                 *(f"{run['step_ms_p50']:.1f}", f"{run['optimizer_ms_p50']:.2f}", f"{run['tokens_per_s']:,.0f}"),
                 "-" if run["mfu"] is None else f"{percent(run['mfu'])} %",
             ]
@@ -76,32 +80,24 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def outcome(content: dict[str, Any]) -> str:
     """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
-
-    def kept(run: Mapping[str, Any]) -> str:
-        return f"{sum(run[f'{part}_bytes_per_param'] for part in ('param', 'gradient', 'optimizer')):.3g}"
-
-    finished = [run for run in content["runs"] if run["final_val_loss"] is not None]
-    base = next((run for run in finished if run["precision"] == "fp32"), None)
-    if base is None or len(finished) < 2:
+    against, kept = _against(content), {}
+    for run in content["runs"]:
+        kept[run["name"]] = f"{sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g}"
+    base = next((run for run in content["runs"] if run["precision"] == "fp32" and run["name"] in against), None)
+    others = [f"{name} {change} ({kept[name]})" for name, change in against.items() if base and name != base["name"]]
+    if base is None or not others:
         return ""
-    loss = base["final_val_loss"]
-    others = [
-        f"{run['name']} {100 * (run['final_val_loss'] / loss - 1):+.2f} % ({kept(run)})"
-        for run in finished
-        if run is not base
-    ]
-    return (
-        f"Validation loss against fp32's {loss:.4f}, and bytes per parameter (fp32: {kept(base)}): {', '.join(others)}."
-    )
+    loss = f"{base['final_val_loss']:.4f}, and bytes per parameter (fp32: {kept[base['name']]})"
+    return f"Validation loss against fp32's {loss}: {', '.join(others)}."
 
 
 def sentence(content: dict[str, Any]) -> str:
     """About the text, with the unigram entropy to compare losses with, and about MFU."""
-    data, peaks = content["data"], sorted({run["peak"]["source"] for run in content["runs"]})
+    data = content["data"]
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes, files: "
         f"{data['files']:,}): {content['unigram_entropy']:.4f}. MFU: FLOPs of the model's matrix products as a share "
-        f"of the peak ({'; '.join(peaks)})."
+        "of the peak that the datasheet of a GPU gives."
     )
 
 
@@ -113,29 +109,24 @@ def notes(content: dict[str, Any]) -> list[str]:
     return [*said, *[f"no report.png: {figures.MISSING}"] * missing]
 
 
-def overflow_of(run: Mapping[str, Any]) -> tuple[str, list[tuple[Any, ...]]]:
-    """How many steps a run with a loss scale skipped, and the parameters that overflowed; empty without one."""
-    known = run["overflow"]
-    if known is None:
-        return "", []
-    rows = [
-        (one.name, overflow_kind(one), one.first_step, one.last_step)
-        for one in (Overflow(**one) for one in known["parameters"])
-    ]
-    return f"{run['name']}: {known['skipped']:,} of {known['steps']:,} steps skipped", rows
+def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
+    """How many steps each run with a loss scale skipped, and the parameters that overflowed."""
+    for run in content["runs"]:
+        if known := run["overflow"]:
+            parameters = [Overflow(**parameter) for parameter in known["parameters"]]
+            rows: list[list[object]] = [[p.name, overflow_kind(p), p.first_step, p.last_step] for p in parameters]
+            yield f"{run['name']}: {known['skipped']:,} of {known['steps']:,} steps skipped", rows
 
 
 def show_table(content: dict[str, Any]) -> None:
     """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
-    if said := outcome(content):
-        say(said)
+    for line in filter(None, [outcome(content)]):
+        say(line)
     show(Table(head, rows, range(2, len(head)), ruled=True))
     say(sentence(content))
-    for run in content["runs"]:
-        skipped, overflowed = overflow_of(run)
-        if skipped:
-            say(skipped)
+    for skipped, overflowed in overflows(content):
+        say(skipped)
         if overflowed:
             show(Table(OVERFLOW, [list(map(str, row)) for row in overflowed], (2, 3)))
     for note in notes(content):
@@ -280,25 +271,31 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "")
 
 def gradients_of(run: Mapping[str, Any]) -> str:
     """Where the gradients of a run fall in its format, and the advice on its loss scale."""
-    known, kinds = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
+    counts, kinds = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
     rows = [
         [row["name"], row["elements"], *(percent(row[kind] / max(1, row["elements"])) for kind in kinds)]
-        for row in (*known["worst"], known["total"])
+        for row in (*counts["worst"], counts["total"])
     ]
-    at = f", at the last scale of {known['scale']:,.0f}" if run["scale"] else ""
-    return (
-        f"<h2>Gradients, {text(run['name'])}</h2><p>Counted in {known['steps']} steps{at}, after rounding to "
-        f"{text(known['format'])}: flushed values count as zero. The worst parameters, and all together:</p>"
-        + table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows)
-        + f"<pre>{text(known['advice'] and known['advice']['text'])}</pre>"
+    at = f", at the last scale of {counts['scale']:,.0f}" if run["scale"] else ""
+    return section(
+        f"Gradients, {run['name']}",
+        f"Counted in {counts['steps']} steps{at}, after rounding to {counts['format']}: flushed values count as zero. "
+        "The worst parameters, and all together:",
+        table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows)
+        + f"<pre>{text(counts['advice'] and counts['advice']['text'])}</pre>",
     )
+
+
+def section(title: str, words: str, content: str) -> str:
+    """A heading, a paragraph where there is one, and `content` in HTML."""
+    return f"<h2>{text(title)}</h2>" + (f"<p>{text(words)}</p>" if words else "") + content
 
 
 def page(content: dict[str, Any], png: bytes | None) -> str:
     """report.html: a single file with the picture and all tables."""
     runs = content["runs"]
     troubles = [f"{run['name']}: {run['trouble']}" for run in runs if run["trouble"]]
-    parts = [f'<p class="outcome">{text(said)}</p>' for said in [outcome(content)] if said]
+    parts = [f'<p class="outcome">{text(line)}</p>' for line in filter(None, [outcome(content)])]
     parts += [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
     parts += [
         table(*cells(content)),
@@ -309,15 +306,16 @@ def page(content: dict[str, Any], png: bytes | None) -> str:
         parts.append(f'<img alt="losses, loss scale, bytes per parameter, gradients" src="{source}">')
     for run in runs:
         for finding in run["findings"]:
-            title = f"{run['name']}: {finding['severity']}, {finding['name']}"
-            rows: list[Sequence[object]] = [(name, finding[name]) for name in ("where", "what", "stake", "remedy")]
-            parts += [f"<h2>Found by halfstep.doctor after the last step: {text(title)}</h2>", table((), rows, "left")]
-    for skipped, overflowed in map(overflow_of, runs):
-        parts += [f"<h2>Overflows</h2><p>{text(skipped)}</p>", table(OVERFLOW, overflowed, "left")] if skipped else []
+            title = (
+                f"Found by halfstep.doctor after the last step: {run['name']}: {finding['severity']}, {finding['name']}"
+            )
+            rows = [(name, finding[name]) for name in ("where", "what", "stake", "remedy")]
+            parts.append(section(title, "", table((), rows, "left")))
+    parts += [section("Overflows", skipped, table(OVERFLOW, rows, "left")) for skipped, rows in overflows(content)]
     parts += map(gradients_of, counted(content))
     for title in ("model", "training", "layout", "data", "machine", "versions"):
-        rows = [(name.replace("_", " "), value) for name, value in content[title].items()]
-        parts += [f"<h2>{title.capitalize()}</h2>", table((), rows, "left")]
+        named = [(name.replace("_", " "), value) for name, value in content[title].items()]
+        parts.append(section(title.capitalize(), "", table((), named, "left")))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'

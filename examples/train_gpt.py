@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -43,10 +42,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.benchmark import Timer
 
 import halfstep
 from halfstep.cli.command_line import UsageError, a_path, complain, make_folder, with_output
@@ -260,9 +257,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-# -------------------------------------------------------------------------------------------------------- FLOPs and MFU
-
-
 def shape_of(size: Size) -> Transformer:
     """The model as the planner describes it."""
     return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
@@ -270,31 +264,12 @@ def shape_of(size: Size) -> Transformer:
 
 def card_of(device_name: str) -> Card | None:
     """The card in the planner's table with the longest name that fits: "l40s" before "l4"."""
-    name = device_name.lower().replace(" ", "")
-    split = {card: card.name.partition("-") for card in CARDS.values()}
-    fitting = [
-        card for card, (model, _, memory) in split.items() if model in name and (not memory or f"{memory}gb" in name)
-    ]
+    name, fitting = device_name.lower().replace(" ", ""), []
+    for card in CARDS.values():
+        model, _, memory = card.name.partition("-")
+        if model in name and (not memory or f"{memory}gb" in name):
+            fitting.append(card)
     return max(fitting, key=lambda card: len(card.name), default=None)
-
-
-@cache
-def peak_of(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The most FLOP/s of a device for matrix products in a dtype, and where the number is from; None if unknown.
-
-    For GPUs in the planner's table, those of the datasheet, for bf16 and fp16. Otherwise the best of some products is
-    measured, in this dtype and in fp32, since libraries for CPUs may compute 16-bit products more slowly.
-    """
-    if device.type == "cuda" and dtype != torch.float32 and (card := card_of(torch.cuda.get_device_name(device))):
-        return card.flops, card.source
-    best = 0.0
-    for tried in {dtype, torch.float32}:
-        for edge in (256, 1024):
-            x, weight = (torch.ones(edge, edge, dtype=tried, device=device) for _ in range(2))
-            names = {"linear": linear, "x": x, "weight": weight}
-            timer = Timer("linear(x, weight)", globals=names, num_threads=torch.get_num_threads())
-            best = max(best, *(2.0 * edge**3 / timer.timeit(1).mean for _ in range(5)))
-    return best, "measured: the fastest of some matrix products on this device"
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -363,6 +338,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in self.plain.parameters())
         self.trained = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
         self.model = wrap(self.plain, world, options.strategy)
+        self.zero = options.strategy == "zero1"
         self.optimizer = self._optimizer()
         self.scheduler = LambdaLR(self.optimizer, self.rate)
         self.scaler = None
@@ -393,7 +369,7 @@ class Trainer:
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": options.weight_decay}]
         groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
-        if options.strategy == "zero1":
+        if self.zero:
             return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **chosen)
         return kind(groups, **chosen)
 
@@ -486,13 +462,14 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
-        optimizer, is_zero = self.optimizer, isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        optimizer = self.optimizer
+        whole = zero.state_dict(optimizer) if self.zero else checkpoint.gather(optimizer.state_dict())
         return {
             "format": FORMAT,
             "plan": plan(self.run, self.options, self.corpus),
             "step": self.step,
             "model": checkpoint.gather(self.plain.state_dict()),
-            "optimizer": zero.state_dict(optimizer) if is_zero else checkpoint.gather(optimizer.state_dict()),
+            "optimizer": whole,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
@@ -502,8 +479,7 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the content of a checkpoint."""
         checkpoint.load_model(self.plain, state["model"])
-        is_zero = isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        (zero.load_state_dict if is_zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
+        (zero.load_state_dict if self.zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         world, counted = self.world, state["gradients"]
@@ -568,7 +544,9 @@ class Trainer:
         best_step, best_loss, _ = self.best() if validated else (None, None, None)
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
-        peak, source = peak_of(world.device, torch.float32 if self.precision.emulated else self.precision.dtype)
+        on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
+        card = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
+        peak = card and card.flops
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         tensors = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         tail = max(1, round(self.step * FINAL_SHARE))
@@ -595,7 +573,7 @@ class Trainer:
             "tokens_per_s": options.batch * size.context / step_ms * 1000,
             "flops_per_s": flops / step_ms * 1000,
             "mfu": None if peak is None else utilisation(flops / world.size, step_ms / 1000, peak),
-            "peak": {"flops": peak, "source": source},
+            "peak_flops": peak,
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "findings": halfstep.doctor(self.model, self.optimizer, self.scaler).as_dict()["findings"],

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGEST = ROOT / "examples" / "largest.py"
 BYTES = ROOT / "examples" / "bytes_per_parameter.py"
 # train_gpt.py and its modules have tests of their own, in tests/examples.
-OTHERS = {LARGEST, BYTES, *(ROOT / "examples" / f"{name}.py" for name in ("train_gpt", "gpt", "report"))}
+OTHERS = {LARGEST, BYTES, *(ROOT / "examples" / f"{name}.py" for name in ("train_gpt", "gpt", "report", "ranks"))}
 EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - OTHERS)
 
 
@@ -31,7 +31,10 @@ def _torchrun(script: Path) -> str:
 
 
 # Prints a line if Python shuts down, which Gloo's threads can abort.
-SHUTS_DOWN = "import atexit, runpy, sys; atexit.register(print, 'shut down'); runpy.run_path({!r}, run_name='__main__')"
+SHUTS_DOWN = (
+    f"import atexit, runpy, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); atexit.register(print, 'shut down'); "
+    "runpy.run_path({!r}, run_name='__main__')"
+)
 
 
 def _forked(script: Path, ranks: int) -> str:

@@ -70,6 +70,16 @@ def _covers(name: str, families: Collection[str] | None, targets: Collection[str
     return target in targets and (families is None or kernel.partition(".")[0] in families)
 
 
+def _beyond(measure: str, value: float | None, limit: float | None) -> str | None:
+    """How a measure violates its bound; None if it does not."""
+    slack = REGISTER_SLACK if measure == "registers" else 0
+    if value is None or limit is None:
+        return "not" if value is not limit else None
+    if measure in AT_LEAST:
+        return "below" if value < limit else None
+    return "above" if value > limit + slack else None
+
+
 def departures(
     rows: list[dict[str, Any]],
     bounds: Bounds,
@@ -88,29 +98,20 @@ def departures(
         targets: the targets that were audited.
         remedy: the command that records bounds.
     """
-    found: list[str] = []
-    strict = triton == bounds.triton
-    for row in rows:
-        bound = bounds.entries.get(key(row))
+    measures = MEASURES if triton == bounds.triton else EVERYWHERE
+    audited = {key(row): row for row in rows}
+    gone = {name for name in bounds.entries if _covers(name, families, targets)} - audited.keys()
+    sentences = [f"{name}: recorded, but no variant has this name any more; record: {remedy}" for name in gone]
+    for name, row in audited.items():
+        bound = bounds.entries.get(name)
         if bound is None:
+            sentences.append(f"{name}: no bounds are recorded; look at it, and record: {remedy}")
             continue
-        for measure in MEASURES if strict else EVERYWHERE:
-            value, limit = row[measure], bound[measure]
-            if value is None or limit is None:
-                wrong, relation = value is not limit, "not"
-            elif measure in AT_LEAST:
-                wrong, relation = value < limit, "below"
-            else:
-                wrong, relation = value > limit + REGISTER_SLACK * (measure == "registers"), "above"
-            if wrong:
+        for measure in measures:
+            if relation := _beyond(measure, row[measure], bound[measure]):
                 slack = f" + {REGISTER_SLACK}" if measure == "registers" else ""
-                found.append(f"{key(row)}: {measure} {value} is {relation} the recorded {limit}{slack}")
-    audited = {key(row) for row in rows}
-    covered = {name for name in bounds.entries if _covers(name, families, targets)}
-    unrecorded, gone = audited - bounds.entries.keys(), covered - audited
-    found += [f"{name}: no bounds are recorded; look at it, and record: {remedy}" for name in unrecorded]
-    found += [f"{name}: recorded, but no variant has this name any more; record: {remedy}" for name in gone]
-    return sorted(found)
+                sentences.append(f"{name}: {measure} {row[measure]} is {relation} the recorded {bound[measure]}{slack}")
+    return sorted(sentences)
 
 
 def record(

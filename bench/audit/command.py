@@ -22,8 +22,10 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from halfstep.bench import markdown
@@ -46,39 +48,47 @@ def number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
+# The heading of a column, and the measures of a row that it shows.
+COLUMNS = {
+    "read + written": ("bytes_read", "bytes_written"),
+    "least": ("floor_read", "floor_written"),
+    "access bits": ("access_bits",),
+    "registers": ("registers",),
+    "shared bytes": ("shared_bytes",),
+    "barriers": ("barriers",),
+    "conversions": ("layout_conversions",),
+    "occupancy": ("occupancy",),
+    "spills": ("spills",),
+}
+
+
+def _cell(row: dict[str, Any], heading: str) -> str:
+    if heading == "occupancy" and row["occupancy"] is not None:
+        return f"{row['occupancy']:.0%}"
+    return " + ".join(number(row[measure]) for measure in COLUMNS[heading])
+
+
 def table(rows: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
     """A caption, headings and one line of cells per variant, with those of all targets where they differ."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "read + written": lambda row: f"{number(row['bytes_read'])} + {number(row['bytes_written'])}",
-        "least": lambda row: f"{number(row['floor_read'])} + {number(row['floor_written'])}",
-        "access bits": lambda row: number(row["access_bits"]),
-        "registers": lambda row: number(row["registers"]),
-        "shared bytes": lambda row: number(row["shared_bytes"]),
-        "barriers": lambda row: number(row["barriers"]),
-        "conversions": lambda row: number(row["layout_conversions"]),
-        "occupancy": lambda row: "-" if row["occupancy"] is None else f"{row['occupancy']:.0%}",
-    }
     spills = any(row["spills"] for row in rows)
-    if spills:
-        columns["spills"] = lambda row: number(row["spills"])
+    headings = [heading for heading in COLUMNS if spills or heading != "spills"]
     lines, before = [], ""
     for (kernel, variant), group in groupby(sorted(rows, key=_name), _name):
         of_targets = list(group)
-        cells = [list(map(cell, of_targets)) for cell in columns.values()]
-        lines.append([kernel if kernel != before else "", variant, *(" / ".join(_same(values)) for values in cells)])
+        line = [kernel if kernel != before else "", variant]
+        for heading in headings:
+            cells = [_cell(row, heading) for row in of_targets]
+            line.append(cells[0] if len(set(cells)) == 1 else " / ".join(cells))
+        lines.append(line)
         before = kernel
     targets = " / ".join(dict.fromkeys(row["target"] for row in rows))
     caption = "Bytes per element, from the machine code, and the least that the job needs; "
     caption += f"where targets differ, {targets}." + " No spills." * (not spills)
-    return caption, ["kernel", "variant", *columns], lines
+    return caption, ["kernel", "variant", *headings], lines
 
 
 def _name(row: dict[str, Any]) -> tuple[str, str]:
     return row["kernel"], row["variant"]
-
-
-def _same(values: list[str]) -> list[str]:
-    return values[:1] if len(set(values)) == 1 else values
 
 
 def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
@@ -116,43 +126,30 @@ def _parser() -> Parser:
         description="Compile every kernel for every target, without a GPU, and read bytes per element, access widths, "
         "registers, spills, shared memory, barriers and layout conversions from the machine code.",
     )
-    parser.add_argument(
-        "--target",
-        action="append",
-        type=_target,
-        metavar="TARGET",
+    option = parser.add_argument
+    option(
+        "--target", action="append", type=_target, metavar="TARGET",
         help=f"compile for this target only; may be repeated (default: {' '.join(TARGETS)})",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--module",
-        action="append",
-        metavar="MODULE",
+    )  # fmt: skip
+    option("--json", action="store_true", help="print JSON instead of a table")
+    option(
+        "--module", action="append", metavar="MODULE",
         help="audit the variants() of this module instead of halfstep's kernels; may be repeated",
-    )
-    parser.add_argument(
-        "--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them"
-    )
-    parser.add_argument(
-        "--bounds", type=input_file, metavar="FILE", help="fail if a row violates the bounds recorded in FILE"
-    )
-    parser.add_argument(
-        "--record",
-        type=output_file,
-        metavar="FILE",
+    )  # fmt: skip
+    option("--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them")
+    option("--bounds", type=input_file, metavar="FILE", help="fail if a row violates the bounds recorded in FILE")
+    option(
+        "--record", type=output_file, metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
-    )
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table, one row per variant")
-    parser.add_argument(
+    )  # fmt: skip
+    option("--markdown", action="store_true", help="print a Markdown table, one row per variant")
+    option(
         "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
     )
-    parser.add_argument(
-        "--jobs",
-        type=whole(1),
-        default=min(os.cpu_count() or 1, 8),
-        metavar="N",
+    option(
+        "--jobs", type=whole(1), default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: one per core, at most 8)",
-    )
+    )  # fmt: skip
     return parser
 
 
@@ -178,6 +175,13 @@ def _without_interpreter(argv: Sequence[str]) -> int | None:
     return subprocess.run([sys.executable, "-m", "halfstep.bench.audit.command", *argv], env=environment).returncode
 
 
+def _draw(folder: Path) -> None:
+    counts = roofline.read()
+    picture = make_folder(folder) / "roofline.png"
+    draw(picture, roofline.panels(counts), f"Predicted from executed kernels of Triton {counts['triton']}, cold cache")
+    say(f"wrote {picture}", sys.stderr)
+
+
 def _audit_as_asked(arguments: argparse.Namespace) -> int:
     """Audit, print, compare and record. Returns the exit status.
 
@@ -187,11 +191,7 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     import triton
 
     if arguments.out:  # first, since it does not depend on the audit, which takes minutes
-        counts = roofline.read()
-        picture = make_folder(arguments.out) / "roofline.png"
-        title = f"Predicted from executed kernels of Triton {counts['triton']}, cold cache"
-        draw(picture, roofline.panels(counts), title)
-        say(f"wrote {picture}", sys.stderr)
+        _draw(arguments.out)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
@@ -200,16 +200,9 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         modules += [PEERS] if variants else []
         for line in left_out:
             say(line, sys.stderr)
-
     start = time.monotonic()
     with Progress(0, patience=2.0) as progress:
-
-        def tell(done: int, of: int) -> None:
-            progress.total = of
-            progress.show(done, "compiling kernels")
-
-        rows = audit(modules, targets, arguments.jobs, tell)
-    own = [row for row in rows if not row["peer"]]
+        rows = audit(modules, targets, arguments.jobs, partial(_tell, progress))
     failing = _failing(rows)
     if arguments.json:
         print(json.dumps({"variants": rows}, indent=1))
@@ -219,26 +212,31 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         print("\n".join([caption, "", *markdown.table(headings, lines, range(len(headings)))]))
     else:
         print_table(rows, time.monotonic() - start)
-
-    left = []
+    rows = [row for row in rows if not row["peer"]]
+    departures = []
     if arguments.bounds:
         bounds = audit_bounds.load(arguments.bounds)
         remedy = f"halfstep bench audit --record {shlex.quote(str(arguments.bounds))}"
-        left = audit_bounds.departures(own, bounds, triton.__version__, families, targets, remedy)
+        departures = audit_bounds.departures(rows, bounds, triton.__version__, families, targets, remedy)
         if triton.__version__ != bounds.triton:
             say(
                 f"{arguments.bounds} was recorded with Triton {bounds.triton}, this is {triton.__version__}, so only "
                 f"{', '.join(audit_bounds.EVERYWHERE)} are compared",
                 sys.stderr,
             )
-        for line in left:
+        for line in departures:
             say(f"FAIL {line}", sys.stderr)
     if arguments.record:
         if failing:
             say(f"{arguments.record}: not written, since {len(failing)} rows fail", sys.stderr)
             return 1
-        say(audit_bounds.record(own, arguments.record, triton.__version__, families, targets), sys.stderr)
-    return 1 if failing or left else 0
+        say(audit_bounds.record(rows, arguments.record, triton.__version__, families, targets), sys.stderr)
+    return 1 if failing or departures else 0
+
+
+def _tell(progress: Progress, done: int, of: int) -> None:
+    progress.total = of
+    progress.show(done, "compiling kernels")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -94,30 +95,19 @@ def gpu_target(name: str) -> Any:
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
 
 
-class _Driver:
-    """The methods of a driver that Triton calls before it compiles."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-
-    def get_current_target(self) -> Any:
-        return gpu_target(self._target)
-
-    def get_current_device(self) -> str:
-        return f"recorded for {self._target}"  # not a real device, so that no compiled kernels exist for it
-
-    def get_current_stream(self, device: object) -> int:
-        return 0
-
-
 @contextmanager
 def _active(target: str) -> Iterator[None]:
     """A context in which Triton takes `target` for the GPU of this machine, as kernels that ask for it do."""
     import triton
 
+    methods = {  # of a driver, that Triton calls before it compiles
+        "get_current_target": lambda: gpu_target(target),
+        "get_current_device": lambda: f"recorded for {target}",  # no real device: no compiled kernels exist for it
+        "get_current_stream": lambda device: 0,
+    }
     driver = triton.runtime.driver
     before = dict(vars(driver))
-    driver.set_active(_Driver(target))
+    driver.set_active(SimpleNamespace(**methods))
     try:
         yield
     finally:
@@ -142,16 +132,9 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
     def record(*, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
         options = json.loads(compile["specialization_data"])["options"]
-        launches.append(
-            Launch(
-                kernel=fn.jit_function,
-                key=compile["key"],
-                signature=compile["signature"],
-                constants=compile["constants"],
-                attributes=compile["configs"][0],
-                options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
-            )
-        )
+        options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+        arguments = compile["signature"], compile["constants"], compile["configs"][0]
+        launches.append(Launch(fn.jit_function, compile["key"], *arguments, options))
         return True  # tells Triton not to compile or run the kernel
 
     runtime = triton.knobs.runtime

@@ -24,8 +24,8 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from halfstep.kernels.block_instructions import EXACT
 
@@ -35,8 +35,7 @@ WIDE_BITS, WIDE_ELEMENTS = 64, 4
 Site = tuple[str, int]  # file name and line of the source
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """A global memory instruction: whether it writes, its width per thread in bits, and its source line."""
 
     writes: bool
@@ -44,8 +43,7 @@ class Access:
     site: Site
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """The resources of a compiled kernel. Shared memory is not among them: its size is an argument of the launch."""
 
     registers: int  # per thread
@@ -71,12 +69,11 @@ def _locations(ttgir: str) -> dict[str, Site]:
     sites: dict[str, Site] = {}
     alias: dict[str, str] = {}
     for line in ttgir.splitlines():
-        if found := _LOC_FILE.match(line):
-            sites[found[1]] = (Path(found[2]).name, int(found[3]))
-        elif found := _LOC_NAMED.match(line) or _LOC_CALL.match(line):
-            alias[found[1]] = found[2]
-    for name in alias:
-        end = name
+        if match := _LOC_FILE.match(line):
+            sites[match[1]] = (Path(match[2]).name, int(match[3]))
+        elif match := _LOC_NAMED.match(line) or _LOC_CALL.match(line):
+            alias[match[1]] = match[2]
+    for name, end in alias.items():
         while end in alias:
             end = alias[end]
         if end in sites:
@@ -84,35 +81,33 @@ def _locations(ttgir: str) -> dict[str, Site]:
     return sites
 
 
+def _operations(ttgir: str) -> Iterator[tuple[Site | None, bool, str]]:
+    """Source line, whether it writes, and the type of what it moves, of each memory operation."""
+    sites = _locations(ttgir)
+    for match in filter(None, map(_MEMORY_OP.search, ttgir.splitlines())):
+        yield sites.get(match[4]), match[2] == "store", match[3]
+
+
 def uniform_sites(ttgir: str) -> set[Site]:
     """Source lines whose memory operations all access one value per program: table entries, scalars, flags."""
-    sites = _locations(ttgir)
-    uniform: set[Site] = set()
-    tiled: set[Site] = set()
-    for line in ttgir.splitlines():
-        if found := _MEMORY_OP.search(line):
-            site = sites.get(found[4])
-            if site is not None:
-                (tiled if "tensor<" in found[3] else uniform).add(site)
-    return uniform - tiled
+    tiled: dict[Site | None, bool] = {}
+    for site, _, moved in _operations(ttgir):
+        tiled[site] = tiled.get(site, False) or "tensor<" in moved
+    return {site for site, any_tile in tiled.items() if site is not None and not any_tile}
 
 
 def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
     """The widths in bits of the elements of tiles, by source line and whether the line writes."""
-    sites = _locations(ttgir)
     widths: dict[tuple[Site, bool], set[int]] = {}
-    for line in ttgir.splitlines():
-        if (found := _MEMORY_OP.search(line)) and (element := _ELEMENT.search(found[3])) and found[4] in sites:
-            # A bool takes a byte of memory.
-            widths.setdefault((sites[found[4]], found[2] == "store"), set()).add(max(8, int(element[1])))
+    for site, writes, moved in _operations(ttgir):
+        if site is not None and (element := _ELEMENT.search(moved)):
+            widths.setdefault((site, writes), set()).add(max(8, int(element[1])))  # a bool takes a byte of memory
     return widths
 
 
 def tile_elements(ttgir: str) -> int:
     """Elements of the largest tile that the kernel loads or stores, 0 if it moves single values only."""
-    shapes = (
-        re.search(r"tensor<((?:\d+x)+)", found[3]) for found in map(_MEMORY_OP.search, ttgir.splitlines()) if found
-    )
+    shapes = (re.search(r"tensor<((?:\d+x)+)", moved) for _, _, moved in _operations(ttgir))
     return max((math.prod(map(int, shape[1].split("x")[:-1])) for shape in shapes if shape), default=0)
 
 
@@ -130,37 +125,36 @@ _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]
 _SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
 
+def output_of(*command: str | Path) -> str:
+    """What a program prints.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
 def sass(cubin: bytes, nvdisasm: str, scratch: Path) -> str:
-    """Disassemble `cubin` with source lines."""
+    """Disassemble `cubin`, which is written to ``kernel.cubin`` in `scratch`, with source lines."""
     file = scratch / "kernel.cubin"
     file.write_bytes(cubin)
-    done = subprocess.run([nvdisasm, "-g", "-c", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{nvdisasm} failed with status {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def resource_usage(cuobjdump: str, scratch: Path) -> str:
-    """The resource usage of the cubin that `sass` wrote to `scratch`."""
-    done = subprocess.run(
-        [cuobjdump, "--dump-resource-usage", str(scratch / "kernel.cubin")], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{cuobjdump} failed with status {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
+    return output_of(nvdisasm, "-g", "-c", file)
 
 
 def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:
     """Every global memory instruction in SASS. `shifted` is the result of `ptx_shifted_lines` for the PTX."""
     site: Site = ("", 0)
     for line in text.splitlines():
-        if found := _SASS_LINE.match(line):
-            site = (Path(found[1]).name, int(found[2]))
+        if match := _SASS_LINE.match(line):
+            site = (Path(match[1]).name, int(match[2]))
             site = (shifted or {}).get(site, site)
-        elif found := _SASS_GLOBAL.search(line):
-            fields = found[2].split(".")
+        elif match := _SASS_GLOBAL.search(line):
+            fields = match[2].split(".")
             bits = next((_SASS_WIDTHS[field] for field in fields if field in _SASS_WIDTHS), 32)
-            yield Access(found[1] == "STG", bits, site)
+            yield Access(match[1] == "STG", bits, site)
 
 
 def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
@@ -178,17 +172,17 @@ def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
             lines = 0
         elif "end inline asm" in line:
             lines, stated = None, site
-        elif found := _LINE.match(line):
-            stated = (Path(files.get(found[1], "")).name, int(found[2]))
+        elif match := _LINE.match(line):
+            stated = (Path(files.get(match[1], "")).name, int(match[2]))
             if not lines:
                 site = stated
             if lines is not None:
                 lines += 1
-        elif found := _PTX_GLOBAL.search(line):
-            lanes = int(found[2] or 1)
-            yield Access(found[1] == "st", lanes * int(found[3]), site), stated
-        elif found := _PTX_ASYNC.search(line):
-            yield Access(False, 8 * int(found[1], 0), site), stated
+        elif match := _PTX_GLOBAL.search(line):
+            lanes = int(match[2] or 1)
+            yield Access(match[1] == "st", lanes * int(match[3]), site), stated
+        elif match := _PTX_ASYNC.search(line):
+            yield Access(False, 8 * int(match[1], 0), site), stated
 
 
 def ptx_accesses(text: str) -> Iterator[Access]:
@@ -225,8 +219,8 @@ def ptx_inexact(ptx: str) -> list[str]:
     that it has the bits of separate operations although it contains such instructions; tests of its results prove it.
     """
     ptx = _PTX_EXACT.sub("", ptx)
-    found = Counter(match.group(0) for pattern in (_PTX_FUSED, _PTX_INEXACT) for match in pattern.finditer(ptx))
-    return [f"{count}x {name}" for name, count in sorted(found.items())]
+    counts = Counter(match.group(0) for pattern in (_PTX_FUSED, _PTX_INEXACT) for match in pattern.finditer(ptx))
+    return [f"{count}x {name}" for name, count in sorted(counts.items())]
 
 
 # --- AMD -----------------------------------------------------------------------------------------------------------
@@ -240,13 +234,13 @@ def amd_accesses(text: str) -> Iterator[Access]:
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
     for line in text.splitlines():
-        if found := _LINE.match(line):
-            site = (Path(files.get(found[1], "")).name, int(found[2]))
-        elif found := _AMD_GLOBAL.match(line):
-            kind, rest = found[1], found[2]
+        if match := _LINE.match(line):
+            site = (Path(files.get(match[1], "")).name, int(match[2]))
+        elif match := _AMD_GLOBAL.match(line):
+            direction, rest = match[1], match[2]
             word = next((part for part in rest.split("_") if part in _AMD_WIDTHS), None)
             bits = _AMD_WIDTHS[word] if word else 8 if "byte" in rest else 16 if "short" in rest else 32
-            yield Access(kind == "store", bits, site)
+            yield Access(direction == "store", bits, site)
 
 
 def amd_resources(text: str) -> Resources:
@@ -293,15 +287,15 @@ def amd_inexact(llir: str, text: str) -> list[str]:
     division of 64-bit integers. More than these are contractions. Divisions that share a denominator need fewer, so
     that a contraction may go unnoticed. The check for NVIDIA has no such gap.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in llir.splitlines():
         if line.startswith("declare"):
             continue
         for pattern in (_LLVM_FUSED, _LLVM_FLAGS, _LLVM_INEXACT):
             if match := pattern.search(line):
-                found[next(filter(None, match.groups()))] += 1
-    found.update(f"{mode} {value}" for mode, value in _AMD_MODE.findall(text) if _AMD_MODES[mode] != int(value))
-    found.update(_AMD_SETS_MODE.findall(text))
+                counts[next(filter(None, match.groups()))] += 1
+    counts.update(f"{mode} {value}" for mode, value in _AMD_MODE.findall(text) if _AMD_MODES[mode] != int(value))
+    counts.update(_AMD_SETS_MODE.findall(text))
     for width, (kind, root, per_root) in _AMD_EXPANSIONS.items():
         divisions = len(re.findall(rf"^\s*v_div_fixup_{width}", text, re.MULTILINE))
         roots = len(re.findall(rf"^\s*{root}", text, re.MULTILINE))
@@ -310,8 +304,9 @@ def amd_inexact(llir: str, text: str) -> list[str]:
         integers = 2 * len(_LLVM_INT64_DIVISION.findall(llir)) if width == "f32" else 0
         expected = 5 * divisions + per_root * roots + conversions + integers
         if fused > expected:
-            found[f"{width} fused multiply-add beyond those of division, square root and conversion"] = fused - expected
-    return [f"{count}x {name}" for name, count in sorted(found.items())]
+            name = f"{width} fused multiply-add beyond those of division, square root and conversion"
+            counts[name] = fused - expected
+    return [f"{count}x {name}" for name, count in sorted(counts.items())]
 
 
 # --- both ----------------------------------------------------------------------------------------------------------

@@ -32,8 +32,7 @@ class Job(NamedTuple):
         peer: the name of the distribution, e.g. ``"liger-kernel"``.
         name: the name of the variant, e.g. ``"4096 bf16 forward"``.
         launch: calls the launcher of the peer. Its last launch is audited.
-        bytes_read: the least number of bytes read per element.
-        bytes_written: the least number of bytes written per element.
+        bytes_read, bytes_written: the least numbers of bytes per element.
     """
 
     peer: str
@@ -47,15 +46,12 @@ def _tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _liger_forward() -> None:
+def _liger(backward: bool) -> None:
     module = importlib.import_module("liger_kernel.ops.softmax")
-    module.LigerSoftmaxFunction.apply(_tensor(torch.bfloat16, ROWS, COLUMNS))
-
-
-def _liger_backward() -> None:
-    module = importlib.import_module("liger_kernel.ops.softmax")
-    x = _tensor(torch.bfloat16, ROWS, COLUMNS).requires_grad_()
-    module.LigerSoftmaxFunction.apply(x).backward(_tensor(torch.bfloat16, ROWS, COLUMNS))
+    x = _tensor(torch.bfloat16, ROWS, COLUMNS).requires_grad_(backward)
+    y = module.LigerSoftmaxFunction.apply(x)
+    if backward:
+        y.backward(_tensor(torch.bfloat16, ROWS, COLUMNS))
 
 
 def _optimi() -> None:
@@ -72,46 +68,27 @@ def flashoptim_step(quantized: bool, tensor: Callable[[torch.dtype, int], torch.
     """
     module = importlib.import_module("flashoptim.optimizers")
     scales = n // 32 if quantized else n
-    half = torch.float16 if quantized else torch.bfloat16
-    module._fused_adam_step(
-        mom=tensor(torch.int8 if quantized else torch.bfloat16, n),
-        mom_scales_f16=tensor(half, scales),
-        var=tensor(torch.uint8 if quantized else torch.bfloat16, n),
-        var_scales_f16=tensor(half, scales),
-        param=tensor(torch.bfloat16, n),
-        grad=tensor(torch.bfloat16, n),
-        errors=tensor(torch.int8, n),
-        lr=1e-3,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=1e-5,
-        decoupled=True,
-        step=1000,
-        quantize_optim_states=quantized,
-    )
+    bf16, half = torch.bfloat16, torch.float16 if quantized else torch.bfloat16
+    moments = {
+        "mom": tensor(torch.int8 if quantized else bf16, n),
+        "mom_scales_f16": tensor(half, scales),
+        "var": tensor(torch.uint8 if quantized else bf16, n),
+        "var_scales_f16": tensor(half, scales),
+    }
+    weights = {"param": tensor(bf16, n), "grad": tensor(bf16, n), "errors": tensor(torch.int8, n)}
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-5, "decoupled": True}
+    module._fused_adam_step(**moments, **weights, **hyper, step=1000, quantize_optim_states=quantized)
 
 
+_FLASH = "AdamW, bf16 param, bf16 grad, {} state, 24-bit master"
 JOBS = (
-    Job("liger-kernel", f"softmax forward {COLUMNS} bf16->bf16", _liger_forward, 2, 2),
-    Job("liger-kernel", f"softmax backward {COLUMNS} bf16->bf16", _liger_backward, 4, 2),
+    Job("liger-kernel", f"softmax forward {COLUMNS} bf16->bf16", partial(_liger, False), 2, 2),
+    Job("liger-kernel", f"softmax backward {COLUMNS} bf16->bf16", partial(_liger, True), 4, 2),
     # Parameter, gradient, two moments and the compensation in bf16; all but the gradient are written.
     Job("torch-optimi", "AdamW, bf16 param, bf16 grad, bf16 state, Kahan", _optimi, 10, 8),
     # The default: 24-bit master and 8-bit moments. The scales of the moments, 2 bytes per 32 elements, are not counted.
-    Job(
-        "flashoptim",
-        "AdamW, bf16 param, bf16 grad, 8-bit state, 24-bit master",
-        partial(flashoptim_step, True, _tensor, PARAMETERS),
-        7,
-        5,
-    ),
-    Job(
-        "flashoptim",
-        "AdamW, bf16 param, bf16 grad, bf16 state, 24-bit master",
-        partial(flashoptim_step, False, _tensor, PARAMETERS),
-        9,
-        7,
-    ),
+    Job("flashoptim", _FLASH.format("8-bit"), partial(flashoptim_step, True, _tensor, PARAMETERS), 7, 5),
+    Job("flashoptim", _FLASH.format("bf16"), partial(flashoptim_step, False, _tensor, PARAMETERS), 9, 7),
 )
 
 

@@ -8,7 +8,7 @@ import hashlib
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,7 +89,8 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
         return text, usage
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
         text = machine_code.sass(cubin, triton.knobs.nvidia.nvdisasm.path, Path(folder))
-        usage = machine_code.resource_usage(triton.knobs.nvidia.cuobjdump.path, Path(folder))
+        cuobjdump = triton.knobs.nvidia.cuobjdump.path
+        usage = machine_code.output_of(cuobjdump, "--dump-resource-usage", Path(folder, "kernel.cubin"))
     cache.put(text, "kernel.sass", binary=False)
     cache.put(usage, "kernel.usage", binary=False)
     return text, usage
@@ -178,15 +179,12 @@ def audit(
     work = [
         (module, index, target) for module in modules for index in range(len(_listed(module))) for target in targets
     ]
-    rows = []
-    with contextlib.ExitStack() as stack:
-        results: Iterator[dict[str, Any]] = map(_audit_one, work)
-        if min(jobs, len(work)) > 1:
-            # spawn, not fork: importing torch starts threads, and forking a process with threads may hang.
-            context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(min(jobs, len(work)), context))
-            results = pool.map(_audit_one, work)
-        for row in results:
+    processes = min(jobs, len(work))
+    # spawn, not fork: importing torch starts threads, and forking a process with threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context) if processes > 1 else contextlib.nullcontext() as pool:
+        rows = []
+        for row in map(_audit_one, work) if pool is None else pool.map(_audit_one, work):
             rows.append(row)
             progress(len(rows), len(work))
     return rows

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -37,12 +37,9 @@ from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
 from halfstep.bench.harness import Case, Prepared
 from halfstep.numerics.planning import layout
 
-BETAS, DECAY = (0.9, 0.999), 0.1
-LEARNING_RATE = 1e-3
 TYPICAL = 1e-2  # root mean square of weights and gradients
-EPS = 1e-2
 FACTORS = (1.0, -0.5, 2.0)  # factors of the gradients in the checked steps; powers of two, which do not round
-HYPER: dict[str, Any] = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.1}
 EXACT, ROUNDED = 1e-4, 0.1
 CODED_FROM = 4096  # elements of the smallest tensor whose moments all providers keep in 8 bits
 
@@ -55,30 +52,29 @@ class AdamInputs:
     grads: torch.Tensor
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
-        """The weights in float64 after an AdamW step with each multiple of the gradients."""
-        weights, grads = self.weights.double(), self.grads.double()
-        m, v = torch.zeros_like(grads), torch.zeros_like(grads)
-        for step, factor in enumerate(factors, 1):
-            g = grads * factor
-            m.mul_(BETAS[0]).add_(g, alpha=1 - BETAS[0])
-            v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])
-            root = (v / (1 - BETAS[1] ** step)).sqrt_().add_(EPS)
-            weights.mul_(1 - LEARNING_RATE * DECAY)
-            weights.addcdiv_(m, root, value=-LEARNING_RATE / (1 - BETAS[0] ** step))
-        return weights
+        """The weights after a step of torch's AdamW in float64 with each multiple of the gradients."""
+        weights = torch.nn.Parameter(self.weights.double())
+        optimizer = torch.optim.AdamW([weights], **HYPER)
+        for factor in factors:
+            weights.grad = self.grads.double() * factor
+            optimizer.step()
+        return weights.detach()
 
     @cached_property
     def truth(self) -> torch.Tensor:
         """The exact weights after the checked steps."""
         return self.exact(FACTORS)
 
-    def parameters(self, dtype: torch.dtype | None = None) -> list[torch.nn.Parameter]:
+    @property
+    def low(self) -> bool:
+        """Whether the weights have 16 bits."""
+        return self.weights.dtype != torch.float32
+
+    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
         """A separate parameter for each row, with a separate gradient."""
-        result = []
-        for weight, grad in zip(self.weights, self.grads, strict=True):
-            parameter = torch.nn.Parameter(weight.clone() if dtype is None else weight.to(dtype, copy=True))
-            parameter.grad = grad.clone() if dtype is None else grad.to(dtype, copy=True)
-            result.append(parameter)
+        result = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
+        for parameter, grad in zip(result, self.grads, strict=True):
+            parameter.grad = grad.to(dtype, copy=True)
         return result
 
     def load(self, grads: list[torch.Tensor], factor: float) -> None:
@@ -110,84 +106,82 @@ def _error(inputs: AdamInputs, got: list[torch.Tensor]) -> float:
     return error(inputs.weights, got, inputs.truth)
 
 
-def _job(
-    inputs: AdamInputs, grads: list[torch.Tensor], step: Callable[[], Any], weights: Callable[[], list[torch.Tensor]]
-) -> Prepared:
-    def values() -> list[torch.Tensor]:
-        for factor in FACTORS:
-            inputs.load(grads, factor)
+class Weights:
+    """The parameters that a provider steps, and the gradients that it is given.
+
+    With `masters`, those of bf16 weights are fp32 copies, for optimizers that keep none: `around` copies the gradients
+    to them before a step, and the masters to the weights after it.
+    """
+
+    def __init__(self, inputs: AdamInputs, masters: bool = False) -> None:
+        self._copied = masters and inputs.low
+        self.parameters = inputs.parameters(torch.float32 if self._copied else inputs.weights.dtype)
+        self._wide = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.grads = list(inputs.grads.clone().unbind()) if self._copied else self._wide
+        self._visible = [weight.clone() for weight in inputs.weights] if self._copied else []
+
+    def around(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """`step` with its copies."""
+        if not self._copied:
+            return step
+        masters = [parameter.detach() for parameter in self.parameters]
+
+        @torch.no_grad()
+        def copying() -> None:
+            torch._foreach_copy_(self._wide, self.grads)
             step()
-        return weights()
+            torch._foreach_copy_(self._visible, masters)
 
-    return Prepared(step, values)
-
-
-def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of the parameters."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-class Masters:
-    """fp32 masters of bf16 weights and gradients, and the copies between them, for torch's optimizers."""
-
-    def __init__(self, inputs: AdamInputs) -> None:
-        self.parameters = inputs.parameters(torch.float32)
-        self.wide = gradients_of(self.parameters)
-        self.low = list(inputs.grads.clone().unbind())
-        self.visible = [weight.clone() for weight in inputs.weights]
-        self._masters = [parameter.detach() for parameter in self.parameters]
-
-    def widen(self) -> None:
-        """Copy the bf16 gradients to the fp32 gradients."""
-        torch._foreach_copy_(self.wide, self.low)
-
-    def narrow(self) -> None:
-        """Copy the fp32 masters to the bf16 weights."""
-        torch._foreach_copy_(self.visible, self._masters)
+        return copying
 
 
 # ---------------------------------------------------------------------------------------------------------- providers
 
+Providers = Mapping[str, Callable[[AdamInputs], Prepared]]
+
 
 def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The exact weights of a halfstep optimizer: the masters, or the parameters if there are none."""
-    masters = optimizer.masters()
-    return [masters[parameter] for parameter in parameters]
+    """The weights with all digits that an optimizer keeps: in masters, in remainders, or in the parameters alone."""
+    if hasattr(optimizer, "masters"):  # halfstep
+        masters = optimizer.masters()
+        return [masters[parameter] for parameter in parameters]
+    if groups := getattr(optimizer, "param_groups_master", None):  # apex
+        return [master for group in groups for master in group["params"]]
+    return [_exact(parameter, optimizer.state[parameter]) for parameter in parameters]
 
 
-def _visible_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    return list(parameters)
+def _exact(parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> torch.Tensor:
+    if "error_bits" in state:  # flashoptim
+        exact: torch.Tensor = needs("flashoptim").reconstruct_fp32_param(parameter.detach(), state["error_bits"])
+        return exact
+    if state.get("kahan_comp") is not None:  # optimi
+        return parameter.float() + state["kahan_comp"]
+    master: torch.Tensor = state.get("master_param", parameter)  # transformer-engine
+    return master
 
 
-Make = Callable[[list[torch.nn.Parameter]], Any]  # creates an optimizer
+def _stepping(
+    make: Callable[[list[torch.nn.Parameter]], Any],
+    inputs: AdamInputs,
+    masters: bool = False,
+    wrap: Callable[..., Any] = lambda step: step,
+) -> Prepared:
+    """The job of an optimizer that `make` creates, with masters around it where it keeps none."""
+    weights = Weights(inputs, masters)
+    optimizer = make(weights.parameters)
+    step = wrap(weights.around(optimizer.step))
 
+    def values() -> list[torch.Tensor]:
+        for factor in FACTORS:
+            inputs.load(weights.grads, factor)
+            step()
+        return exact_weights(optimizer, weights.parameters)
 
-def _direct(make: Make, inputs: AdamInputs, weights: Callable[..., list[torch.Tensor]] = _visible_weights) -> Prepared:
-    """The job with an optimizer of the parameters themselves, which keeps masters if it needs any."""
-    parameters = inputs.parameters()
-    optimizer = make(parameters)
-    return _job(inputs, gradients_of(parameters), optimizer.step, lambda: weights(optimizer, parameters))
-
-
-def _with_masters(make: Make, inputs: AdamInputs, wrap: Callable[..., Any] = lambda step: step) -> Prepared:
-    """The job with an optimizer of fp32 parameters. For bf16 weights, it steps masters, with copies around the step."""
-    if inputs.weights.dtype == torch.float32:
-        parameters = inputs.parameters()
-        return _job(inputs, gradients_of(parameters), wrap(make(parameters).step), lambda: list(parameters))
-    masters = Masters(inputs)
-    optimizer = make(masters.parameters)
-
-    @torch.no_grad()
-    def step() -> None:
-        masters.widen()
-        optimizer.step()
-        masters.narrow()
-
-    return _job(inputs, masters.low, wrap(step), lambda: list(masters.parameters))
+    return Prepared(step, values)
 
 
 def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
-    return _direct(partial(halfstep.AdamW, **HYPER, **options), inputs, exact_weights)
+    return _stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
 
 
 def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
@@ -196,76 +190,56 @@ def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.o
     return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
 
 
+def _torch(inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
+    return _stepping(partial(torch_adamw, **options), inputs, masters)
+
+
 def _compiled(sizes: Sizes, inputs: AdamInputs) -> Prepared:
-    count = len(inputs.weights)
-    return _with_masters(partial(torch_adamw, foreach=True), inputs, lambda step: compiled(step, sizes, count))
+    wrap = partial(compiled, sizes=sizes, tensors=len(inputs.weights))
+    return _stepping(partial(torch_adamw, foreach=True), inputs, masters=True, wrap=wrap)
 
 
 def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
     loops(sizes, len(inputs.weights))
-    return _with_masters(partial(torch_adamw, foreach=False, fused=False), inputs)
+    return _torch(inputs, foreach=False, fused=False)
+
+
+def _peer(
+    module: str, name: str, inputs: AdamInputs, masters: bool = False, gpu: bool = False, **options: Any
+) -> Prepared:
+    """The AdamW of another library: where it is, what it is called, and its options."""
+    if gpu:
+        needs_gpu(inputs.weights.device)
+    return _stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
 
 
 def _optimi(inputs: AdamInputs) -> Prepared:
-    optimi, on_gpu = needs("optimi"), inputs.weights.device.type == "cuda"
-    low = inputs.weights.dtype != torch.float32
-
-    def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        lost = [optimizer.state[parameter]["kahan_comp"] if low else 0.0 for parameter in parameters]
-        return [parameter.float() + part for parameter, part in zip(parameters, lost, strict=True)]
-
+    on_gpu = inputs.weights.device.type == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
-        make = partial(optimi.AdamW, **HYPER, kahan_sum=low, triton=on_gpu, foreach=not on_gpu)
-        return _direct(make, inputs, weights)
-
-
-def _flashoptim(inputs: AdamInputs, **options: Any) -> Prepared:
-    needs_gpu(inputs.weights.device)
-    flashoptim = needs("flashoptim")
-    if inputs.weights.dtype == torch.float32:
-        return _direct(partial(flashoptim.FlashAdamW, **HYPER, quantize=False, master_weight_bits=None), inputs)
-
-    def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        return [
-            flashoptim.reconstruct_fp32_param(parameter.detach(), optimizer.state[parameter]["error_bits"])
-            for parameter in parameters
-        ]
-
-    return _direct(partial(flashoptim.FlashAdamW, **HYPER, **options), inputs, weights)
+        return _peer("optimi", "AdamW", inputs, kahan_sum=inputs.low, triton=on_gpu, foreach=not on_gpu)
 
 
 def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
     loops(sizes, len(inputs.weights))
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
-    optimizer = getattr(needs("torchao.optim"), name)
-    return (_with_masters if masters else _direct)(partial(optimizer, **HYPER, **options), inputs)
+    return _peer("torchao.optim", name, inputs, masters, **options)
 
 
 def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
     if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
         loops(sizes, len(inputs.weights))
-    optimizer = needs("bitsandbytes.optim").AdamW8bit
-    return (_with_masters if masters else _direct)(partial(optimizer, **HYPER), inputs)
+    return _peer("bitsandbytes.optim", "AdamW8bit", inputs, masters)
 
 
 def _fused_adam(module: str, inputs: AdamInputs) -> Prepared:
     """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
-    needs_gpu(inputs.weights.device)
-    optimizer_class = needs(module).FusedAdam
-    low = inputs.weights.dtype != torch.float32
-
-    def weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-        if not low:
-            return list(parameters)
-        groups = getattr(optimizer, "param_groups_master", None)
-        if groups is not None:
-            return [master for group in groups for master in group["params"]]
-        return [optimizer.state[parameter]["master_param"] for parameter in parameters]
-
     # Both support master weights only together with capturable.
-    options = {"capturable": True, "master_weights": True} if low else {}
-    return _direct(partial(optimizer_class, **HYPER, adam_w_mode=True, **options), inputs, weights)
+    options = {"capturable": True, "master_weights": True} if inputs.low else {}
+    return _peer(module, "FusedAdam", inputs, gpu=True, adam_w_mode=True, **options)
+
+
+# --------------------------------------------------------------------------------------------------------------- jobs
 
 
 class Job(NamedTuple):
@@ -275,8 +249,8 @@ class Job(NamedTuple):
     dtype: torch.dtype
     layout: str
     bound: float
-    providers: dict[str, Callable[[Any], Prepared]]
-    other_layouts: dict[str, str]
+    providers: Providers
+    other_layouts: Mapping[str, str]
     least: int = 1  # elements of the smallest tensor
 
     def bytes_moved(self, layout_name: str, elements: int) -> int:
@@ -285,77 +259,64 @@ class Job(NamedTuple):
         return int(layout(layout_name, precision).moved_per_step() * elements)
 
 
-def _jobs(sizes: Sizes) -> Iterator[Job]:
-    fused = partial(_with_masters, partial(torch_adamw, fused=True))
-    of_torch = {
-        "torch fused": fused,
-        "torch foreach": partial(_with_masters, partial(torch_adamw, foreach=True)),
+def _jobs(sizes: Sizes) -> tuple[Job, ...]:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    fused = {"torch fused": partial(_torch, fused=True)}
+    flashoptim = partial(_peer, "flashoptim", "FlashAdamW", gpu=True)
+    of_torch: Providers = {
+        **fused,
+        "torch foreach": partial(_torch, foreach=True),
         "torch.compile": partial(_compiled, sizes),
         "torch naive": partial(_loop, sizes),
     }
-    fused_adams = {
+    fused_adams: Providers = {
         "apex": partial(_fused_adam, "apex.optimizers"),
         "transformer-engine": partial(_fused_adam, "transformer_engine.pytorch.optimizers"),
     }
-    bf16: dict[str, Any] = {"state_dtype": torch.bfloat16}
-    coded: dict[str, Any] = {"state_dtype": "8bit"}
-    yield Job(
-        *("fp32", torch.float32, "halfstep", EXACT),
-        {
-            "halfstep": _halfstep,
-            **of_torch,
-            "torch-optimi": _optimi,
-            "flashoptim": _flashoptim,
-            "torchao": partial(_torchao, sizes, "_AdamW"),
-            **fused_adams,
-        },
-        {},
-    )
-    yield Job(
-        *("bf16, fp32 master", torch.bfloat16, "halfstep-split", EXACT),
-        {
-            "halfstep": _halfstep,
-            "halfstep full master": partial(_halfstep, master_weights="full"),
-            **of_torch,
-            **fused_adams,
-        },
-        {"halfstep full master": "halfstep-full"},
-    )
-    yield Job(
-        *("bf16, bf16 moments", torch.bfloat16, "halfstep-split-bf16", ROUNDED),
-        {
-            "halfstep": partial(_halfstep, **bf16),
-            "halfstep split24": partial(_halfstep, master_weights="split24", **bf16),
-            "torch fused": fused,
-            "torch-optimi": _optimi,
-            "flashoptim": partial(_flashoptim, quantize=False, master_weight_bits=24),
-        },
-        # flashoptim's, too, has a byte of remainder and bf16 moments.
-        dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16"),
-    )
-    yield Job(
-        *("bf16, 8-bit moments", torch.bfloat16, "halfstep-split-8bit", ROUNDED),
-        {
-            "halfstep": partial(_halfstep, **coded),
-            "halfstep split24": partial(_halfstep, master_weights="split24", **coded),
-            "torch fused": fused,
-            "flashoptim": partial(_flashoptim, master_weight_bits=24),
-            "torchao": partial(_torchao, sizes, "AdamW8bit"),
-            "bitsandbytes": partial(_bitsandbytes, sizes),
-        },
-        {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"},
-        CODED_FROM,
-    )
-    yield Job(
-        *("bf16, 8-bit, no master", torch.bfloat16, "halfstep-stochastic-8bit", ROUNDED),
-        {
-            "halfstep": partial(_halfstep, master_weights=None, **coded),
-            "torch fused": partial(_direct, partial(torch_adamw, fused=True)),
-            "torchao": partial(_torchao, sizes, "AdamW8bit", masters=False, bf16_stochastic_round=True),
-            "bitsandbytes": partial(_bitsandbytes, sizes, masters=False),
-        },
-        {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"},
-        CODED_FROM,
+
+    def ours(state_dtype: Any) -> Providers:
+        options: dict[str, dict[str, Any]] = {"halfstep": {}, "halfstep split24": {"master_weights": "split24"}}
+        return {name: partial(_halfstep, state_dtype=state_dtype, **more) for name, more in options.items()}
+
+    of_fp32: Providers = {
+        "halfstep": _halfstep,
+        **of_torch,
+        "torch-optimi": _optimi,
+        "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=None),
+        "torchao": partial(_torchao, sizes, "_AdamW"),
+        **fused_adams,
+    }
+    full = {"halfstep full master": partial(_halfstep, master_weights="full")}
+    of_bf16: Providers = {
+        **ours(bf16),
+        **fused,
+        "torch-optimi": _optimi,
+        "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=24),
+    }
+    of_8_bits: Providers = {
+        **ours("8bit"),
+        **fused,
+        "flashoptim": partial(flashoptim, master_weight_bits=24),
+        "torchao": partial(_torchao, sizes, "AdamW8bit"),
+        "bitsandbytes": partial(_bitsandbytes, sizes),
+    }
+    of_no_master: Providers = {
+        "halfstep": partial(_halfstep, master_weights=None, state_dtype="8bit"),
+        "torch fused": partial(_torch, masters=False, fused=True),
+        "torchao": partial(_torchao, sizes, "AdamW8bit", masters=False, bf16_stochastic_round=True),
+        "bitsandbytes": partial(_bitsandbytes, sizes, masters=False),
+    }
+    # flashoptim's, too, has a byte of remainder and bf16 moments.
+    of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16")
+    of_24_coded = {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"}
+    bare = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
+    split: Providers = {"halfstep": _halfstep, **full, **of_torch, **fused_adams}
+    return (
+        Job("fp32", fp32, "halfstep", EXACT, of_fp32, {}),
+        Job("bf16, fp32 master", bf16, "halfstep-split", EXACT, split, {"halfstep full master": "halfstep-full"}),
+        Job("bf16, bf16 moments", bf16, "halfstep-split-bf16", ROUNDED, of_bf16, of_24),
+        Job("bf16, 8-bit moments", bf16, "halfstep-split-8bit", ROUNDED, of_8_bits, of_24_coded, CODED_FROM),
+        Job("bf16, 8-bit, no master", bf16, "halfstep-stochastic-8bit", ROUNDED, of_no_master, bare, CODED_FROM),
     )
 
 

@@ -35,7 +35,7 @@ def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.
     ]
 
 
-def _one(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:
+def _new(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:
     (source,) = sources
     return Prepared(lambda: [function(source)])
 
@@ -48,23 +48,22 @@ def _cast(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return halfstep.cast(x, target)
 
 
-def _compiled(target: torch.dtype, sizes: Sizes, sources: list[torch.Tensor]) -> Prepared:
-    return _one(compiled(partial(_to, target), sizes), sources)
+def _compiled(function: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, sources: list[torch.Tensor]) -> Prepared:
+    return _new(compiled(function, sizes), sources)
 
 
-def _list(function: Callable[..., Any], target: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
-    targets = [torch.empty_like(source, dtype=target) for source in sources]
+def _into(function: Callable[..., Any], dtype: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
+    targets = [torch.empty_like(source, dtype=dtype) for source in sources]
 
-    def values() -> list[torch.Tensor]:
+    def call() -> list[torch.Tensor]:
         function(targets, sources)
         return targets
 
-    return Prepared(lambda: function(targets, sources), values)
+    return Prepared(call)
 
 
-def _halfstep_list(target: torch.dtype, sources: list[torch.Tensor]) -> Prepared:
-    targets = [torch.empty_like(source, dtype=target) for source in sources]
-    return Prepared(lambda: halfstep.foreach_cast(sources, target, out=targets))
+def _foreach_cast(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    halfstep.foreach_cast(sources, targets[0].dtype, out=targets)
 
 
 def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -76,49 +75,52 @@ def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Te
 def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
     limits = torch.finfo(got[0].dtype)
     want = torch.cat([source.double() for source in sources])
-    found = torch.cat([one.double() for one in got])
-    error = (found - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
+    result = torch.cat([tensor.double() for tensor in got])
+    error = (result - want).abs_().div_(want.abs().clamp_(min=limits.smallest_normal))
     return float(error.max()) / limits.eps
+
+
+def _case(
+    operation: str,
+    source: str,
+    target: str,
+    tensors: int,
+    numel: int,
+    axis: str,
+    providers: dict[str, Callable[[Any], Prepared]],
+) -> Case:
+    size = {"tensors": tensors, "elements": tensors * numel}
+    return Case(
+        group="cast",
+        operation=operation,
+        dtype=f"{source} to {target}",
+        size=size if axis == "tensors" else {axis: numel},
+        axis=axis,
+        bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
+        bound=NEAREST,
+        error_unit="in eps",
+        prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=DTYPES[source]),
+        providers=providers,
+        error=_error,
+    )
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Every pair of dtypes with each number of elements, and a list of gradients with each number of tensors."""
     for source, target in PAIRS:
+        to = partial(_to, DTYPES[target])
+        providers: dict[str, Callable[[Any], Prepared]] = {
+            "halfstep": partial(_new, partial(_cast, DTYPES[target])),
+            "torch eager": partial(_new, to),
+            "torch.compile": partial(_compiled, to, sizes),
+        }
         for elements in sizes.cast_elements:
-            yield Case(
-                group="cast",
-                operation="cast",
-                dtype=f"{source} to {target}",
-                size={"elements": elements},
-                axis="elements",
-                bytes_moved=elements * (DTYPES[source].itemsize + DTYPES[target].itemsize),
-                bound=NEAREST,
-                error_unit="in eps",
-                prepare=partial(normal_tensors, tensors=1, numel=elements, dtype=DTYPES[source]),
-                providers={
-                    "halfstep": partial(_one, partial(_cast, DTYPES[target])),
-                    "torch eager": partial(_one, partial(_to, DTYPES[target])),
-                    "torch.compile": partial(_compiled, DTYPES[target], sizes),
-                },
-                error=_error,
-            )
-    source, target = "fp32", "bf16"
+            yield _case("cast", source, target, 1, elements, "elements", providers)
+    functions: dict[str, Callable[..., Any]] = {
+        "halfstep": _foreach_cast,
+        "torch foreach": torch._foreach_copy_,
+        "torch naive": partial(_copy_each, sizes),
+    }
+    providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:
-        numel = sizes.elements // tensors
-        yield Case(
-            group="cast",
-            operation="cast of a list",
-            dtype=f"{source} to {target}",
-            size={"tensors": tensors, "elements": tensors * numel},
-            axis="tensors",
-            bytes_moved=tensors * numel * (DTYPES[source].itemsize + DTYPES[target].itemsize),
-            bound=NEAREST,
-            error_unit="in eps",
-            prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=DTYPES[source]),
-            providers={
-                "halfstep": partial(_halfstep_list, DTYPES[target]),
-                "torch foreach": partial(_list, torch._foreach_copy_, DTYPES[target]),
-                "torch naive": partial(_list, partial(_copy_each, sizes), DTYPES[target]),
-            },
-            error=_error,
-        )
+        yield _case("cast of a list", "fp32", "bf16", tensors, sizes.elements // tensors, "tensors", providers)

@@ -26,10 +26,9 @@ from halfstep.bench.cases.adam import (
     HYPER,
     TYPICAL,
     AdamInputs,
-    Masters,
+    Weights,
     error,
     exact_weights,
-    gradients_of,
     prepare,
     rows_and_columns,
     torch_adamw,
@@ -65,34 +64,24 @@ class StepInputs(AdamInputs):
         return self.exact([factor * clip for factor, clip in zip(taken, clips, strict=True)])
 
 
-@dataclass
-class StepAnswer:
-    """The weights of a provider after the checked steps, and its scale."""
-
-    weights: list[torch.Tensor]
-    scale: float
-
-
 def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
     return StepInputs(**vars(prepare(device, shape, dtype)))
 
 
-def _job(
-    inputs: StepInputs,
-    grads: list[torch.Tensor],
-    scaler: torch.amp.GradScaler,
-    step: Callable[[], Any],
-    weights: Callable[[], list[torch.Tensor]],
+def _stepping(
+    inputs: StepInputs, weights: Weights, optimizer: Any, scaler: torch.amp.GradScaler, step: Callable[[], Any]
 ) -> Prepared:
-    scaler.scale(torch.zeros((), dtype=torch.float32, device=grads[0].device))  # creates the tensor of the scale
+    scaler.scale(torch.zeros((), dtype=torch.float32, device=inputs.weights.device))  # creates the tensor of the scale
+    grads = weights.grads
 
-    def values() -> StepAnswer:
+    def values() -> tuple[list[torch.Tensor], float]:
         for factor in FACTORS:
             inputs.load(grads, (factor if math.isfinite(factor) else 1.0) * scaler.get_scale())
             if not math.isfinite(factor):
                 grads[len(grads) // 2].view(-1)[-1] = factor
             step()
-        answer = StepAnswer([weight.detach().clone() for weight in weights()], scaler.get_scale())
+        exact = exact_weights(optimizer, weights.parameters)
+        answer = [weight.detach().clone() for weight in exact], scaler.get_scale()
         # Unscaling in place would otherwise shrink the gradients further in every timed call.
         scaler.update(1.0)
         inputs.load(grads, 1.0)
@@ -101,55 +90,48 @@ def _job(
     return Prepared(step, values)
 
 
-def _error(inputs: StepInputs, answer: StepAnswer) -> float:
-    if answer.scale != SCALE / 2:
-        return math.inf
-    return error(inputs.weights, answer.weights, inputs.truth)
+def _error(inputs: StepInputs, answer: tuple[list[torch.Tensor], float]) -> float:
+    weights, scale = answer
+    return error(inputs.weights, weights, inputs.truth) if scale == SCALE / 2 else math.inf
 
 
 def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
-    parameters = inputs.parameters()
-    optimizer = halfstep.AdamW(parameters, **HYPER, max_grad_norm=inputs.max_norm, **options)
+    weights = Weights(inputs)
+    optimizer = halfstep.AdamW(weights.parameters, **HYPER, max_grad_norm=inputs.max_norm, **options)
     scaler = halfstep.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
 
     def step() -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    return _job(inputs, gradients_of(parameters), scaler, step, lambda: list(exact_weights(optimizer, parameters)))
+    return _stepping(inputs, weights, optimizer, scaler, step)
 
 
 def _torch(inputs: StepInputs, **options: Any) -> Prepared:
+    weights = Weights(inputs, masters=True)
+    optimizer = torch_adamw(weights.parameters, **options)
     scaler = torch.amp.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
-    masters = None if inputs.weights.dtype == torch.float32 else Masters(inputs)
-    parameters = inputs.parameters() if masters is None else masters.parameters
-    optimizer = torch_adamw(parameters, **options)
 
-    @torch.no_grad()
     def step() -> None:
-        if masters is not None:
-            masters.widen()
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, inputs.max_norm)
+        torch.nn.utils.clip_grad_norm_(weights.parameters, inputs.max_norm)
         scaler.step(optimizer)
         scaler.update()
-        if masters is not None:
-            masters.narrow()
 
-    grads = gradients_of(parameters) if masters is None else masters.low
-    return _job(inputs, grads, scaler, step, lambda: list(parameters))
+    return _stepping(inputs, weights, optimizer, scaler, weights.around(step))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """bf16 weights with fp32 masters, and fp32 weights, with each number of tensors."""
-    of_torch: dict[str, Callable[[Any], Prepared]] = {
+    fp32 = {
+        "halfstep": _halfstep,
         "torch fused": partial(_torch, fused=True),
         "torch foreach": partial(_torch, foreach=True),
     }
-    full: dict[str, Callable[[Any], Prepared]] = {"halfstep full master": partial(_halfstep, master_weights="full")}
-    jobs: tuple[tuple[str, torch.dtype, int, dict[str, Callable[[Any], Prepared]]], ...] = (
-        ("bf16, fp32 master", torch.bfloat16, 28, {"halfstep": _halfstep, **full, **of_torch}),
-        ("fp32", torch.float32, 32, {"halfstep": _halfstep, **of_torch}),
+    full = {"halfstep": _halfstep, "halfstep full master": partial(_halfstep, master_weights="full")}
+    jobs: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
+        ("bf16, fp32 master", torch.bfloat16, 28, full | fp32),
+        ("fp32", torch.float32, 32, fp32),
     )
     for job, dtype, bytes_each, providers in jobs:
         for tensors in sizes.tensors:

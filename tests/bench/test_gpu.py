@@ -20,7 +20,7 @@ from halfstep.bench import gpu, gpu_checks
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
-AMP = (gpu_checks.eager, gpu_checks.moved, gpu_checks.captured, gpu_checks.two_streams)
+AMP = ("AMP steps", "AMP steps, gradients moved", "AMP steps, captured", "AMP steps on two streams")
 
 
 def test_without_a_gpu_it_says_what_to_use_instead(
@@ -36,60 +36,59 @@ def test_without_a_gpu_it_says_what_to_use_instead(
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-@pytest.mark.parametrize("check", AMP, ids=lambda check: check.__name__)
-def test_amp_steps_pass_on_a_model_of_a_gpu(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 300, 0))
-    with Model("random") as model:
-        check(model.device)
-
-
-@pytest.mark.parametrize("check", AMP, ids=lambda check: check.__name__)
-def test_amp_steps_that_wait_fail(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 40))
-    usual = gpu_checks._Training.step
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("check", AMP)
+def test_amp_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
+    check: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 40, 0))
+    run, step = gpu_checks.checks(Path(), True)[check].run, gpu_checks.Training.step
 
     def waiting(training: Any) -> None:
-        usual(training)
+        step(training)
         training.scaler.get_scale()
 
-    monkeypatch.setattr(gpu_checks._Training, "step", waiting)
-    with Model("late") as model, pytest.raises(RuntimeError, match=r"synchronizing|previous error during capture"):
-        check(model.device)
+    if waits:
+        monkeypatch.setattr(gpu_checks.Training, "step", waiting)
+        with Model("late") as model, pytest.raises(RuntimeError, match=r"synchronizing|previous error during capture"):
+            run(model.device)
+    else:
+        with Model("random") as model:
+            run(model.device)
 
 
 def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 1000))
-    one, other = gpu_checks._Training(CPU), gpu_checks._Training(CPU)
-    assert one.differences(other) == []
+    one, other = gpu_checks.Training(CPU), gpu_checks.Training(CPU)
+    assert gpu_checks.different(one.state(), other.state()) == []
     other.optimizer.state[other.parameters[3]]["exp_avg"].view(torch.int32)[4] ^= 1
     other.parameters[4].detach().view(torch.int16)[2] ^= 1
     other.scaler.update(4096.0)
-    assert [text.partition(" (")[0] for text in one.differences(other)] == [
+    # The master takes up the weight that was written.
+    expected = {"value of parameter 4", "exp_avg of parameter 3", "scale"}
+    names = gpu_checks.different(one.state(), other.state())
+    assert expected <= set(names) and {name.split(" of ")[-1] for name in names} <= {
+        "parameter 3",
         "parameter 4",
-        "exp_avg of parameter 3",
-        "master of parameter 4",  # which takes up the weight that was written
-        "scale 2048.0 and 4096.0",
-    ]
+        "scale",
+    }
 
 
 def test_a_bit_of_difference_in_one_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "SHAPES", ((17,), (5,), (5, 0), (63, 65), (7,), (2, 2500)))
-    found = gpu_checks.adam(torch.bfloat16, "split24", CPU)
-    assert found == {"layouts": 6}
-    usual = gpu_checks._trained
+    assert gpu_checks.adam(torch.bfloat16, "split24", CPU) == {"layouts": 6}
+    trained, calls = gpu_checks._trained, []
 
-    def other(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.Tensor]:
-        tensors = usual(device, dtype, options)
+    def other(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        tensors = trained(device, dtype, options)
         if options["state_dtype"] == "8bit" and not options["amsgrad"] and not calls:
-            next(one for one in tensors if one.dtype == torch.uint8).view(-1)[7] ^= 1
+            tensors["exp_avg of parameter 5"].view(-1)[7] ^= 1
             calls.append(options)
         return tensors
 
-    calls: list[Any] = []
     monkeypatch.setattr(gpu_checks, "_trained", other)
-    with pytest.raises(
-        AssertionError, match=r"not the reference's: \[\{'master_weights': 'split24', 'state_dtype': '8bit'"
-    ):
+    message = r"not the reference's: \[.*'split24', 'state_dtype': '8bit'.*: \['exp_avg of parameter 5'\]"
+    with pytest.raises(AssertionError, match=message):
         gpu_checks.adam(torch.bfloat16, "split24", CPU)
 
 
@@ -104,13 +103,10 @@ def test_every_kind_of_master_and_state_is_checked() -> None:
 
 
 def test_the_largest_come_first_and_what_compiles_last() -> None:
-    names = list(gpu_checks.timings(quick=True))
-    compiled = [name.endswith(", compiled") for name in names]
-    assert compiled == sorted(compiled) and 0 < sum(compiled) < len(names)
-    assert all(
-        not any(map(gpu_checks._compiling, case.providers)) for case in list(gpu_checks.timings(True).values())[:3]
-    )
-    assert names[0].startswith("time of adamw")
+    cases = gpu_checks.timings(quick=True)
+    compiled = [any(map(gpu_checks.compiles, case.providers)) for case in cases.values()]
+    assert compiled == sorted(compiled) == [name.endswith(", compiled") for name in cases]
+    assert 0 < sum(compiled) < len(cases) and next(iter(cases)).startswith("time of adamw")
 
 
 # -------------------------------------------------------------------------------------------------------- on the disk
@@ -164,7 +160,7 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
 def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
     names = killed_after_each_step(tmp_path / "out", r"^(?!time of)|^time of adamw, fp32, 10 tensors$")
     assert names[:3] == ["machine", "NaN patterns", "root and quotient"]
-    assert gpu_checks.TESTS in names and sum(name.startswith("bits of Adam") for name in names) == 7
+    assert "tests marked gpu" in names and sum(name.startswith("bits of Adam") for name in names) == 7
     assert names == list(dict.fromkeys(names))
 
 

@@ -81,7 +81,7 @@ def test_figures_from_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         }
     )
     copied = case_of({name: lambda inputs, job=job: job for name, job in jobs.items()}, _distance)  # type: ignore[misc]
-    a, b, _ = measure(copied, CPU, seconds=0.0, clock=clock, details=False)
+    a, b, _ = measure(copied, CPU, seconds=0.0, clock=clock)
     assert (a.p20_us, a.p50_us, a.p80_us) == pytest.approx((2.2e6, 4e6, 5.8e6))
     assert a.gb_per_s == pytest.approx(1000 / 4e9)
     assert a.copy_fraction == pytest.approx(1 / 4)
@@ -97,7 +97,7 @@ def test_layouts_of_halfstep_are_no_rivals() -> None:
     }
     clock = FixedClock({job.call: [second] * 7 for job, second in zip(jobs.values(), (4.0, 1.0, 8.0), strict=True)})
     case = case_of({name: lambda inputs, job=job: job for name, job in jobs.items()}, _distance)  # type: ignore[misc]
-    split, full, fused = measure(case, CPU, seconds=0.0, clock=clock, details=False)
+    split, full, fused = measure(case, CPU, seconds=0.0, clock=clock)
     assert (split.speedup, full.speedup, fused.speedup) == (2.0, 8.0, 0.125)
 
 
@@ -120,7 +120,7 @@ def test_a_provider_of_another_layout_is_measured_by_its_own_bytes() -> None:
     case = replace(
         case_of({"halfstep": lambda inputs: job, "b": lambda inputs: job}, _distance), layout_bytes={"b": 600}
     )
-    ours, theirs = measure(case, CPU, seconds=0.0, clock=Clock({}), details=False)
+    ours, theirs = measure(case, CPU, seconds=0.0, clock=Clock({}))
     assert moved == [600, 1000]
     assert (ours.bytes_moved, ours.gb_per_s, ours.copy_fraction) == (1000, pytest.approx(1e-6), 5.0)
     assert (theirs.bytes_moved, theirs.gb_per_s, theirs.copy_fraction) == (600, pytest.approx(6e-7), 3.0)

@@ -18,7 +18,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def picture() -> None:
-    """For tests whose reports have pictures and measured peaks."""
+    """For tests whose reports have pictures."""
 
 
 @pytest.fixture(autouse=True)

@@ -21,18 +21,17 @@ def corpus(tmp_path: Path) -> Corpus:
     return read_corpus(path, 32)
 
 
-def test_ranks_together_see_the_batch_of_one_process(corpus: Corpus) -> None:
-    whole = corpus.batch(3, 7, range(0, 12), 32)
-    parts = [corpus.batch(3, 7, range(start, start + 4), 32) for start in (0, 4, 8)]
-    assert all(torch.equal(whole[i], torch.cat([part[i] for part in parts])) for i in (0, 1))
+def test_batches_repeat_differ_and_are_divided_among_ranks(corpus: Corpus) -> None:
+    def inputs(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
+        return corpus.batch(seed, step, range(start, stop), 32)[0]
 
-
-def test_batches_repeat_and_differ_by_seed_step_and_row(corpus: Corpus) -> None:
-    first = corpus.batch(3, 7, range(8), 32)[0]
-    assert torch.equal(first, corpus.batch(3, 7, range(8), 32)[0])
-    assert not torch.equal(first, corpus.batch(4, 7, range(8), 32)[0])
-    assert not torch.equal(first, corpus.batch(3, 8, range(8), 32)[0])
-    assert len({tuple(row.tolist()) for row in first}) == 8
+    whole = inputs(3, 7, 0, 12)
+    assert torch.equal(whole, torch.cat([inputs(3, 7, start, start + 4) for start in (0, 4, 8)]))
+    assert not torch.equal(whole, inputs(4, 7, 0, 12)) and not torch.equal(whole, inputs(3, 8, 0, 12))
+    fixed = corpus.validation(range(0, 16), 16, 32)[0]
+    assert torch.equal(fixed, torch.cat([corpus.validation(range(at, at + 8), 16, 32)[0] for at in (0, 8)]))
+    for windows, count in ((whole, 12), (fixed, 16)):
+        assert len({tuple(row.tolist()) for row in windows}) == count
 
 
 def test_the_windows_of_a_batch_never_change() -> None:
@@ -53,13 +52,6 @@ def test_targets_are_the_next_bytes_and_never_of_the_other_part(corpus: Corpus) 
             assert window[1:] == target[:-1]
             assert bytes([*window, target[-1]]) in part
     assert (len(train), len(val)) == (4500, 500)
-
-
-def test_validation_rows_are_fixed_spread_and_divide(corpus: Corpus) -> None:
-    whole = corpus.validation(range(0, 16), 16, 32)[0]
-    halves = [corpus.validation(range(start, start + 8), 16, 32)[0] for start in (0, 8)]
-    assert torch.equal(whole, torch.cat(halves))
-    assert len({tuple(row.tolist()) for row in whole}) == 16
 
 
 @pytest.mark.parametrize(

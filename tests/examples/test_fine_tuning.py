@@ -10,10 +10,9 @@ import pytest
 import torch
 import train_gpt
 from gpt import GPT, SIZES, Precision, add_adapters, merged
-from train_runs import make_small, newest, options, report, train, train_together
+from train_runs import differences, make_small, newest, options, report, train, train_together
 
-from halfstep.integrations.checkpoint import CheckpointError
-from halfstep.numerics.planning import CARDS, plan
+from halfstep.numerics.planning import plan
 
 CPU = torch.device("cpu")
 NANO = SIZES["nano"]
@@ -92,7 +91,7 @@ def test_bytes_and_flops_are_those_that_are_planned(precision: str) -> None:
     assert sizes == pytest.approx([size / planned.parameters for size in expected], rel=1e-12)
     assert planned.work is not None
     assert found["flops_per_s"] * found["step_ms_p50"] / 1000 == pytest.approx(planned.work.training)
-    assert found["mfu"] == pytest.approx(planned.mfu(found["step_ms_p50"] / 1000, found["peak"]["flops"]))
+    assert found["mfu"] is None, "there is no datasheet of a CPU"
 
 
 def test_flops_of_adapters_are_those_of_their_products() -> None:
@@ -111,39 +110,29 @@ def test_flops_of_adapters_are_those_of_their_products() -> None:
         assert counter.get_total_flops() == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "card"),
-    [
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce GTX 1080", None),
-    ],
-)
-def test_a_card_is_that_with_the_longest_name(device: str, card: str | None) -> None:
-    found = train_gpt.card_of(device)
-    assert (found and found.name) == card
-
-
-def test_a_card_of_unknown_speed_has_no_mfu(picture: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 NVL")
-    assert train_gpt.peak_of.__wrapped__(gpu, torch.bfloat16)[0] == CARDS["h100"].flops
-    monkeypatch.setitem(CARDS, "h100nvl", train_gpt.Card("h100nvl", 94 * 2**30, None, None, "no datasheet"))
-    assert train_gpt.peak_of.__wrapped__(gpu, torch.bfloat16) == (None, "no datasheet")
+def test_a_card_is_that_with_the_longest_name() -> None:
+    for device, card in {
+        "NVIDIA L40S": "l40s",
+        "NVIDIA L4": "l4",
+        "NVIDIA A100-SXM4-80GB": "a100-80",
+        "NVIDIA A100-PCIE-40GB": "a100-40",
+        "NVIDIA A10": "a10",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA GeForce RTX 4090": "rtx4090",
+        "NVIDIA GeForce GTX 1080": None,
+    }.items():
+        found = train_gpt.card_of(device)
+        assert (found and found.name) == card
 
 
 def test_fine_tuning_in_one_process_and_on_two_ranks(base: Path, tmp_path: Path) -> None:
     """The base stays as it is, the loss is that of one process, and its weights are the base of another run."""
-    words = ["--size", "nano", "--steps", 4, "--batch", 4, "--data", torch.__file__, "--save-every", 4]
+    words = ["--size", "nano", "--steps", 4, "--batch", 4, "--data", torch.__file__, "--save-every", 2]
     words += ["--base", base, "--lora", 4]
-    assert train(*words, "--out", tmp_path / "single") == 0
+    single = tmp_path / "single"
+    assert train(*words, "--out", single) == 0
     train_together(2, [[*words, "--strategy", name, "--out", tmp_path / name] for name in ("ddp", "fsdp", "zero1")])
-    expected = report(tmp_path / "single")
+    expected = report(single)
     assert expected["trained_parameters"] == 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 128) + (128 + 32))
     assert expected["findings"] == []
     before = train_gpt.read_base(base, "nano")
@@ -152,20 +141,13 @@ def test_fine_tuning_in_one_process_and_on_two_ranks(base: Path, tmp_path: Path)
         _, state = newest(tmp_path / name, "bf16")
         for key, weight in before.items():
             assert torch.equal(state["model"][key], weight), (name, key)
-    after = train_gpt.read_base(tmp_path / "single", "nano")
+    after = train_gpt.read_base(single, "nano")
     up = "blocks.0.up.weight"
     assert after.keys() == before.keys() and not torch.equal(after[up], before[up])
-
-
-def test_a_resumed_fine_tuning_has_the_same_bits(base: Path, tmp_path: Path) -> None:
-    words = ["--size", "nano", "--steps", 6, "--batch", 4, "--data", torch.__file__, "--save-every", 3]
-    words += ["--base", base, "--lora", 2, "--out", tmp_path]
-    assert train(*words) == 0
-    _, whole = newest(tmp_path, "bf16")
-    shutil.rmtree(tmp_path / "checkpoints" / "bf16" / "step-00000006")
-    assert train(*words, "--resume") == 0
-    _, resumed = newest(tmp_path, "bf16")
-    assert all(torch.equal(whole["model"][name], weight) for name, weight in resumed["model"].items())
+    _, whole = newest(single, "bf16")
+    shutil.rmtree(single / "checkpoints" / "bf16" / "step-00000004")
+    assert train(*words, "--out", single, "--resume") == 0
+    assert differences(whole, newest(single, "bf16")[1]) == []
 
 
 def test_training_ends_when_the_validation_loss_no_longer_falls(
@@ -192,14 +174,13 @@ def test_training_ends_when_the_validation_loss_no_longer_falls(
         (["--base", "BASE", "--init", "gpt2"], "--init with --base, whose weights replace those drawn; pass one"),
         (["--base", "BASE", "--size", "tiny"], "is of another run: size is tiny and was nano"),
         (["--base", "/nowhere"], "/nowhere"),
+        (["--base", "EMPTY"], "holds checkpoints of 0 runs; pass one checkpoint"),
         (["--lora", "0"], "argument --lora: expected an integer of at least 1, but got '0'"),
     ],
 )
-def test_refused(base: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(*(str(base) if word == "BASE" else word for word in words)) == 2
+def test_refused(
+    base: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"BASE": base, "EMPTY": tmp_path}
+    assert train(*(paths.get(word, word) for word in words)) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_folder_without_a_single_run_is_no_base(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds checkpoints of 0 runs; pass one checkpoint"):
-        train_gpt.read_base(tmp_path, "nano")

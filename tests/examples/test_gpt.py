@@ -29,7 +29,7 @@ def _is_product(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @each
-def test_linear_forward_and_backward_are_products_rounded_once(precision: Precision) -> None:
+def test_products_are_rounded_once_forward_and_backward(precision: Precision) -> None:
     x, w = _random(precision, 3, 5, 17, seed=0), _random(precision, 11, 17, seed=1)
     grad = _random(precision, 3, 5, 11, seed=2).detach()
     y = precision.product(F.linear, x, w)
@@ -38,48 +38,30 @@ def test_linear_forward_and_backward_are_products_rounded_once(precision: Precis
     assert _is_product(y, x, w.t())
     assert _is_product(x.grad, grad, w)
     assert _is_product(w.grad, grad.flatten(0, 1).t(), x.flatten(0, 1))
-
-
-@each
-def test_matmul_forward_and_backward_of_transposed_views(precision: Precision) -> None:
     a, b = _random(precision, 2, 3, 7, 5, seed=0), _random(precision, 2, 3, 9, 5, seed=1)
     grad = _random(precision, 2, 3, 7, 9, seed=2).detach()
-    c = precision.product(torch.matmul, a, b.transpose(-2, -1))
+    c = precision.product(torch.matmul, a, b.mT)
     c.backward(grad)
     assert a.grad is not None and b.grad is not None
     assert _is_product(c, a, b.mT)
     assert _is_product(a.grad, grad, b)
     assert _is_product(b.grad, grad.mT, a)
-
-
-def test_products_overflow_and_underflow_as_fp16_does() -> None:
-    x, w = (
-        torch.tensor([[200.0, 200.0]]).half().requires_grad_(),
-        torch.tensor([[200.0, 200.0]]).half().requires_grad_(),
-    )
-    y = FP16.product(F.linear, x, w)
-    assert y.item() == float("inf")  # 80000 > 65504, though fp32 held it
-    FP16.product(F.linear, x, w * 2.0**-20).backward(torch.tensor([[2.0**-14]]).half())
-    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0]]  # 200·2^-34 is below half the least subnormal
-    assert w.grad is not None
-
-
-@each
-def test_the_sum_inside_a_product_is_in_fp32(precision: Precision) -> None:
     # 4096 terms of 1 stop at 2048 in an fp16 accumulator, at 256 in one of bf16.
     ones = torch.ones(1, 4096, dtype=precision.dtype)
     assert precision.product(F.linear, ones, ones).item() == 4096
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_the_embedding_gradient_is_summed_in_fp32(name: str) -> None:
-    precision = Precision.on(name, CPU)
     table = torch.zeros(4, 2, dtype=precision.dtype, requires_grad=True)
     index = torch.zeros(3000, dtype=torch.int64)
     precision.embedding(index, table).backward(torch.ones(3000, 2, dtype=precision.dtype))
     assert table.grad is not None
     assert table.grad[0].tolist() == [float(torch.tensor(3000.0).to(precision.dtype))] * 2
     assert not table.grad[1:].any()
+
+
+def test_products_overflow_and_underflow_as_fp16_does() -> None:
+    x, w = (torch.full((1, 2), 200.0).half().requires_grad_() for _ in range(2))
+    assert FP16.product(F.linear, x, w).item() == float("inf")  # 80000 > 65504, though fp32 held it
+    FP16.product(F.linear, x, w * 2.0**-20).backward(torch.tensor([[2.0**-14]]).half())
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0]]  # 200·2^-34 is below half the least subnormal
 
 
 def test_fp16_is_emulated_on_the_cpu_only_and_bf16_on_cpus_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +103,6 @@ def test_a_byte_is_predicted_from_earlier_ones_only() -> None:
     # the loss over the first 20 places does not see place 20; over the first 21 it does
     assert model(inputs[:, :20], targets[:, :20]) == model(changed[:, :20], targets[:, :20])
     assert model(inputs[:, :21], targets[:, :21]) != model(changed[:, :21], targets[:, :21])
-    seen: dict[int, torch.Tensor] = {}
-
-    def keep(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen[len(seen)] = output.detach()
-
-    handle = model.norm.register_forward_hook(keep)
-    model(inputs, targets)
-    model(changed, targets)
-    handle.remove()
-    assert torch.equal(seen[0][:, :20], seen[1][:, :20])
-    assert not torch.equal(seen[0][:, 20:], seen[1][:, 20:])
 
 
 @pytest.mark.parametrize("init", INITS)

@@ -36,29 +36,30 @@ def _run(name: str, check: Callable[[Any], Any], device: Any) -> Any:
 
 def replace_checks() -> None:
     """Of the checks, keep those that the environment names, on smaller tensors."""
+    import torch
+
     from halfstep.bench import gpu_checks, gpu_instructions, harness, timing
     from halfstep.bench.cases import Sizes
 
     only = re.compile(os.environ.get("BENCH_GPU_ONLY", ""))
-    checks, timings, measure = gpu_checks.checks, gpu_checks.timings, harness.measure
-    quotients = gpu_instructions.root_and_quotient
+    limits = {os.environ.get("BENCH_GPU_HANGS"): float(os.environ.get("BENCH_GPU_LIMIT", "600"))}
+    checks, measure, quotients = gpu_checks.checks, harness.measure, gpu_instructions.root_and_quotient
 
     def measured(case: harness.Case, device: Any, **options: Any) -> list[harness.Result]:
-        import torch
-
         ours = {name: make for name, make in case.providers.items() if harness.ours(name)}
         return measure(replace(case, providers=ours), torch.device("cpu"), **options)
 
-    small = {
-        "STEP_SIZES": (1, 15, 300, 0),
-        "SHAPES": ((32, 144), (17,), (5, 0), (63, 65), (7,), (2, 2500)),
-        "sizes_for": lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0, slow=False),
-        "checks": lambda folder: {
-            name: partial(_run, name, check) for name, check in checks(folder).items() if only.search(name)
-        },
-        "timings": lambda quick: {name: case for name, case in timings(quick).items() if only.search(name)},
-    }
-    vars(gpu_checks).update(small)
+    def chosen(folder: Any, quick: bool) -> dict[str, gpu_checks.Check]:
+        return {  # a machine of the tests can be slow
+            name: check._replace(run=partial(_run, name, check.run), limit=limits.get(name, 600.0))
+            for name, check in checks(folder, quick).items()
+            if only.search(name)
+        }
+
+    gpu_checks.STEP_SIZES = (1, 15, 300, 0)
+    gpu_checks.SHAPES = ((32, 144), (17,), (5, 0), (63, 65), (7,), (2, 2500))
+    gpu_checks.sizes_for = lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0, slow=False)
+    gpu_checks.checks = chosen
     gpu_checks.run.COPY_BYTES, gpu_checks.run.SECONDS = {"cuda": 1 << 20}, {False: 0.0}
     gpu_instructions.root_and_quotient = lambda device, paired, moments=2, least=2**-49: quotients(
         device, paired, count=2048, moments=2, least=least
@@ -106,9 +107,6 @@ def main(argv: Sequence[str]) -> int:
 
     os.environ.setdefault("PYTEST_ADDOPTS", "-k 'captured_amp_step or waits_for_nothing'")
     gpu.PROCESS = [sys.executable, __file__, "--process"]
-    gpu.LIMIT = 600.0  # a machine of the tests can be slow
-    if "BENCH_GPU_LIMIT" in os.environ:
-        gpu.LIMITS[os.environ["BENCH_GPU_HANGS"]] = float(os.environ["BENCH_GPU_LIMIT"])
     replace_checks()
     answers = {"is_available": lambda: True, "current_device": lambda: 0, "get_device_name": lambda device=None: NAME}
     with mock.patch.multiple(torch.cuda, **answers):

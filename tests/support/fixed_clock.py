@@ -22,3 +22,6 @@ class FixedClock(CpuClock):
     def round(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> list[float]:
         self.orders.append([call for call, _ in calls])
         return [self.taken[call].pop(0) if call in self.taken else 1.0 for call, _ in calls]
+
+    def details(self, call: Callable[[], Any]) -> dict[str, Any]:
+        return {}

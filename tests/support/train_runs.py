@@ -65,10 +65,9 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Make runs short: no picture in the report, few rows for validation, and no measured peak."""
+    """Make runs short: no picture in the report, and few rows for validation."""
     patch.setattr(reports, "picture", lambda content: None)
     patch.setattr(train_gpt, "VALIDATION_ROWS", 16)
-    patch.setattr(train_gpt, "peak_of", lambda device, dtype: (1e12, "not measured"))
 
 
 def train_together(ranks: int, runs: Sequence[Sequence[object]]) -> list[str]:

@@ -2,10 +2,14 @@
 
 For a long row, the static count contains its tile once and one iteration of each loop over the other elements: a
 forward one for the maximum and the sum, and a backward one for the result. Its bytes are per element of an iteration.
+
+The name of a variant says all of it. ``out of step`` rows of x and of the result begin at different distances from a
+multiple of 16 bytes. Long rows that are few are computed in pieces, by two launches.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -25,8 +29,47 @@ from halfstep.kernels.softmax.row_launches import (
 )
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "u8": torch.bool}
-_STAGES = ("", "first half of pieces", "second half of pieces")
 LONG, ODD = 1 << 20, (1 << 20) + 3
+
+
+FORWARD = (
+    *("64 bf16->bf16", "333 bf16->bf16", "4097 bf16->bf16", "512 fp32->fp32", "512 bf16->bf16 causal"),
+    *("4096 bf16->bf16", f"{FORWARD_TILE} fp32->fp32", f"{FORWARD_TILE} bf16->bf16 causal"),
+    *(f"{FORWARD_TILE} bf16->bf16 u8 mask", f"{FORWARD_TILE} fp16->fp32 fp32 mask log"),
+    *(f"{FORWARD_TILE - 17} bf16->fp32 log", f"{FORWARD_TILE - 17} fp32->fp32 causal"),
+    *(f"{FORWARD_TILE - 17} bf16->bf16 u8 mask", "50257 bf16->bf16", "65536 bf16->bf16"),
+    *("50257 bf16->bf16 out of step", "50257 bf16->bf16 u8 mask out of step", "50257 bf16->fp32 log"),
+    *("50257 bf16->bf16 bf16 mask causal", f"{LONG} fp32->bf16 log", f"{LONG} bf16->bf16 causal"),
+    *(f"{LONG} bf16->bf16 bf16 mask", f"{LONG} bf16->bf16 first half of pieces"),
+    *(f"{LONG} bf16->bf16 second half of pieces", f"{ODD} bf16->bf16 causal first half of pieces"),
+    f"{ODD} bf16->fp32 causal log second half of pieces",
+)
+BACKWARD = (
+    *("64 bf16->bf16", "333 bf16->bf16", "512 fp32->fp32", "512 bf16->bf16 causal log", "4096 bf16->bf16"),
+    *(f"{BACKWARD_TILE} fp32->fp16 log", f"{BACKWARD_TILE} bf16->bf16 causal", f"{BACKWARD_TILE - 17} fp32->fp32"),
+    *(f"{BACKWARD_TILE - 17} bf16->bf16 causal log", "50257 bf16->bf16", "50257 fp32->bf16 causal log"),
+    *(f"{LONG} fp32->fp32", f"{LONG} bf16->bf16 causal log", f"{LONG} bf16->bf16 first half of pieces"),
+    *(f"{LONG} bf16->bf16 second half of pieces", f"{ODD} bf16->bf16 causal log first half of pieces"),
+    f"{ODD} bf16->bf16 causal log second half of pieces",
+)
+# Over the first of two dimensions or, if transposed, over the last dimension of the transposed x.
+STRIDED_FORWARD = (
+    *("64 apart, 4096 across bf16->bf16", "1024 apart, 4096 across fp32->bf16 log"),
+    *("1024 apart, 4096 across bf16->bf16 u8 mask", "8192 apart, 4096 across bf16->bf16 u8 mask"),
+    *("8192 apart, 4096 across fp32->fp32 log", "512 apart, 4096 across bf16->fp32"),
+    "512 apart, 4096 across bf16->bf16 transposed",
+)
+STRIDED_BACKWARD = (
+    *("64 apart, 4096 across bf16->bf16", "512 apart, 4096 across fp32->fp32 log"),
+    *("512 apart, 4096 across bf16->fp32", "8192 apart, 4096 across bf16->bf16"),
+    "8192 apart, 4096 across fp32->fp32 log",
+)
+_NAME = re.compile(
+    r"(?P<columns>\d+)( apart, (?P<across>\d+) across)? (?P<source>\w+)->(?P<target>\w+)( (?P<mask>\w+) mask)?"
+    r"(?P<causal> causal)?(?P<log> log)?(?P<transposed> transposed)?( (?P<stage>first|second) half of pieces)?"
+    r"(?P<out_of_step> out of step)?"
+)
+_TILE, _TRIP = ("PARTS", "ROWS", "LANES", "VECTOR"), ("LOOP", "LANES", "VECTOR")
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:
@@ -34,19 +77,9 @@ def _empty(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
 
 
-def _named(*words: str) -> str:
-    return " ".join(filter(None, words))
-
-
-def _softmax(log: bool, *args: Any, **options: Any) -> torch.Tensor:
-    return (halfstep.log_softmax if log else halfstep.softmax)(*args, **options)
-
-
-def _softmax_backward(grad: torch.Tensor, y: torch.Tensor, dim: int, causal: bool, log: bool, target: str) -> None:
-    torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, _DTYPES[target])
-
-
-_TILE, _TRIP = ("PARTS", "ROWS", "LANES", "VECTOR"), ("LOOP", "LANES", "VECTOR")
+def _backward(grad: torch.Tensor, y: torch.Tensor, dim: int, of: dict[str, Any]) -> None:
+    causal, log = of["causal"] is not None, of["log"] is not None
+    torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, _DTYPES[of["target"]])
 
 
 def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, ...], float, float]:
@@ -55,163 +88,51 @@ def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, 
         return _TRIP, 2.0, 0.0 if stage == 1 else 2.0
     if columns <= tile:
         return _TILE, 1.0, 1.0
-    held = held_columns(columns, tile, loop) / loop
-    return _TRIP, held + 2.0, held + 1.0
+    trips = held_columns(columns, tile, loop) / loop  # of columns that stay in registers
+    return _TRIP, trips + 2.0, trips + 1.0
 
 
-def _forward(
-    columns: int,
-    source: str,
-    target: str,
-    mask: str = "",
-    causal: bool = False,
-    log: bool = False,
-    stage: int = 0,
-    in_step: bool = True,
-) -> Variant:
-    """A variant of the forward kernel.
-
-    Args:
-        columns: columns of the rows.
-        source, target: dtypes of input and result.
-        mask: dtype of the mask; empty for none.
-        causal, log: options of the softmax.
-        stage: 1 or 2 for the first or second launch over rows in pieces, otherwise 0.
-        in_step: whether the rows of all operands have the same offset from a multiple of 16 bytes.
-    """
-    # The mask is shared by all heads. With 8 queries, each row of x has the same offset as the row of the mask.
-    x = _empty(source, *((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))[..., :columns]
-    masks = _empty(mask, 2, 1, 8, columns) if mask else None
-    # With different offsets, single elements of a mask are read, which are not counted.
-    beside = _DTYPES[mask].itemsize if mask and in_step else 0
-    words = [f"{columns} {source}->{target}", f"{mask} mask" * bool(mask), "causal" * causal, "log" * log]
-    plain = not mask and in_step and max(_DTYPES[source].itemsize, _DTYPES[target].itemsize) == 2
-    tile, loop = FORWARD_TILE if in_step else FORWARD_TILE // 2, FORWARD_LOOP if plain else FORWARD_LOOP // 2
-    per, reads, writes = _passes(columns, tile, loop, stage)
+def _variant(kernel: Any, name: str, backward: bool) -> Variant:
+    """The variant of a name."""
+    of = _NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
+    columns, source, target, mask = int(of["columns"]), of["source"], of["target"], of["mask"]
+    read, written = _DTYPES[source].itemsize, _DTYPES[target].itemsize
+    stage, in_step = (None, "first", "second").index(of["stage"]), of["out_of_step"] is None
+    tile: tuple[str, ...] = ()
+    launch: partial[Any]
+    if of["across"]:
+        shape: tuple[int, ...] = (columns, int(of["across"]))
+        x, masks, dim = _empty(source, *shape), _empty(mask, *shape) if mask else None, -2
+        if of["transposed"]:
+            x, dim = x.t(), -1
+        # Columns that are too many for registers are read twice.
+        reads, writes = 2.0 if columns >= 8192 else 1.0, 1.0
+    else:
+        # The mask is shared by all heads. With 8 queries, each row of x has the same offset as the row of the mask.
+        shape = (*((1, 1) if stage else (2, 2, 8)), columns + 3 * (not in_step))
+        x, masks, dim = _empty(source, *shape)[..., :columns], _empty(mask, 2, 1, 8, columns) if mask else None, -1
+        plain = not mask and in_step and max(read, written) == 2
+        sizes = FORWARD_TILE if in_step else FORWARD_TILE // 2, FORWARD_LOOP if plain else FORWARD_LOOP // 2
+        tile, reads, writes = _passes(columns, *((BACKWARD_TILE, BACKWARD_LOOP) if backward else sizes), stage)
+    if backward:
+        launch, read = partial(_backward, _empty(source, *shape), _empty(source, *shape), dim, of), 2 * read
+    else:
+        options = {} if of["across"] else {"causal": of["causal"] is not None}
+        function = halfstep.log_softmax if of["log"] else halfstep.softmax
+        launch = partial(function, x, dim, mask=masks, dtype=_DTYPES[target], **options)
+        # With different offsets, single elements of a mask are read, which are not counted.
+        read += _DTYPES[mask].itemsize if mask and in_step else 0
     return Variant(
-        forward_row_kernel,
-        _named(*words, _STAGES[stage], "out of step" * (not in_step)),
-        partial(_softmax, log, x, mask=masks, causal=causal, dtype=_DTYPES[target]),
-        bytes_read=(_DTYPES[source].itemsize + beside) * reads,
-        bytes_written=_DTYPES[target].itemsize * writes,
-        exact=False,
-        tile=per,
-        index=max(stage - 1, 0),
-    )
-
-
-def _backward(
-    columns: int, source: str, target: str, causal: bool = False, log: bool = False, stage: int = 0
-) -> Variant:
-    """A variant of the backward kernel; see `_forward`."""
-    grad, y = (_empty(source, *((1, 1) if stage else (2, 2, 8)), columns) for _ in range(2))
-    per, reads, writes = _passes(columns, BACKWARD_TILE, BACKWARD_LOOP, stage)
-    return Variant(
-        backward_row_kernel,
-        _named(f"{columns} {source}->{target}", "causal" * causal, "log" * log, _STAGES[stage]),
-        partial(_softmax_backward, grad, y, -1, causal, log, target),
-        bytes_read=2.0 * _DTYPES[source].itemsize * reads,
-        bytes_written=_DTYPES[target].itemsize * writes,
-        exact=False,
-        tile=per,
-        index=max(stage - 1, 0),
-    )
-
-
-def _strided_forward(
-    columns: int,
-    across: int,
-    source: str,
-    target: str,
-    mask: str = "",
-    log: bool = False,
-    transposed: bool = False,
-    passes: int = 1,
-) -> Variant:
-    """A softmax over the first of two dimensions or, if `transposed`, over the last dimension of the transposed x."""
-    x = _empty(source, columns, across)
-    masks = _empty(mask, columns, across) if mask else None
-    if transposed:
-        x = x.t()
-    words = [f"{columns} apart, {across} across {source}->{target}", f"{mask} mask" * bool(mask), "log" * log]
-    return Variant(
-        strided.forward_strided_kernel,
-        _named(*words, "transposed" * transposed),
-        partial(_softmax, log, x, -1 if transposed else 0, mask=masks, dtype=_DTYPES[target]),
-        bytes_read=float((_DTYPES[source].itemsize + bool(mask)) * passes),
-        bytes_written=_DTYPES[target].itemsize,
-        exact=False,
-    )
-
-
-def _strided_backward(
-    columns: int, inner: int, source: str, target: str, log: bool = False, passes: int = 1
-) -> Variant:
-    grad, y = (_empty(source, columns, inner) for _ in range(2))
-    return Variant(
-        strided.backward_strided_kernel,
-        _named(f"{columns} apart, {inner} across {source}->{target}", "log" * log),
-        partial(_softmax_backward, grad, y, -2, False, log, target),
-        bytes_read=2.0 * _DTYPES[source].itemsize * passes,
-        bytes_written=_DTYPES[target].itemsize,
-        exact=False,
+        kernel, name, launch, read * reads, written * writes, exact=False, tile=tile, index=max(stage - 1, 0)
     )
 
 
 def variants() -> Iterator[Variant]:
     """Rows with each kind of tile and loop, and other dimensions, forward and backward."""
-    yield _forward(64, "bf16", "bf16")
-    yield _forward(333, "bf16", "bf16")
-    yield _forward(4097, "bf16", "bf16")
-    yield _forward(512, "fp32", "fp32")
-    yield _forward(512, "bf16", "bf16", causal=True)
-    yield _forward(4096, "bf16", "bf16")
-    yield _forward(FORWARD_TILE, "fp32", "fp32")
-    yield _forward(FORWARD_TILE, "bf16", "bf16", causal=True)
-    yield _forward(FORWARD_TILE, "bf16", "bf16", mask="u8")
-    yield _forward(FORWARD_TILE, "fp16", "fp32", mask="fp32", log=True)
-    yield _forward(FORWARD_TILE - 17, "bf16", "fp32", log=True)
-    yield _forward(FORWARD_TILE - 17, "fp32", "fp32", causal=True)
-    yield _forward(FORWARD_TILE - 17, "bf16", "bf16", mask="u8")
-    yield _forward(50257, "bf16", "bf16")
-    yield _forward(65536, "bf16", "bf16")
-    yield _forward(50257, "bf16", "bf16", in_step=False)
-    yield _forward(50257, "bf16", "bf16", mask="u8", in_step=False)
-    yield _forward(50257, "bf16", "fp32", log=True)
-    yield _forward(50257, "bf16", "bf16", mask="bf16", causal=True)
-    yield _forward(LONG, "fp32", "bf16", log=True)
-    yield _forward(LONG, "bf16", "bf16", causal=True)
-    yield _forward(LONG, "bf16", "bf16", mask="bf16")
-    yield _forward(LONG, "bf16", "bf16", stage=1)
-    yield _forward(LONG, "bf16", "bf16", stage=2)
-    yield _forward(ODD, "bf16", "bf16", causal=True, stage=1)
-    yield _forward(ODD, "bf16", "fp32", causal=True, log=True, stage=2)
-    yield _strided_forward(64, 4096, "bf16", "bf16")
-    yield _strided_forward(1024, 4096, "fp32", "bf16", log=True)
-    yield _strided_forward(1024, 4096, "bf16", "bf16", mask="u8")
-    yield _strided_forward(8192, 4096, "bf16", "bf16", mask="u8", passes=2)
-    yield _strided_forward(8192, 4096, "fp32", "fp32", log=True, passes=2)
-    yield _strided_forward(512, 4096, "bf16", "fp32")
-    yield _strided_forward(512, 4096, "bf16", "bf16", transposed=True)
-    yield _backward(64, "bf16", "bf16")
-    yield _backward(333, "bf16", "bf16")
-    yield _backward(512, "fp32", "fp32")
-    yield _backward(512, "bf16", "bf16", causal=True, log=True)
-    yield _backward(4096, "bf16", "bf16")
-    yield _backward(BACKWARD_TILE, "fp32", "fp16", log=True)
-    yield _backward(BACKWARD_TILE, "bf16", "bf16", causal=True)
-    yield _backward(BACKWARD_TILE - 17, "fp32", "fp32")
-    yield _backward(BACKWARD_TILE - 17, "bf16", "bf16", causal=True, log=True)
-    yield _backward(50257, "bf16", "bf16")
-    yield _backward(50257, "fp32", "bf16", causal=True, log=True)
-    yield _backward(LONG, "fp32", "fp32")
-    yield _backward(LONG, "bf16", "bf16", causal=True, log=True)
-    yield _backward(LONG, "bf16", "bf16", stage=1)
-    yield _backward(LONG, "bf16", "bf16", stage=2)
-    yield _backward(ODD, "bf16", "bf16", causal=True, log=True, stage=1)
-    yield _backward(ODD, "bf16", "bf16", causal=True, log=True, stage=2)
-    yield _strided_backward(64, 4096, "bf16", "bf16")
-    yield _strided_backward(512, 4096, "fp32", "fp32", log=True)
-    yield _strided_backward(512, 4096, "bf16", "fp32")
-    yield _strided_backward(8192, 4096, "bf16", "bf16", passes=2)
-    yield _strided_backward(8192, 4096, "fp32", "fp32", log=True, passes=2)
+    for kernel, names, backward in (
+        (forward_row_kernel, FORWARD, False),
+        (strided.forward_strided_kernel, STRIDED_FORWARD, False),
+        (backward_row_kernel, BACKWARD, True),
+        (strided.backward_strided_kernel, STRIDED_BACKWARD, True),
+    ):
+        yield from (_variant(kernel, name, backward) for name in names)

@@ -7,9 +7,8 @@ the issue of its instructions and shared memory allow. At the bend of the roofli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfstep.cli.figures import figure, save, tidy
 
@@ -25,22 +24,15 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
 _NAMED = 9  # labelled kernels per panel: those with the most instructions per byte
 
 
-@dataclass(frozen=True)
-class Point:
-    """One kernel on one GPU.
-
-    Attributes:
-        per_byte: instructions issued per byte of global memory.
-        reached: predicted bytes per second.
-    """
+class Point(NamedTuple):
+    """One kernel on one GPU: its name, instructions issued per byte of memory, and predicted bytes per second."""
 
     name: str
     per_byte: float
     reached: float
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One GPU.
 
     Attributes:
@@ -62,33 +54,30 @@ def family(name: str) -> int:
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
-    """Draw the panels to `path`.
+    """Draw the panels to `path`, two side by side, with a legend in the place of the last one, or below.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    across = 2
-    down = -(-len(panels) // across)
-    made = figure(14, 4.6 * down + 0.6)
+    down = -(-len(panels) // 2)
+    drawing = figure(14, 4.6 * down + 0.6)
     from matplotlib.lines import Line2D
 
-    grid = made.subplots(down, across, squeeze=False)
-    for axes, panel in zip(grid.flat, panels, strict=False):
+    grid = list(drawing.subplots(down, 2, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel)
     handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="none", label=name)
         for name, _, colour, marker in FAMILIES
     ]
     handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="most that issue may take"))
-    left = list(grid.flat)[len(panels) :]
-    for axes in left:
-        axes.set_axis_off()
-    if left:
-        left[0].legend(handles=handles, loc="upper left", frameon=False, fontsize=11)
+    if len(panels) < len(grid):
+        grid[-1].set_axis_off()
+        grid[-1].legend(handles=handles, loc="upper left", frameon=False, fontsize=11)
     else:
-        made.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
-    made.suptitle(title, x=0.01, ha="left", fontsize=13)
-    save(made, path)
+        drawing.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=13)
+    save(drawing, path)
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:

@@ -54,9 +54,6 @@ def test_a_variant_has_one_line_with_all_targets_where_they_differ() -> None:
     assert headings[2:6] == ["read + written", "least", "access bits", "registers"]
     shared = ["4 + 2.5", "4 + 2.5", "128", "30 / 32 / 20", "0", "0", "0", "50%"]
     assert lines == [["cast.kernel", "a", *shared], ["", "b", *shared]]
-
-
-def test_spills_get_a_column_where_there_are_any() -> None:
     caption, headings, lines = command.table([*ROWS[:-1], {**ROWS[-1], "spills": 3}])
     assert "No spills" not in caption
     assert headings[-1] == "spills" and [line[-1] for line in lines] == ["0 / 0 / 3", "0"]
@@ -73,35 +70,24 @@ def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.Captur
     assert command._failing([{**theirs, "peer": None}]) != []
 
 
-SASS = """
-	//## File "/somewhere/kernel.py", line 3
-        /*0010*/                   LDG.E.64 R10, desc[UR12][R2.64] ;
+def test_sass() -> None:
+    """What the samples of test_compile.py do not have: single elements, and spills."""
+    text = """
 	//## File "/somewhere/kernel.py", line 7
-        /*0020*/              @!P2 LDG.E.128.CONSTANT R20, desc[UR12][R50.64] ;
         /*0030*/                   LDG.E R4, desc[UR12][R4.64+0x800] ;
         /*0040*/                   LDG.E.U16 R4, [R4.64] ;
-        /*0050*/                   STG.E.64 desc[UR12][R2.64], R8 ;
         /*0060*/                   STL [R1], R8 ;
         /*0070*/                   LDL.LU R8, [R1] ;
         /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
         /*0090*/                   LDS.128 R8, [UR4] ;
         /*00a0*/                   ATOMG.E.OR.STRONG.GPU PT, R2, desc[UR12][R2.64], R5 ;
 """
-
-
-def test_sass() -> None:
     line = ("kernel.py", 7)
-    assert list(machine_code.sass_accesses(SASS)) == [
-        Access(False, 64, ("kernel.py", 3)),
-        Access(False, 128, line),
-        Access(False, 32, line),
-        Access(False, 16, line),
-        Access(True, 64, line),
-    ]
-    resources = machine_code.sass_resources(SASS, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
+    assert list(machine_code.sass_accesses(text)) == [Access(False, 32, line), Access(False, 16, line)]
+    resources = machine_code.sass_resources(text, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
     assert resources == machine_code.Resources(registers=54, spills=2, barriers=1)
     with pytest.raises(ValueError, match="cuobjdump names no registers: 'Function'"):
-        machine_code.sass_resources(SASS, "Function\n")
+        machine_code.sass_resources(text, "Function\n")
 
 
 PTX = """
@@ -226,6 +212,15 @@ def test_amd() -> None:
     assert resources == machine_code.Resources(registers=42, spills=3, barriers=1)
 
 
+BEYOND = "fused multiply-add beyond those of division, square root and conversion"
+DIVISION, FMA, FMA_64 = (
+    "\tv_div_fixup_f32 v1, v2, v3, v4\n",
+    "\tv_fma_f32 v1, v2, v3, v4\n",
+    "\tv_fma_f64 v[0:1], v[2:3]\n",
+)
+ROOT_64, FINE = "\tv_rsq_f64_e32 v[0:1], v[2:3]\n", "\t\t.amdhsa_float_denorm_mode_32 3\n\t\t.amdhsa_ieee_mode 1\n"
+
+
 @pytest.mark.parametrize(
     ("llir", "assembly", "found"),
     [
@@ -234,25 +229,13 @@ def test_amd() -> None:
         ("%1 = tail call float @llvm.fma.f32(float %2, float %3, float %4)", "", ["1x fma"]),
         ("declare float @llvm.fma.f32(float, float, float)", "", []),
         ("%1 = fdiv float %2, %3, !fpmath !5", "", ["1x !fpmath"]),
-        ("%1 = fdiv float %2, %3", "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fma_f32 v1, v2, v3, v4\n" * 5, []),
-        (
-            "%1 = fdiv float %2, %3",
-            "\tv_div_fixup_f32 v1, v2, v3, v4\n" + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6,
-            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
-        ),
+        ("%1 = fdiv float %2, %3", DIVISION + FMA * 5, []),
+        ("%1 = fdiv float %2, %3", DIVISION + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6, [f"1x f32 {BEYOND}"]),
         ("%4 = fptosi float %39 to i64, !dbg !34", "\tv_fma_f32 v7, v7, s0, |v0|", []),
-        ("", "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 7, []),
-        (
-            "",
-            "\tv_rsq_f64_e32 v[0:1], v[2:3]\n" + "\tv_fma_f64 v[0:1], v[2:3], v[4:5], v[6:7]\n" * 9,
-            ["2x f64 fused multiply-add beyond those of division, square root and conversion"],
-        ),
-        (
-            "",
-            "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]",
-            ["1x f32 fused multiply-add beyond those of division, square root and conversion"],
-        ),
-        ("", "\t\t.amdhsa_float_denorm_mode_32 3\n\t\t.amdhsa_float_round_mode_32 0\n\t\t.amdhsa_ieee_mode 1\n", []),
+        ("", ROOT_64 + FMA_64 * 7, []),
+        ("", ROOT_64 + FMA_64 * 9, [f"2x f64 {BEYOND}"]),
+        ("", "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]", [f"1x f32 {BEYOND}"]),
+        ("", FINE, []),
         ("", "\t\t.amdhsa_float_denorm_mode_32 0\n", ["1x float_denorm_mode_32 0"]),
         ("", "\t\t.amdhsa_float_denorm_mode_16_64 1\n", ["1x float_denorm_mode_16_64 1"]),
         ("", "\t\t.amdhsa_float_round_mode_32 3\n", ["1x float_round_mode_32 3"]),
@@ -268,6 +251,7 @@ TTGIR = """
       %a = tt.load %table : !tt.ptr<i64> loc(#loc4)
       %x = tt.load %p, %m, %z : tensor<8x256x!tt.ptr<bf16>, #blocked> loc(#loc5)
       tt.store %q, %x, %m : tensor<1024x!tt.ptr<f32>, #blocked> loc(#loc3)
+      %d = tt.load %table : !tt.ptr<i64> loc(#loc3)
       %y = amdg.buffer_load %q[%o], %m {contiguity = 8 : i32} : tensor<512xbf16, #blocked> loc(#loc6)
       %b = amdgpu.buffer_load %q[%o], %m : tensor<512xf8E4M3FN, #blocked> loc(#loc6)
       %k = tt.load %p, %m, %z : tensor<512x!tt.ptr<i1>, #blocked> loc(#loc7)

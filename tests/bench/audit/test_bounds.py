@@ -11,16 +11,8 @@ import pytest
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit.bounds import Bounds
 
-RECORDED = {
-    "bytes_read": 4.0,
-    "bytes_written": 2.5,
-    "access_bits": 64,
-    "registers": 40,
-    "spills": 0,
-    "shared_bytes": 1024,
-    "barriers": 2,
-    "layout_conversions": 1,
-}
+RECORDED = {"bytes_read": 4.0, "bytes_written": 2.5, "access_bits": 64, "registers": 40}
+RECORDED |= {"spills": 0, "shared_bytes": 1024, "barriers": 2, "layout_conversions": 1}
 REMEDY = "the command"
 
 
@@ -37,7 +29,7 @@ def departures(*rows: dict[str, Any], triton: str = "3.7.1", recorded: Bounds | 
 
 
 def test_what_did_not_change_or_got_better_stays_within() -> None:
-    assert departures(row()) == []
+    assert departures(row()) == departures(row(registers=48)) == []  # one unit of their allocation more
     better = {name: value - 1 for name, value in RECORDED.items() if name != "access_bits"}
     assert departures(row(**better, access_bits=128)) == []
 
@@ -60,10 +52,6 @@ def test_what_got_worse_is_named(measure: str, value: float | None, sentence: st
     assert departures(row(**{measure: value})) == [f"cast.kernel | fp32 to fp16 | sm_90: {sentence}"]
     of_every_compiler = measure in ("bytes_read", "bytes_written", "spills")
     assert bool(departures(row(**{measure: value}), triton="3.6.0")) is of_every_compiler
-
-
-def test_registers_may_rise_by_one_step() -> None:
-    assert departures(row(registers=48)) == []
 
 
 def test_every_variant_has_an_entry_and_every_entry_a_variant() -> None:
@@ -98,7 +86,7 @@ def test_the_file_has_one_sorted_line_per_entry_and_reads_back(tmp_path: Path) -
     assert '"bytes_read": 4, "bytes_written": 2.5' in lines[2]
 
 
-def test_recording_a_part_keeps_the_rest(tmp_path: Path) -> None:
+def test_recording_a_part_keeps_the_rest_unless_another_triton_recorded_it(tmp_path: Path) -> None:
     file = tmp_path / "bounds.json"
     everything = [row(), row(variant="old"), row(target="sm_80"), row(kernel="adam.kernel")]
     summary = audit_bounds.record(everything, file, "3.7.1", None, ["sm_80", "sm_90"])
@@ -108,16 +96,10 @@ def test_recording_a_part_keeps_the_rest(tmp_path: Path) -> None:
     assert summary == f"{file}: 2 recorded, of which 1 new and 1 changed; 1 gone"
     expected = bounds(row(registers=32), row(variant="new"), row(target="sm_80"), row(kernel="adam.kernel"))
     assert audit_bounds.load(file) == expected
-
-
-def test_a_part_from_another_triton_is_refused_and_all_of_it_is_not(tmp_path: Path) -> None:
-    file = tmp_path / "bounds.json"
-    audit_bounds.save(bounds(row(), row(kernel="adam.kernel")), file)
-    before = file.read_text()
     with pytest.raises(ValueError, match=r"with Triton 3\.7\.1 and not 3\.8\.0, .*leave out --module and --target"):
         audit_bounds.record([row()], file, "3.8.0", {"cast"}, ["sm_90"])
-    assert file.read_text() == before
-    audit_bounds.record([row()], file, "3.8.0", None, ["sm_90"])
+    assert audit_bounds.load(file) == expected
+    audit_bounds.record([row()], file, "3.8.0", None, ["sm_80", "sm_90"])
     assert audit_bounds.load(file) == bounds(row(), triton="3.8.0")
 
 
