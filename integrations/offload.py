@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
-from halfstep.integrations.optim.checkpoints import matched_groups, moved
+from halfstep.integrations.optim.checkpoints import matched_groups
 from halfstep.integrations.optim.classes import Adam, AdamW
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS
-from halfstep.integrations.optim.state import WHOLE
+from halfstep.integrations.optim.state import WHOLE, moved
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import FLOATS
@@ -339,9 +339,6 @@ class _OnHost(Adam):
     def _control(self, limit: float | None) -> adam.Control:
         return self._owner._control(limit)
 
-    def _bucket_number(self, parameter: torch.Tensor) -> int:
-        return self._owner._by_host[id(parameter)].bucket
-
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         self._owner._finish_reading()  # a new master is a copy of the weight
         return super()._complete_state(parameter, group)
@@ -478,6 +475,7 @@ class _Offloaded(Adam):
             self._of_bucket[-1].append(mirror)
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
+        self._on_host._bucket_of = {id(mirror.host): mirror.bucket for mirror in self._all()}
 
     def _all(self) -> list[_Mirror]:
         """The parameters in the order of their buckets."""

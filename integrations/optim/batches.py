@@ -14,7 +14,7 @@ from halfstep.kernels import adam
 from halfstep.kernels.block_codes import SPAN
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses, is_flat
 from halfstep.kernels.streams import upload
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.scaling.topology import cuts, is_sharded, local
 
 _address = torch.Tensor.data_ptr
 
@@ -37,6 +37,11 @@ def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
     return values if keep else values.resolve_neg().contiguous()
 
 
+def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same order in memory."""
+    return values.stride() == order.stride() or (values.is_contiguous() and order.is_contiguous())
+
+
 def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     """The position of a parameter's local part in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
 
@@ -48,32 +53,26 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    whole, held = tuple(parameter.shape), tuple(local(parameter).shape)
+    whole, part = tuple(parameter.shape), tuple(local(parameter).shape)
     shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
     # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
     # equal.
-    ways = [1] * len(whole)
-    for placement, size in zip(placements, mesh.shape, strict=True):
-        if not placement.is_replicate() and getattr(placement, "dim", None) is not None:
-            ways[placement.dim] *= size
     interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
-    uneven = any(whole[dim] % ways[dim] for dim in interleaved if dim is not None)
-    if tuple(shape) == held and 0 in held:
+    uneven = any(dim in interleaved and whole[dim] % ways for dim, ways in cuts(parameter).items())
+    if tuple(shape) == part and 0 in part:
         return 0, 1, 1
-    cut = [dim for dim, (part, all_of_it) in enumerate(zip(held, whole, strict=True)) if part != all_of_it]
     first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
-    inner = [dim for dim in cut if dim != first]
-    if tuple(shape) != held or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
+    inner = [dim for dim, size in enumerate(whole) if dim != first and part[dim] != size]
+    if tuple(shape) != part or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
         raise ValueError(
             f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
             f"rounding='stochastic', but got placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}: "
             "shard evenly, or use rounding='nearest'"
         )
-    beyond = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    base = sum(start * stride for start, stride in zip(offset, beyond, strict=True))
+    base = sum(start * math.prod(whole[dim + 1 :]) for dim, start in enumerate(offset))
     if not inner:
-        return base, math.prod(held), math.prod(held)
-    return base, math.prod(held[inner[0] :]), math.prod(whole[inner[0] :])
+        return base, math.prod(part), math.prod(part)
+    return base, math.prod(part[inner[0] :]), math.prod(whole[inner[0] :])
 
 
 def check_blocks(parameter: torch.Tensor, where: str) -> None:
@@ -91,16 +90,12 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
             f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
             f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
         )
-    if not is_sharded(parameter):
-        return
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    placed = [(getattr(p, "dim", 0), size) for p, size in zip(placements, mesh.shape, strict=True) if size > 1]
-    inner = [dim for dim, _ in placed if dim > 0]
-    if not inner:
+    ways = cuts(parameter)
+    if max(ways, default=0) == 0:
         return
     # All shards but the last have this size, so that all ranks decide alike.
-    ways = math.prod(size for dim, size in placed if dim == 1)
-    if max(inner) > 1 or -(-parameter.shape[1] // ways) * math.prod(parameter.shape[2:]) % SPAN:
+    if max(ways) > 1 or -(-parameter.shape[1] // ways[1]) * math.prod(parameter.shape[2:]) % SPAN:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         raise ValueError(
             f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
             f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and placements {tuple(placements)} on a mesh "
@@ -196,8 +191,7 @@ class LaunchGroup:
             return gradients, []
         ordered, copies = [], []
         for grad, dense in zip(gradients, self.dense, strict=True):
-            fits = grad.stride() == dense.stride() or (grad.is_contiguous() and dense.is_contiguous())
-            if grad.is_neg() or not fits:
+            if grad.is_neg() or not in_same_order(grad, dense):
                 copy = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
                 copies.append(partial(copy.copy_, grad))
                 grad = copy

@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, check_blocks, dense, place_of
-from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
-from halfstep.integrations.optim.state import (
-    CANONICAL_KEYS,
-    DTYPES_OF_SCALES,
-    SCALES,
-    OptimizerState,
-    is_complete,
-    like,
-    scales_like,
-    state_keys,
+from halfstep.integrations.optim.batches import (
+    LaunchGroup,
+    OperationsGroup,
+    check_blocks,
+    dense,
+    in_same_order,
+    place_of,
 )
+from halfstep.integrations.optim.checkpoints import CanonicalState
+from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
+from halfstep.integrations.optim.state import SCALES, entries, is_complete, like, scales_like, shape_of, state_keys
 from halfstep.kernels import adam
-from halfstep.kernels.block_codes import blocks_per_row, rows_and_columns
+from halfstep.kernels.block_codes import rows_and_columns
 from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory, has_numbers
 from halfstep.kernels.streams import all_to_device, upload
 from halfstep.numerics.scaling.topology import local
@@ -51,7 +50,7 @@ class StepPlan:
 
     def __init__(
         self,
-        optimizer: OptimizerState,
+        optimizer: CanonicalState,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         recording: bool = False,
@@ -75,13 +74,12 @@ class StepPlan:
         """
         if self._changeable or len(groups) != len(self._options) or limit != self.limit:
             return True
-        for group, known in zip(groups, self._options, strict=True):
-            if not all(map(is_, options_of(group), known)):
-                return True
-        return False
+        return not all(
+            all(map(is_, options_of(group), known)) for group, known in zip(groups, self._options, strict=True)
+        )
 
     def describes(
-        self, optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
+        self, optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
     ) -> bool:
         """Whether this plan matches a step of `parameters`. `contiguous` says whether all gradients are contiguous."""
         return (
@@ -158,7 +156,7 @@ def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
 
 
 def _batches(
-    optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
+    optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
 ) -> list[tuple[LaunchGroup, list[int]]]:
     """The parameters by bucket, device and layout, after checking that each of them can be updated."""
     optimizer._note_agreed()
@@ -175,25 +173,22 @@ def _batches(
         group = optimizer.param_groups[rows[index]]
         where = f"parameter {index} with a gradient (group {rows[index]})"
         _check_tensors(where, parameter, grad, group)
-        if recording:
-            known = optimizer.state.get(parameter)
-            if known is None or not is_complete(known, parameter, group):
-                raise RuntimeError(
-                    f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
-                    "which each replay would create again: take a step with the same parameters and options before "
-                    "the capture"
-                )
+        if recording and not is_complete(optimizer.state.get(parameter) or {}, parameter, group):
+            raise RuntimeError(
+                f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, which "
+                "each replay would create again: take a step with the same parameters and options before the capture"
+            )
         layout = layout_of(parameter, grad.dtype, group)
         if group["state_dtype"] == "8bit" and (layout.coded or parameter.dim() == 1):
             check_blocks(parameter, where)
         state = optimizer._complete_state(parameter, group)
         tensors = (parameter, grad, *map(state.__getitem__, state_keys(layout).values()))
         addressable = all(map(has_memory, map(local, tensors)))
-        for key, value in state.items():
-            if key in CANONICAL_KEYS or key in SCALES.values():
-                ordered = _fitting(where, key, value, parameter, group, layout, addressable, recording)
-                if ordered is not value:
-                    state[key] = ordered
+        order = dense(local(parameter), layout) if addressable else None
+        for key, dtype in entries(parameter, group).items():
+            _check_entry(where, key, state[key], dtype, parameter)
+            if order is not None and key != "step":
+                _set_in_order(state, key, parameter, order, where, recording)
         if layout.stochastic and not addressable:
             if has_numbers(local(parameter)):
                 rounding = group["rounding"]
@@ -205,7 +200,7 @@ def _batches(
             layout = replace(layout, stochastic=False)
         if layout.stochastic:
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
-        kind = optimizer._bucket_number(parameter), local(parameter).device, layout, addressable
+        kind = optimizer._bucket_of.get(id(parameter)), local(parameter).device, layout, addressable
         kinds.setdefault(kind, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
@@ -216,7 +211,7 @@ def _batches(
         if not addressable:
             batches.append((OperationsGroup(layout, members, states, groups), indices))
             continue
-        named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
+        named = zip(*(names[index] for index in indices), strict=True) if layout.stochastic else ()
         further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
         if layout.coded:
             further[adam.COLUMNS] = [rows_and_columns(local(parameter).shape)[1] for parameter in members]
@@ -238,44 +233,36 @@ def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, grou
         )
 
 
-def _fitting(
-    where: str,
-    key: str,
-    value: Any,
-    parameter: torch.Tensor,
-    group: Group,
-    layout: adam.Layout,
-    addressable: bool,
-    recording: bool,
-) -> torch.Tensor:
-    """A state tensor after checking it, or a copy of it in the memory order of its parameter."""
+def _check_entry(where: str, key: str, value: Any, dtype: torch.dtype, parameter: torch.Tensor) -> None:
+    """Raise unless an entry of a parameter's state is as its layout needs it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
-    held, own = local(value), local(parameter)
-    master = adam.REMAINDERS.get(layout.master, torch.float32)
-    dtype = {"step": torch.float32, "master": master, **DTYPES_OF_SCALES}.get(key, layout.state)
-    shape = () if key == "step" else tuple(own.shape)
-    if key in SCALES.values():
-        rows, columns = rows_and_columns(own.shape)
-        shape = (rows, blocks_per_row(columns))
-    fits = held.numel() == 1 if key == "step" else held.shape == shape
-    if held.dtype != dtype or held.device != own.device or not fits:
+    values, device, shape = local(value), local(parameter).device, shape_of(key, local(parameter).shape)
+    fits = values.numel() == 1 if key == "step" else values.shape == shape
+    if values.dtype != dtype or values.device != device or not fits:
         raise ValueError(
-            f"Expected state {key!r} of {where} to be {shape} {dtype} on {own.device}, but got {tuple(held.shape)} "
-            f"{held.dtype} on {held.device}: move it back, or load it with load_state_dict"
+            f"Expected state {key!r} of {where} to be {tuple(shape)} {dtype} on {device}, but got "
+            f"{tuple(values.shape)} {values.dtype} on {values.device}: move it back, or load it with load_state_dict"
         )
-    if not addressable or key == "step" or (key in SCALES.values() and held.is_contiguous()):
-        return value
-    if key in SCALES.values():
-        return scales_like(parameter, held.contiguous())
-    like_this = dense(own, layout)
-    if held.stride() == like_this.stride() or (held.is_contiguous() and like_this.is_contiguous()):
-        return value
+
+
+def _set_in_order(
+    state: dict[str, Any], key: str, parameter: torch.Tensor, order: torch.Tensor, where: str, recording: bool
+) -> None:
+    """Replace a state tensor by a copy if its memory order is not that of its parameter, in which kernels process it.
+
+    The order of scales is row-major.
+    """
+    values, scales = local(state[key]), key in SCALES.values()
+    if values.is_contiguous() if scales else in_same_order(values, order):
+        return
     if recording:
         raise RuntimeError(
             f"Expected state {key!r} of {where} to have the strides of the parameter when a step is captured in a CUDA "
             "graph, but got others: take a step before the capture"
         )
-    # The kernels process the state in the memory order of the parameter.
-    copy = torch.empty_strided(like_this.shape, like_this.stride(), dtype=held.dtype, device=held.device)
-    return like(parameter, copy.copy_(held))
+    if scales:
+        state[key] = scales_like(parameter, values.contiguous())
+    else:
+        copy = torch.empty_strided(order.shape, order.stride(), dtype=values.dtype, device=values.device)
+        state[key] = like(parameter, copy.copy_(values))

@@ -56,11 +56,32 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
-def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the mesh and the placements of a parameter, and a shard of this rank."""
+def cuts(tensor: Any) -> dict[int, int]:
+    """Into how many parts a DTensor is cut in each dimension; empty for a plain tensor, or one that is on each rank."""
+    ways: dict[int, int] = {}
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if is_sharded(tensor) else ():
+        if size > 1 and (dim := getattr(placement, "dim", None)) is not None:
+            ways[dim] = ways.get(dim, 1) * size
+    return ways
+
+
+def sharded_like(
+    parameter: Any, shard: torch.Tensor, shape: torch.Size | None = None, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A DTensor with the mesh and the placements of a parameter, and a shard of this rank.
+
+    Args:
+        parameter: the parameter.
+        shard: the shard.
+        shape: the shape of the whole tensor. Default: that of the parameter.
+        stride: its strides. Default: those of the parameter, or of row-major order if there is a `shape`.
+    """
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    if shape is None:
+        shape, stride = parameter.shape, parameter.stride()
+    stride = stride or torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
     made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     made._local_tensor = shard  # instead of a view
     return made
