@@ -24,7 +24,6 @@ become complete in another order than in the first backward, more buckets are fi
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import weakref
@@ -49,7 +48,7 @@ from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 READ = (
@@ -477,10 +476,10 @@ def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
 
     Each rank would step with its own gradients. The search over all objects runs only in a process group.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
     own = set(map(id, parameters))
-    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    wrappers = (
+        instances(DistributedDataParallel.__module__, "DistributedDataParallel") if default_group() is not None else []
+    )
     return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -34,7 +32,7 @@ from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
+from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
 
 _gradient = attrgetter("grad")
@@ -333,13 +331,7 @@ class Adam(CanonicalState, torch.optim.Adam):
     def _step_part(
         self, part: int, parameters: list[torch.Tensor], freed: Iterable[torch.Tensor | None] = repeat(None)
     ) -> None:
-        """Update a part of the parameters, and free their gradients. Only a decision made elsewhere unscales and clips.
-
-        Args:
-            part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
-            parameters: the parameters.
-            freed: what the ``.grad`` of each parameter is afterwards.
-        """
+        """Update the parameters of a part, whose ``.grad`` becomes `freed`. Only a decision made elsewhere clips."""
         limit = None if self._decision is None else self._limit()
         changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
@@ -359,7 +351,7 @@ class Adam(CanonicalState, torch.optim.Adam):
         """Update parameters with their gradients.
 
         Args:
-            part: whose plan is used.
+            part: the number of the plan.
             parameters: at least one parameter.
             grads: their gradients.
             limit: the 2-norm to which the gradients are clipped.
@@ -438,14 +430,13 @@ class Adam(CanonicalState, torch.optim.Adam):
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.
 
-        In this case they have no gradients, while DTensors of the same shapes do. The search over all objects takes a
-        while. It runs once, when no parameter has a gradient, and only in a process group.
+        In this case they have no gradients, while DTensors of the same shapes do. The search runs once, when no
+        parameter has a gradient, and only in a process group.
         """
-        cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
-        if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
+        if default_group() is None or not own or any(map(is_sharded, own)):
             return
-        leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
+        leaves = [one for one in instances("torch.distributed.tensor", "DTensor") if one.is_leaf and one.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in own}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:

@@ -153,8 +153,8 @@ def _of_flat(state: Any, handle: Any) -> Placement | None:
     return Placement(ranks, lines, tuple(group for group, _ in dimensions), first)
 
 
-def _instances(module: str, name: str) -> list[Any]:
-    """All existing objects of a class, if its module was imported."""
+def instances(module: str, name: str) -> list[Any]:
+    """All existing objects of a class, if its module was imported. It takes a while: all objects are examined."""
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return []
@@ -170,7 +170,7 @@ def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
     Parameters have no reference to their module, so all modules are examined.
     """
     found: dict[int, tuple[Placement | None, bool]] = {}
-    for state in _instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
+    for state in instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
         handle = getattr(state, "_handle", None)
         if handle is None or getattr(state, "_fsdp_extension", None) is not None:
             continue  # with an extension, the flat parameter contains DTensors with placements of their own
@@ -182,7 +182,7 @@ def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
 
 def zero_group_of(optimizer: torch.optim.Optimizer) -> Any:
     """The group over which a `ZeroRedundancyOptimizer` distributes its state, if `optimizer` is its local part."""
-    for outer in _instances("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
+    for outer in instances("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
         if getattr(outer, "optim", None) is optimizer:
             return outer.process_group
     return None
@@ -353,8 +353,8 @@ class Topology:
 NOWHERE = Topology(())
 
 
-def _distributed() -> Any:
-    """The default process group, or None."""
+def default_group() -> Any:
+    """The default process group, or None. Does not import torch.distributed."""
     dist = sys.modules.get("torch.distributed")
     return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -363,8 +363,7 @@ class TopologyMemory:
     """The topology of one optimizer, which is derived again if its parameters change."""
 
     def __init__(self) -> None:
-        self._known: Topology | None = None
-        self._world: Any = None
+        self._known, self._world = NOWHERE, None
 
     def of(self, parameters: list[torch.Tensor], process_group: Any = None, owner: Any = None) -> Topology:
         """The topology of the parameters of an optimizer.
@@ -377,17 +376,10 @@ class TopologyMemory:
         Raises:
             RuntimeError: the topology cannot be derived.
         """
-        world = _distributed()
+        world, known = default_group(), self._known.parameters
         if world is None:
             return NOWHERE
-        known = self._known
-        if (
-            known is None
-            or self._world is not world
-            or len(parameters) != len(known.parameters)
-            or not all(map(is_, parameters, known.parameters))
-        ):
-            group = process_group if owner is None else zero_group_of(owner)
-            known = self._known = Topology(parameters, group)
+        if self._world is not world or len(parameters) != len(known) or not all(map(is_, parameters, known)):
+            self._known = Topology(parameters, process_group if owner is None else zero_group_of(owner))
             self._world = world
-        return known
+        return self._known
