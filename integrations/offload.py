@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -64,21 +64,17 @@ class HostGradient(StandIn):
     Args:
         like: a tensor with the shape, strides and dtype of the gradient.
         device: the device of the parameter.
-        of: the optimizer and the mirror that have the gradient, or a view of it.
+        of: the mirror that has the gradient, or a view of the gradient on the host.
     """
 
-    def __init__(
-        self,
-        like: torch.Tensor,
-        device: torch.device,
-        *,
-        of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]] | torch.Tensor,
-    ) -> None:
+    def __init__(self, like: torch.Tensor, device: torch.device, *, of: weakref.ref[_Mirror] | torch.Tensor) -> None:
         self._of = of
 
-    def _owner(self, of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]]) -> tuple[_Offloaded, _Mirror]:
-        optimizer, mirror = of[0](), of[1]()
-        if optimizer is None or mirror is None:
+    def _owner(self) -> tuple[_Offloaded, _Mirror]:
+        """The optimizer and the mirror that have the gradient."""
+        mirror = None if isinstance(self._of, torch.Tensor) else self._of()
+        optimizer = None if mirror is None else mirror.owner()
+        if mirror is None or optimizer is None:
             raise RuntimeError(
                 f"Expected the optimizer that has the gradient of a parameter of shape {tuple(self.shape)} on the host "
                 "to exist, but it was deleted: set .grad to None"
@@ -96,14 +92,14 @@ class HostGradient(StandIn):
         """The gradient on the host, after it has arrived."""
         if isinstance(self._of, torch.Tensor):
             return self._of
-        optimizer, mirror = self._owner(self._of)
+        optimizer, mirror = self._owner()
         return optimizer._gradient_on_host(mirror)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is aten.add_.Tensor and not kwargs and args[0]._adds(args[1]):  # as autograd does
-            optimizer, mirror = args[0]._owner(args[0]._of)
+            optimizer, mirror = args[0]._owner()
             optimizer._add(mirror, args[1])
             return args[0]
         leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -111,9 +107,8 @@ class HostGradient(StandIn):
         if written and not any(isinstance(one, cls) for one in written):
             args, kwargs = tree_map_only(cls, lambda one: one.gradient().to(one.device), (args, kwargs))
             return func(*args, **kwargs)
-        stand_ins = [one for one in leaves if isinstance(one, cls)]
-        others = [one for one in leaves if not isinstance(one, cls)]
-        on_host = {id(one): one.gradient() for one in stand_ins} | {id(one): one.cpu() for one in others}
+        device = next(one.device for one in leaves if isinstance(one, cls))
+        on_host = {id(one): one.gradient() if isinstance(one, cls) else one.cpu() for one in leaves}
         args, kwargs = tree_map_only(torch.Tensor, lambda one: on_host[id(one)], (args, kwargs))
         result = func(*args, **kwargs)
         for one in written:
@@ -125,8 +120,8 @@ class HostGradient(StandIn):
             if id(tensor) in argument_of:
                 return argument_of[id(tensor)]
             if func.is_view:
-                return cls(tensor, stand_ins[0].device, of=tensor)
-            return tensor if "device" in kwargs else tensor.to(stand_ins[0].device)
+                return cls(tensor, device, of=tensor)
+            return tensor if "device" in kwargs else tensor.to(device)
 
         return tree_map_only(torch.Tensor, returned, result)
 
@@ -154,21 +149,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _Mirror:
-    """A parameter and its copy on the host.
+    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives."""
 
-    Attributes:
-        parameter: the parameter.
-        host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
-        bucket: the number of the parameters that are stepped together with it.
-        hooked: whether autograd calls the optimizer when its gradient is complete.
-    """
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.parameter = parameter
+    def __init__(self, parameter: torch.Tensor, owner: weakref.ref[_Offloaded]) -> None:
+        self.parameter, self.owner = parameter, owner
         values = parameter.detach()
         self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
-        self.bucket = 0
-        self.hooked = False
+        self.bucket = 0  # the number of the parameters that are stepped together with it
+        self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
         self.weight = self.host.data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
@@ -203,12 +191,12 @@ class _Mirror:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
         _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
 
-    def stand_in(self, optimizer: weakref.ref[_Offloaded]) -> HostGradient:
+    def stand_in(self) -> HostGradient:
         """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            stand_in = self._stand_in = HostGradient(self._staging, device, of=(optimizer, weakref.ref(self)))
+            stand_in = self._stand_in = HostGradient(self._staging, device, of=weakref.ref(self))
         return stand_in
 
     def attach(self) -> None:
@@ -223,10 +211,7 @@ class _Mirror:
         self._full, self.host.grad = False, None
 
     def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, in a way that autograd notices.
-
-        Full masters follow such writes only, those of `halfstep.AdamW` too.
-        """
+        """Whether the parameter was written since the last step, in a way that autograd notices."""
         return self._now() != self._seen
 
     def sent(self) -> None:
@@ -322,12 +307,9 @@ class _OnHost(Adam):
     """The optimizer of the copies on the host, which is inside the offloaded one. That decides and copies."""
 
     def __init__(self, owner: _Offloaded) -> None:
-        self._owner = weakref.proxy(owner)
-        self._fixed_options, self._agreed = owner._fixed_options, {}
-        self.param_groups, self.state = [], defaultdict(dict)
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._begin()
+        super().__init__([torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=CPU))])
+        self._owner, self._fixed_options = weakref.proxy(owner), owner._fixed_options
+        self.param_groups = []  # which follow those of the owner
 
     @property
     def _checker(self) -> Checker:
@@ -440,7 +422,7 @@ class _Offloaded(Adam):
             for parameter in chain.from_iterable(groups):
                 if id(parameter) not in self._mirrors:
                     self._check_member(parameter)
-                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter)
+                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
                     self._by_host[id(mirror.host)] = mirror
                     self._hook(mirror)
             self._known = list(map(list, groups))
@@ -534,8 +516,7 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:
         """Step the parameters of a bucket, and send their weights."""
-        for mirror in mirrors:
-            apply(_arrivals([mirror]))
+        apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
         self._on_host._step_part(number, [mirror.host for mirror in mirrors])
         for mirror in mirrors:
@@ -571,7 +552,7 @@ class _Offloaded(Adam):
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
         steps = self._record.has_hook(parameter)
-        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in(weakref.ref(self)))
+        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -600,11 +581,9 @@ class _Offloaded(Adam):
     # ---------------------------------------------------------------------------------------------------------- step
 
     def _read_weights(self, mirrors: list[_Mirror], last_step_returns: bool = False) -> None:
-        """Begin to copy weights to the host, for `_commit` to wait for.
+        """Begin to copy weights to the host, in the order of their buckets, for `_commit` to wait for.
 
-        Args:
-            mirrors: the parameters, in the order of their buckets.
-            last_step_returns: whether weights of the last step may still be returning.
+        `last_step_returns` says whether weights of the last step may still be returning.
         """
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
@@ -645,7 +624,7 @@ class _Offloaded(Adam):
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
         used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
         for mirror in used:  # a backward that failed has left them
-            mirror.parameter.grad = mirror.stand_in(weakref.ref(self))
+            mirror.parameter.grad = mirror.stand_in()
         self._read_weights(stepped)
         self._on_host._update_parameters()
         self._in_flight.clear()

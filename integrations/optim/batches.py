@@ -104,7 +104,15 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
 
 
 class LaunchGroup:
-    """The parameters of one launch, their state, and the table of their addresses."""
+    """The parameters of one launch, their state, and the table of their addresses.
+
+    Args:
+        layout: their layout.
+        parameters: the parameters. Full masters must round to them.
+        states: their state.
+        rows: their groups.
+        names: more rows of the table, by their number in the kernel.
+    """
 
     def __init__(
         self,
@@ -113,31 +121,31 @@ class LaunchGroup:
         states: list[dict[str, Any]],
         rows: list[int],
         names: dict[int, list[int]],
-    ):
-        """`rows` are the parameters' groups and `names` more rows of the table. Full masters must round to the
-        parameters."""
-        self.parameters, self.states = parameters, states
+    ) -> None:
+        self.parameters, self.states, self.keys = parameters, states, state_keys(layout)
         self.sharded = any(map(is_sharded, parameters))
-        self.keys = keys = state_keys(layout)
-        held = [local(parameter.detach()) for parameter in parameters]
-        self.device = held[0].device
-        self.dense = [dense(one, layout) for one in held]
-        self.copied = [(one, copy) for one, copy in zip(held, self.dense, strict=True) if one is not copy]
-        self.held = held
-        self.addresses = list(map(_address, held))
-        self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
+        self.held = [local(parameter.detach()) for parameter in parameters]
+        self.device = self.held[0].device
         lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
-        lists[adam.PARAM] = self.dense
-        for operand in keys:
+        for operand in self.keys:
             lists[operand] = self._state(operand)
-        # All rows except that of the gradients, which are known when the table is built.
-        self._contents: list[list[int] | None] = [names.get(row) for row in range(layout.operands)]
-        for operand in (adam.PARAM, *keys):
-            self._contents[operand] = checked_addresses(lists[operand])
-        hyper = torch.empty(len(held), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        hyper = torch.empty(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
         row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
         self.batch = adam.Batch(layout, None, lists, row_of, hyper)
         self.versions = self._versions()
+        self._point(names)
+
+    def _point(self, names: dict[int, list[int]]) -> None:
+        """Take the addresses of parameters and state."""
+        layout, lists = self.batch.layout, self.batch.lists
+        self.dense = lists[adam.PARAM] = [dense(one, layout) for one in self.held]
+        self.copied = [(one, copy) for one, copy in zip(self.held, self.dense, strict=True) if one is not copy]
+        self.addresses = list(map(_address, self.held))
+        self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
+        # All rows except that of the gradients, which are known when the table is built.
+        self._contents: list[list[int] | None] = [names.get(row) for row in range(layout.operands)]
+        for operand in (adam.PARAM, *self.keys):
+            self._contents[operand] = checked_addresses(lists[operand])
 
     def _versions(self) -> list[int]:
         return list(map(version_of if self.sharded else attrgetter("_version"), self.parameters))
@@ -156,11 +164,11 @@ class LaunchGroup:
 
     def still_describes(self) -> bool:
         """Whether the addresses of parameters and state are those in the table."""
-        held = [local(parameter) for parameter in self.parameters] if self.sharded else self.parameters
+        held = list(map(local, self.parameters)) if self.sharded else self.parameters
         if list(map(_address, held)) != self.addresses:
             return False
-        for operand, key in self.keys.items():
-            now = self._state(operand) if self.sharded else list(map(itemgetter(key), self.states))
+        for operand in self.keys:
+            now = self._state(operand)
             # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
             # compared.
             if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
@@ -174,12 +182,11 @@ class LaunchGroup:
         if self.batch.layout.master != adam.FULL_MASTER:
             return
         now = self._versions()
-        if now == self.versions:
-            return
-        masters = self.batch.lists[adam.EXTRA]
-        for index, (before, after) in enumerate(zip(self.versions, now, strict=True)):
+        for value, master, before, after in zip(
+            self.held, self.batch.lists[adam.EXTRA], self.versions, now, strict=True
+        ):
             if before != after:
-                masters[index].copy_(as_written(self.held[index], masters[index]))
+                master.copy_(as_written(value, master))
         self.versions = now
 
     def _in_order(
@@ -225,8 +232,8 @@ class LaunchGroup:
             self.batch.table = TensorTable(sizes, len(contents), self.batch.layout.chunk, self.device, contents)
         else:
             self.batch.table.point(adam.GRAD, gradients)
-        back = [partial(parameter.copy_, copy) for parameter, copy in self.copied] if self.copied else []
-        there = [partial(copy.copy_, parameter) for parameter, copy in self.copied] if self.copied else []
+        back = [partial(parameter.copy_, copy) for parameter, copy in self.copied]
+        there = [partial(copy.copy_, parameter) for parameter, copy in self.copied]
         return [*copies, *there, adam.launch(self.batch, groups, control), *back]
 
     def finish(self) -> None:
@@ -241,23 +248,10 @@ class LaunchGroup:
 class OperationsGroup(LaunchGroup):
     """Parameters that kernels cannot read (wrapper subclasses, fake and meta tensors). The reference updates them."""
 
-    def __init__(
-        self, layout: adam.Layout, parameters: list[torch.Tensor], states: list[dict[str, Any]], rows: list[int]
-    ):
-        self.parameters, self.states = parameters, states
-        self.sharded = any(map(is_sharded, parameters))
-        self.keys = state_keys(layout)
-        self.known = list(map(local, parameters))
-        self.device = self.known[0].device
-        self.addresses = [0] * len(parameters)
-        self.held = [local(parameter.detach()) for parameter in parameters]
-        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
-        for operand in self.keys:
-            lists[operand] = self._state(operand)
-        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
-        hyper = torch.zeros(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
-        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
-        self.versions = self._versions()
+    def _point(self, names: dict[int, list[int]]) -> None:
+        self.known = list(map(local, self.parameters))
+        self.addresses = [0] * len(self.parameters)
+        self.batch.hyper.zero_()
 
     def still_describes(self) -> bool:
         return all(map(is_, map(local, self.parameters), self.known)) and all(

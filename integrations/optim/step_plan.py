@@ -209,7 +209,7 @@ def _batches(
         states = [optimizer.state[parameter] for parameter in members]
         groups = [rows[index] for index in indices]
         if not addressable:
-            batches.append((OperationsGroup(layout, members, states, groups), indices))
+            batches.append((OperationsGroup(layout, members, states, groups, {}), indices))
             continue
         named = zip(*(names[index] for index in indices), strict=True) if layout.stochastic else ()
         further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
