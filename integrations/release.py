@@ -371,14 +371,13 @@ class StepInBackward:
 
     def _refuse_without_hook(self) -> None:
         """Raise if a parameter could get a gradient that no check finds."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and not self._steps.has_hook(parameter):
-                    raise RuntimeError(
-                        "Expected the parameters that step_in_backward found to be all that are trained with "
-                        f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
-                        "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
-                    )
+        for parameter in parameters_of(self._optimizer):
+            if parameter.requires_grad and not self._steps.has_hook(parameter):
+                raise RuntimeError(
+                    "Expected the parameters that step_in_backward found to be all that are trained with "
+                    f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
+                    "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
+                )
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
@@ -485,16 +484,17 @@ def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:
     """Whether FSDP2 holds gradients of earlier backwards that it has not reduced yet."""
-    if model is None:
+    if model is None or default_group() is None:
         return False
-    for module in model.modules():
-        find = getattr(module, "_get_fsdp_state", None)
-        group = getattr(find(), "_fsdp_param_group", None) if callable(find) else None
-        for one in getattr(group, "fsdp_params", ()):
-            whole = getattr(one, "_unsharded_param", None)
-            if getattr(one, "unsharded_accumulated_grad", None) is not None or getattr(whole, "grad", None) is not None:
-                return True
-    return False
+    from halfstep.integrations.fsdp import parameter_groups
+
+    return any(
+        getattr(one, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        for module in model.modules()
+        for group in parameter_groups(module)
+        for one in group.fsdp_params
+    )
 
 
 def step_in_backward(
