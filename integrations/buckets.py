@@ -142,11 +142,7 @@ class BackwardSteps:
     # ------------------------------------------------------------------------------------------------------ backwards
 
     def begin(self, takes: bool = True) -> bool:
-        """Note the present backward. Returns whether its first gradient is taken, and it is no part of another one.
-
-        Raises:
-            RuntimeError: an earlier one has failed after it had stepped some parameters.
-        """
+        """Note the present backward. Returns whether its first gradient is taken, and it is no part of another one."""
         number = torch._C._current_graph_task_id()
         if number == -1:
             return False
@@ -245,10 +241,7 @@ class BackwardSteps:
     def check_step(self, groups: list[dict[str, Any]], unused: list[torch.Tensor]) -> None:
         """Raise if `step()` would have other results than a step after the backward. What follows is another step.
 
-        Args:
-            groups: the groups of the optimizer.
-            unused: parameters of which one must have been stepped if they have stand-ins only; empty if the step has
-                gradients of its own.
+        One of the parameters `unused` must have been stepped if they have stand-ins only.
         """
         self.refuse_failed()
         if not self._stepped:
@@ -296,9 +289,7 @@ class BackwardSteps:
 class BucketReduction:
     """Averages buckets of gradients over the ranks of a group, one after the other and in the same order on all ranks.
 
-    Attributes:
-        following: the number of the next bucket to reduce.
-        complete: the numbers of the buckets from there on whose gradients are complete.
+    `following` is the number of the next bucket to reduce, `complete` those from there on whose gradients are complete.
     """
 
     def __init__(self, group: Any) -> None:
@@ -337,10 +328,8 @@ class BucketReduction:
         self._running = bucket, averages, marks, missing, work
 
     def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the reduction that is running, if any, and set the gradients of its parameters.
-
-        Returns:
-            The bucket, and its parameters of which a rank has a gradient.
+        """Wait for the reduction that is running, if any. Returns its bucket, and the parameters that a rank has a
+        gradient of.
         """
         if self._running is None:
             return None

@@ -59,12 +59,8 @@ ADD = f"to add, set or discard gradients, {INSTEAD}"
 class HostGradient(StandIn):
     """Stands in for a gradient that is on the host, or for a view of it. Operations have the results of the gradient.
 
-    What an operation writes to the stand-in, it writes on the host; other results are on the device.
-
-    Args:
-        like: a tensor with the shape, strides and dtype of the gradient.
-        device: the device of the parameter.
-        of: the mirror that has the gradient, or a view of the gradient on the host.
+    What an operation writes to the stand-in, it writes on the host; other results are on the device. The gradient is
+    that of the mirror `of`, or `of` itself.
     """
 
     def __init__(self, like: torch.Tensor, device: torch.device, *, of: weakref.ref[_Mirror] | torch.Tensor) -> None:

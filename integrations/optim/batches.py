@@ -29,9 +29,8 @@ def all_contiguous(tensors: list[torch.Tensor]) -> bool:
 def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
     """A parameter's local values in an order that kernels can process, or a copy in that order.
 
-    A copy is needed for tensors with gaps between elements, for lazy negations, whose memory holds the negated numbers,
-    and with stochastic rounding and moments in 8 bits for any order but the row-major one, on which the random bits and
-    the blocks depend.
+    A copy is needed for tensors with gaps, for lazy negations, whose memory holds the negated numbers, and, where
+    random bits or blocks depend on the order, for any but the row-major one.
     """
     keep = is_flat(values) and (values.is_contiguous() or not (layout.stochastic or layout.coded))
     return values if keep else values.resolve_neg().contiguous()
@@ -43,11 +42,7 @@ def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
 
 
 def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
-    """The position of a parameter's local part in the whole: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table.
-
-    Raises:
-        ValueError: the part is not a range of rows, of one other dimension, or of both.
-    """
+    """The position of a local part in the whole parameter: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table."""
     if not is_sharded(parameter):
         return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -76,11 +71,7 @@ def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
 
 
 def check_blocks(parameter: torch.Tensor, where: str) -> None:
-    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes.
-
-    Raises:
-        ValueError: it would, or FSDP1 has flattened the parameter.
-    """
+    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
     remedy = (
         "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
         "its own"
@@ -104,14 +95,9 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
 
 
 class LaunchGroup:
-    """The parameters of one launch, their state, and the table of their addresses.
+    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
 
-    Args:
-        layout: their layout.
-        parameters: the parameters. Full masters must round to them.
-        states: their state.
-        rows: their groups.
-        names: more rows of the table, by their number in the kernel.
+    `rows` are the parameters' groups and `names` more rows of the table, by their number in the kernel.
     """
 
     def __init__(
@@ -208,16 +194,10 @@ class LaunchGroup:
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
-        """Do everything in a step that can fail or take long.
+        """Do everything in a step that can fail or take long. Returns the calls that update parameters and state.
 
-        Args:
-            grads: the gradients, one per parameter.
-            contiguous: whether all gradients are contiguous.
-            groups: the table of the options of all groups.
-            control: scale, flag and norm, on this device.
-
-        Returns:
-            The calls that update parameters and state. They hold addresses, not tensors.
+        The calls hold addresses, not tensors. `contiguous` says whether all gradients are contiguous; `control` is on
+        this device.
         """
         if self.sharded:
             grads = list(map(local, grads))

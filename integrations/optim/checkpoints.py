@@ -67,13 +67,7 @@ def canonical(where: str, parameter: torch.Tensor, saved: dict[str, Any], group:
 def matched_groups(
     groups: list[dict[str, Any]], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
-    """The groups after loading, and the parameter and the group of each saved index.
-
-    Args:
-        groups: the present groups.
-        state_dict: the state to load.
-        kept: options that are not loaded.
-    """
+    """The groups after a load that leaves the options `kept`, and the parameter and the group of each saved index."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -298,11 +292,7 @@ class CanonicalState(OptimizerState):
 
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Convert loaded masters of another layout now, and not in the first step. Load the weights first.
-
-        Args:
-            parameters: those whose weights have been loaded.
-        """
+        """Convert loaded masters of another layout now, and not in the first step. Load these parameters first."""
         loaded = set(map(id, parameters))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -368,11 +358,9 @@ class CanonicalState(OptimizerState):
             post_hook(self)
 
     def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
-        """Make the calls of a step or a load: all of them, whatever interrupts.
+        """Make the calls of a step or a load (then `part` is `WHOLE`): all of them, whatever interrupts.
 
-        Args:
-            part: the part of a step, `WHOLE` in a load.
-            writes: parameters, and the calls that write these and their state. Their order does not matter.
+        Each pair is parameters, and the calls that write these and their state. Their order does not matter.
         """
         apply(list(chain.from_iterable(map(itemgetter(1), writes))))
 

@@ -348,16 +348,10 @@ class Adam(CanonicalState, torch.optim.Adam):
         first_at_rest: bool = False,
         freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
-        """Update parameters with their gradients.
+        """Update parameters with their gradients by the plan of a part.
 
-        Args:
-            part: the number of the plan.
-            parameters: at least one parameter.
-            grads: their gradients.
-            limit: the 2-norm to which the gradients are clipped.
-            changed: whether an option of any group may have changed since the last step of this part.
-            first_at_rest: whether to change nothing if all gradients are 0.
-            freed: what the ``.grad`` of each parameter becomes; empty if they stay.
+        `changed` says whether an option may have changed since its last step, `first_at_rest` whether to change nothing
+        if all gradients are 0. The ``.grad`` of each parameter becomes that of `freed`; they stay if it is empty.
         """
         groups, plan = self.param_groups, self._plans.get(part)
         contiguous = all_contiguous(grads)

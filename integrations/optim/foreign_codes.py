@@ -28,14 +28,9 @@ _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """One parameter's saved state with its moments as plain tensors of fp32. States without codes stay as they are.
+    """The saved state of a whole parameter with its moments as plain tensors of fp32; without codes, as it is.
 
-    Args:
-        saved: the state of the whole parameter.
-        where: its name in messages.
-
-    Raises:
-        ValueError: codes and scales do not belong together.
+    `where` is its name in messages. Raises a ValueError if codes and scales do not belong together.
     """
     state = dict(saved)
     state.update(state.pop(BITSANDBYTES, {}))

@@ -52,13 +52,7 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
 
 
 def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in memory under the names of a checkpoint. Nothing is copied.
-
-    Args:
-        state: the state.
-        parameter: its parameter.
-        master: its full master, if it has one.
-    """
+    """One parameter's state in memory under the names of a checkpoint, with its full master. Nothing is copied."""
     saved = {key: value for key, value in state.items() if key != "master"}
     if master is not None:
         saved["master"] = master
@@ -77,13 +71,7 @@ def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Ten
 
 
 def canonical_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in fp32 on the CPU. At most one tensor at a time is allocated on the parameter's device.
-
-    Args:
-        state: the state.
-        parameter: the parameter.
-        master: its master in fp32, if it has one.
-    """
+    """One parameter's state and master in fp32 on the CPU. On a GPU, one tensor at a time is allocated."""
     saved = {}
     for key, value in state.items():
         if key in MOMENTS:
@@ -135,7 +123,7 @@ def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torc
 def loaded_state(
     saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any], where: str, final: bool = False
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """One parameter's saved state as copies in the layout of its group.
+    """One parameter's saved state as copies in the layout of its group, and the new weight (None: unchanged).
 
     Args:
         saved: a state as `held_state` or `canonical_state` returns it, or of another Adam with the names of the latter.
@@ -144,9 +132,6 @@ def loaded_state(
         where: the name of the state in messages.
         final: whether the master becomes that of the layout now. Otherwise a remainder stays as it was saved until the
             first step, since the weight that belongs to it may be loaded later.
-
-    Returns:
-        The state with the names in memory, and the new value of the parameter (None: unchanged).
 
     Raises:
         ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
@@ -221,17 +206,7 @@ def loaded_state(
 def fit_master(
     state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
 ) -> torch.Tensor:
-    """Put a master into a state as the layout of its group holds it, or remove it if the layout has none.
-
-    Args:
-        state: the state of a parameter, which is changed.
-        master: local values of the master, fp32.
-        parameter: the parameter.
-        group: its group.
-
-    Returns:
-        Local values of the rounded weight, to which the parameter must be set.
-    """
+    """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
     state.pop("master", None)
     kind = master_of(parameter, group["master_weights"])
     weight = master.to(parameter.dtype)

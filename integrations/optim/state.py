@@ -189,11 +189,7 @@ def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
-    """A copy of a saved step count as a 0-dim fp32 tensor on the same device.
-
-    Raises:
-        ValueError: it is not an integer of at least 0 that fp32 represents.
-    """
+    """A copy of a saved step count as a 0-dim fp32 tensor on the same device. It must be an integer of at least 0."""
     device, value = torch.device("cpu"), saved
     if isinstance(saved, torch.Tensor):
         if saved.numel() != 1:
@@ -266,10 +262,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The local values of a full master whose parameter other code wrote; None if no code did.
 
-        Args:
-            parameter: the parameter.
-            compare: whether to return None, without allocating a master, if the parameter has the same values as
-                before. Waits for the device.
+        With `compare`, None too if the parameter has the same values as before. This waits for the device.
         """
         held, own = local(parameter.detach()), local(self.state[parameter]["master"])
         known = self._agreed.get(id(parameter))

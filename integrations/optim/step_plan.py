@@ -30,16 +30,11 @@ Group = dict[str, Any]
 
 
 class StepPlan:
-    """The launches that update some parameters of an optimizer.
+    """The launches that update some parameters of an optimizer. Missing entries of its state are created.
 
-    Args:
-        optimizer: the optimizer. Missing entries of its state are created.
-        parameters: the parameters to update.
-        grads: their gradients.
-        recording: whether the step is captured in a CUDA graph. State is then neither created nor changed.
+    With `recording`, for a step that is captured in a CUDA graph, state is neither created nor changed.
 
     Attributes:
-        parameters: the parameters.
         batches: for each launch, what it updates and the indices of its parameters in `parameters`.
         limit: the 2-norm to which the last step clipped, or None.
 

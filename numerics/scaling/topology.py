@@ -70,11 +70,7 @@ def sharded_like(
 ) -> torch.Tensor:
     """A DTensor with the mesh and the placements of a parameter, and a shard of this rank.
 
-    Args:
-        parameter: the parameter.
-        shard: the shard.
-        shape: the shape of the whole tensor. Default: that of the parameter.
-        stride: its strides. Default: those of the parameter, or of row-major order if there is a `shape`.
+    The whole has the shape and the strides of the parameter, or another `shape`, in row-major order by default.
     """
     from torch.distributed.tensor import DTensor
 
@@ -205,11 +201,7 @@ class World(NamedTuple):
 
 
 def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
-    """All ranks concerned, and the groups over which to reduce one after the other.
-
-    Raises:
-        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
-    """
+    """All ranks concerned, and the groups over which to reduce one after the other."""
     if not parts:
         return frozenset(), ()
     every = frozenset().union(*(part.ranks for part in parts))
@@ -244,12 +236,9 @@ class Agreement(NamedTuple):
 
 
 def agreement(parts: Sequence[Placement], further: Placement | None, world: World) -> Agreement:
-    """How the ranks that hold any of `parts` sum over each tensor once.
+    """How the ranks that hold any of the different placements of an optimizer's tensors sum over each tensor once.
 
-    Args:
-        parts: the different placements of an optimizer's tensors.
-        further: a group that the user passed, on whose ranks plain tensors differ.
-        world: this rank and the default group.
+    `further` is a group that the user passed, on whose ranks plain tensors differ.
 
     Raises:
         RuntimeError: the sets of ranks overlap without being dimensions of one grid.
@@ -366,15 +355,9 @@ class TopologyMemory:
         self._known, self._world = NOWHERE, None
 
     def of(self, parameters: list[torch.Tensor], process_group: Any = None, owner: Any = None) -> Topology:
-        """The topology of the parameters of an optimizer.
+        """The topology of all parameters of an optimizer: `owner`, if that may be the local part of a ZeRO optimizer.
 
-        Args:
-            parameters: all parameters of the optimizer.
-            process_group: an additional group, whose ranks hold other plain tensors.
-            owner: the optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
-
-        Raises:
-            RuntimeError: the topology cannot be derived.
+        Plain tensors are others on each rank of `process_group`. Raises a RuntimeError if it cannot be derived.
         """
         world, known = default_group(), self._known.parameters
         if world is None:

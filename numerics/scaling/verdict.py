@@ -82,12 +82,9 @@ class Combination:
         self._kept: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
 
     def combine(self, topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
-        """The combined verdict of all ranks of a topology, all of which must call this.
+        """The verdict of all ranks of a topology, from the flags of this rank and the squares that it adds.
 
-        Args:
-            topology: the topology of the parameters.
-            found: the flags of this rank.
-            squares: the sums of squares that this rank adds.
+        All of them must call this.
         """
         held = [*found, *map(local, topology.parameters[:1])]
         home = held[0].device if held else torch.device("cpu")
@@ -114,18 +111,13 @@ class Combination:
 
 
 class Checker:
-    """Makes the verdicts on the gradients of one optimizer.
+    """Makes the verdicts on the gradients of one optimizer, which it does not keep alive.
 
     Checks in a CUDA graph write to verdicts of their own. They count non-finite gradients in the same `counts` as eager
-    checks, if there was an eager check before.
-
-    Args:
-        optimizer: the optimizer, which is not kept alive.
-        process_group: an additional group, whose ranks hold other plain tensors of the same model.
-        is_part: whether the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
+    checks, if there was an eager check before. `process_group` has ranks with other plain tensors of the same model.
+    With `is_part`, the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
 
     Attributes:
-        optimizer: a weak reference to the optimizer.
         topology: the topology of its parameters in the last verdict.
         counts: for each device `Tally.counts`, with a row for each parameter of the optimizer in its order.
     """
@@ -159,17 +151,9 @@ class Checker:
     ) -> Verdict | None:
         """Check the optimizer's gradients times a factor and, with `write`, unscale them in place.
 
-        All ranks of the topology must call this, including those without a gradient.
-
-        Args:
-            factor: what to multiply by; None for 1.
-            write: whether to store the products.
-            step: the number of steps before this one (int64, one element), with which non-finite gradients are counted
-                in `counts`. None to count nothing.
-            keep: whether to overwrite the last verdict; otherwise the verdict is a new one.
-
-        Returns:
-            The verdict on the device of the first gradient; None if there are neither gradients nor other ranks.
+        All ranks of the topology must call this, including those without a gradient. With `step`, the number of steps
+        before this one (int64), non-finite gradients are counted in `counts`. With `keep`, the verdict overwrites the
+        last one. It is on the device of the first gradient; None if there are neither gradients nor other ranks.
         """
         parameters = parameters_of(self.optimizer())
         topology = self.find_topology(parameters)
