@@ -46,22 +46,7 @@ def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
     if all(map(is_, numbers, repeat(None))):
         return control
-    dtypes = torch.float32, torch.float32, torch.float64
-    fitting = []
-    fits = True
-    for number, dtype in zip(numbers, dtypes, strict=True):
-        if number is not None and not isinstance(number, torch.Tensor):
-            number, fits = torch.full((), float(number), dtype=dtype, device=device), False
-        fits = fits and (number is None or (number.dtype is dtype and number.device == device))
-        fitting.append(number)
-    return control if fits else adam.Control(*all_to_device(fitting, device, dtypes))
-
-
-def _as_fp32(value: Any) -> torch.Tensor:
-    """A number as an fp32 tensor on the CPU, or a tensor in fp32 on its device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(torch.float32)
-    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
 
 
 def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
@@ -406,7 +391,7 @@ class Adam(CanonicalState, torch.optim.Adam):
         decision = self._decision
         squares = None
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         else:
             scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
             # Gradients that were unscaled in place may have changed since, so their sum is computed again.
@@ -415,11 +400,18 @@ class Adam(CanonicalState, torch.optim.Adam):
         if limit is None:
             return adam.Control(scale, found_inf)
         if squares is None:
-            factor = None if scale is None else Factor(_as_fp32(scale).reshape(()), inverted=True)
+            factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
             verdict = self._checker.verdict(factor)
             squares = None if verdict is None else verdict.sum_of_squares
         self._squares = squares
         return adam.Control(scale, found_inf, squares)
+
+    def _number(self, value: Any) -> torch.Tensor | None:
+        """A number that other code has set, as a tensor."""
+        if value is None or isinstance(value, torch.Tensor):
+            return value
+        device = next((parameter.device for parameter in parameters_of(self)), None)
+        return torch.full((), float(value), dtype=torch.float32, device=device)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.

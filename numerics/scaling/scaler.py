@@ -122,9 +122,7 @@ def _is_zero(optimizer: Any) -> bool:
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
-    if isinstance(optimizer, StepsOnVerdict) or not _is_zero(optimizer):
-        return optimizer
-    return getattr(optimizer, "optim", optimizer)
+    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
