@@ -29,7 +29,6 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -95,6 +94,7 @@ class StepInBackward:
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by kind
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -103,11 +103,12 @@ class StepInBackward:
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
                 self._hooks += self._steps.hook(parameter)
-        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        loaded = partial(BackwardSteps.clear, self._steps, failed=True)
-        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: loaded()))
-        self._hooks.append(optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after)))
+        before, after, steps = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step), self._steps
+        self._hooks += [
+            optimizer.register_load_state_dict_post_hook(lambda *_: steps.clear(failed=True)),
+            optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)),
+            optimizer.register_step_post_hook(lambda *_: call_if_alive(after)),
+        ]
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -228,7 +229,8 @@ class StepInBackward:
             if self._steps.begin():
                 self._refuse_without_check()
             self._steps.refuse_second_gradient(parameter)
-            bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
+            assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
+            bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter, local(parameter.grad))
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
@@ -236,30 +238,25 @@ class StepInBackward:
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
 
-    def _assign(self, parameter: torch.Tensor) -> Bucket:
-        """Put a parameter into the last bucket, or into a new one if that is full."""
-        if not self._buckets or self._buckets[-1].size >= self.bucket_bytes:
-            self._buckets.append(Bucket(len(self._buckets)))
-        bucket = self._bucket_of[id(parameter)] = self._buckets[-1]
+    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, kind: Any = None) -> Bucket:
+        """Put a parameter into the last bucket of its kind, or into a new one if that is full."""
+        bucket = self._last.get(kind)
+        if bucket is None or bucket.size >= self.bucket_bytes:
+            bucket = self._last[kind] = Bucket(len(self._buckets))
+            self._buckets.append(bucket)
+        self._bucket_of[id(parameter)] = bucket
         bucket.members.append(parameter)
-        assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
-        grad = local(parameter.grad)
         bucket.size += grad.numel() * grad.element_size()
         return bucket
 
     def _assign_all(self, model: torch.nn.Module, group: Any) -> None:
-        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer."""
-        trained = [parameter for parameter in parameters_of(self._optimizer) if parameter.requires_grad]
-        kinds: dict[tuple[torch.dtype, torch.device], Bucket] = {}
-        for parameter in reversed(trained):
-            kind = parameter.dtype, parameter.device
-            bucket = kinds.get(kind)
-            if bucket is None or bucket.size >= self.bucket_bytes:
-                bucket = kinds[kind] = Bucket(len(self._buckets))
-                self._buckets.append(bucket)
-            self._bucket_of[id(parameter)] = bucket
-            bucket.members.append(parameter)
-            bucket.size += parameter.numel() * parameter.element_size()
+        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer.
+
+        Parameters and buffers become those of the first rank.
+        """
+        for parameter in reversed(parameters_of(self._optimizer)):
+            if parameter.requires_grad:
+                self._assign(parameter, parameter, (parameter.dtype, parameter.device))
         first = torch.distributed.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):

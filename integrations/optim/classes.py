@@ -15,7 +15,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfstep.integrations.optim.batches import all_contiguous
 from halfstep.integrations.optim.checkpoints import CanonicalState, check_format
 from halfstep.integrations.optim.options import (
     OPTIONS,
@@ -26,7 +25,7 @@ from halfstep.integrations.optim.options import (
     plain_number,
 )
 from halfstep.integrations.optim.state import WHOLE
-from halfstep.integrations.optim.step_plan import StepPlan
+from halfstep.integrations.optim.step_plan import StepPlan, all_contiguous
 from halfstep.kernels import adam
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
