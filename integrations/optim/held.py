@@ -114,7 +114,7 @@ def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
     """Memory for an entry of a saved state, sharded like its parameter. None for an entry of another shape."""
     whole, part = shape_of(key, parameter.shape), local(parameter.detach())
-    if size not in (whole, torch.Size((*whole, 2))):
+    if key == "step" or size not in (whole, torch.Size((*whole, 2))):
         return None
     values = part.new_empty((*shape_of(key, part.shape), *size[len(whole) :]), dtype=dtype)
     return sharded_like(parameter, values, size) if is_sharded(parameter) else values
