@@ -77,13 +77,6 @@ class HostGradient(StandIn):
             )
         return optimizer, mirror
 
-    def _adds(self, other: Any) -> bool:
-        """Whether this is a whole gradient, and the other tensor is such a one on the device, to be added to it."""
-        if not isinstance(self, HostGradient) or isinstance(self._of, torch.Tensor) or type(other) is not torch.Tensor:
-            return False
-        same = (other.shape, other.dtype, other.device) == (self.shape, self.dtype, self.device)
-        return same and other.layout == torch.strided
-
     def gradient(self) -> torch.Tensor:
         """The gradient on the host, after it has arrived."""
         if isinstance(self._of, torch.Tensor):
@@ -94,7 +87,7 @@ class HostGradient(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func is aten.add_.Tensor and not kwargs and args[0]._adds(args[1]):  # as autograd does
+        if func is aten.add_.Tensor and not kwargs and _is_accumulation(*args):
             optimizer, mirror = args[0]._owner()
             optimizer._add(mirror, args[1])
             return args[0]
@@ -129,6 +122,14 @@ class HostGradient(StandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _is_accumulation(grad: Any, added: Any) -> bool:
+    """Whether a gradient on the device is added to a whole one on the host, as autograd does."""
+    whole = isinstance(grad, HostGradient) and not isinstance(grad._of, torch.Tensor)
+    if not whole or type(added) is not torch.Tensor or added.layout != torch.strided:
+        return False
+    return (added.shape, added.dtype, added.device) == (grad.shape, grad.dtype, grad.device)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -210,16 +211,18 @@ class _Mirror:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
         return self._now() != self._seen
 
-    def sent(self) -> None:
-        """Note that the parameter has the weights of the copy."""
-        self._seen = self._now()
-
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
     """Remove the gradient of a parameter whose optimizer was deleted, and the gradient with it."""
     alive = parameter()
     if alive is not None:
         remove_stand_in(alive)
+
+
+def _sent(mirrors: Iterable[_Mirror]) -> None:
+    """Note that parameters have the weights of their copies."""
+    for mirror in mirrors:
+        mirror._seen = mirror._now()
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -515,8 +518,7 @@ class _Offloaded(Adam):
         apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
         self._on_host._step_part(number, [mirror.host for mirror in mirrors])
-        for mirror in mirrors:
-            mirror.sent()
+        _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:
         """Called when a backward with steps has ended. Other code may read the weights then."""
@@ -625,8 +627,7 @@ class _Offloaded(Adam):
         self._on_host._update_parameters()
         self._in_flight.clear()
         self._record.clear()
-        for mirror in stepped:
-            mirror.sent()
+        _sent(stepped)
         for mirror in used:
             mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
 
@@ -697,25 +698,16 @@ class _Offloaded(Adam):
         self._take_device()
         return super().state_dict()
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        state_dict = dict(state_dict)
-        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
         groups, _ = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         self._loading = [partial(self.__dict__.update, param_groups=groups)]
         try:
-            self._on_host.load_state_dict(state_dict)
+            self._on_host._load(state_dict)
         finally:
             self._loading = []
         self._record.clear(failed=True)
-        for mirror in self._mirrors.values():
-            mirror.sent()
-        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            post_hook(self)
+        _sent(self._mirrors.values())
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
@@ -755,8 +747,7 @@ class _Offloaded(Adam):
         self._read_weights(self._all())
         self._finish_reading()
         self._weights_arriving = {}
-        for mirror in self._mirrors.values():
-            mirror.sent()
+        _sent(self._mirrors.values())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -333,6 +333,12 @@ class CanonicalState(OptimizerState):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        self._load(state_dict)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, without hooks."""
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         saved_groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
         check_masters(owners, state_dict)
@@ -354,8 +360,6 @@ class CanonicalState(OptimizerState):
         writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={}))
         self._commit(WHOLE, [(list(loaded), writes)])
         self._agree()
-        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            post_hook(self)
 
     def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
         """Make the calls of a step or a load (then `part` is `WHOLE`): all of them, whatever interrupts.
