@@ -37,7 +37,7 @@ from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
 from halfstep.numerics.scaling.stand_ins import refuse_freed
-from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.topology import NOWHERE, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
@@ -230,7 +230,7 @@ class GradScaler(torch.amp.GradScaler):
         self._updates = 0  # calls of update(), counted on the host
         self._host_copy = HostCopy()
         self._checkers: dict[int, Checker] = {}  # by the optimizer's id
-        self._joint = TopologyMemory(), Combination()  # of all optimizers together
+        self._joint, self._combination = NOWHERE, Combination()  # of all optimizers together
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -537,9 +537,9 @@ class GradScaler(torch.amp.GradScaler):
         known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
         if len({topology.ranks for topology in known}) < 2:
             return overflow
-        topologies, combination = self._joint
-        joint = topologies.of([one for topology in known for one in topology.parameters], self._process_group)
-        return combination.combine(joint, [overflow], []).found_inf.to(overflow.device)
+        parameters = [parameter for topology in known for parameter in topology.parameters]
+        self._joint = topology_of(parameters, self._joint, self._process_group)
+        return self._combination.combine(self._joint, [overflow], []).found_inf.to(overflow.device)
 
     def _rules(self) -> loss_scale.Rules:
         return loss_scale.Rules(

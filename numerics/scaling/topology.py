@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from operator import is_
 from typing import Any, NamedTuple
@@ -265,23 +265,22 @@ class Topology:
 
     Attributes:
         parameters: all parameters of the optimizer, in its order.
-        kinds: the different placements; the first is None, for plain tensors.
-        kind_of: for each parameter its index in `kinds`, or None if all are plain.
-        counted: for each kind, whether this rank adds its squares to the sum over all ranks.
-        groups: the groups to reduce over, one after the other; empty if nothing is distributed.
+        world: the default group.
+        kind_of: for each parameter the number of its placement, 0 for plain tensors; or None if all are plain.
+        counted: for each placement, whether this rank adds its squares to the sum over all ranks.
+        ranks, groups: all ranks concerned, and the groups to reduce over, one after the other.
         settled: whether gradients need no `settle_gradients`.
         cut_by_fsdp1: whether FSDP1 shards any of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None) -> None:
-        self.parameters = list(parameters)
-        self.process_group = process_group
-        self.kinds: list[Placement | None] = [None]
-        self.kind_of: list[int] | None = None
+    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None, world: Any = None) -> None:
+        self.parameters, self.world = list(parameters), world
         self.settled = not any(map(is_sharded, self.parameters))
         self.cut_by_fsdp1 = False
-        self._find()
-        parts = [part for part in self.kinds if part is not None]
+        number_of: dict[Placement | None, int] = {None: 0}
+        numbers = [number_of.setdefault(part, len(number_of)) for part in self._placements(process_group is not None)]
+        self.kind_of = numbers if len(number_of) > 1 else None
+        parts = [part for part in number_of if part is not None]
         further = None
         if process_group is not None and process_group.size() > 1:
             ranks = _members(process_group)
@@ -290,26 +289,24 @@ class Topology:
         if parts or further is not None:
             import torch.distributed as dist
 
-            world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-            agreed = agreement(parts, further, world)
+            agreed = agreement(parts, further, World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
         self.ranks, self.groups, self.counted = agreed
 
-    def _find(self) -> None:
+    def _placements(self, has_group: bool) -> Iterator[Placement | None]:
+        """The placement of each parameter. With a group that the user passed, unknown ones are plain."""
         flats: dict[int, tuple[Placement | None, bool]] | None = None
-        known: dict[Placement | None, int] = {None: 0}
         # Reading the ranks of a mesh takes longer than a step of its parameter.
-        placed: dict[tuple[int, Any], Placement | None] = {}
-        kind_of = []
+        of_meshes: dict[tuple[int, Any], Placement | None] = {}
         for index, parameter in enumerate(self.parameters):
             part = None
             if is_sharded(parameter):
                 key = id(parameter.device_mesh), parameter.placements  # type: ignore[attr-defined]
-                if key not in placed:
-                    placed[key] = _of_mesh(parameter)
-                part = placed[key]
+                if key not in of_meshes:
+                    of_meshes[key] = _of_mesh(parameter)
+                part = of_meshes[key]
             elif getattr(parameter, "_fsdp_flattened", False):
                 flats = _flat_parts() if flats is None else flats
-                if id(parameter) not in flats and self.process_group is None:
+                if id(parameter) not in flats and not has_group:
                     raise RuntimeError(
                         f"parameter {index} of the optimizer was flattened by FullyShardedDataParallel together with "
                         "tensor parallelism, or its module cannot be found (after gc.freeze(), say), so which ranks "
@@ -317,10 +314,7 @@ class Topology:
                     )
                 part, cut = flats.get(id(parameter), (None, False))
                 self.cut_by_fsdp1 |= cut
-            kind_of.append(known.setdefault(part, len(known)))
-        self.kinds = list(known)
-        if len(known) > 1:
-            self.kind_of = kind_of
+            yield part
 
     def device_for(self, home: torch.device) -> torch.device:
         """The device on which every group can reduce numbers: `home` if possible."""
@@ -348,21 +342,24 @@ def default_group() -> Any:
     return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-class TopologyMemory:
-    """The topology of one optimizer, which is derived again if its parameters change."""
+def topology_of(
+    parameters: list[torch.Tensor], last: Topology, process_group: Any = None, owner: Any = None
+) -> Topology:
+    """The topology of all parameters of an optimizer: the `last` one, if it still is.
 
-    def __init__(self) -> None:
-        self._known, self._world = NOWHERE, None
+    Args:
+        parameters: the parameters.
+        last: the topology before, or `NOWHERE`.
+        process_group: a group on whose ranks plain tensors differ.
+        owner: the optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
 
-    def of(self, parameters: list[torch.Tensor], process_group: Any = None, owner: Any = None) -> Topology:
-        """The topology of all parameters of an optimizer: `owner`, if that may be the local part of a ZeRO optimizer.
-
-        Plain tensors are others on each rank of `process_group`. Raises a RuntimeError if it cannot be derived.
-        """
-        world, known = default_group(), self._known.parameters
-        if world is None:
-            return NOWHERE
-        if self._world is not world or len(parameters) != len(known) or not all(map(is_, parameters, known)):
-            self._known = Topology(parameters, process_group if owner is None else zero_group_of(owner))
-            self._world = world
-        return self._known
+    Raises:
+        RuntimeError: the topology cannot be derived.
+    """
+    world = default_group()
+    if world is None:
+        return NOWHERE
+    same = last.world is world and len(parameters) == len(last.parameters)
+    if same and all(map(is_, parameters, last.parameters)):
+        return last
+    return Topology(parameters, process_group if owner is None else zero_group_of(owner), world)

@@ -22,7 +22,7 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
+from halfstep.numerics.scaling.topology import NOWHERE, Topology, local, settle_gradients, topology_of
 
 Kind = tuple[torch.device, int, bool]
 
@@ -129,7 +129,6 @@ class Checker:
         self._recorded: dict[int, torch.Tensor] = {}  # counts that CUDA graphs write to
         self._kept: dict[Kind, Verdict] = {}
         self._combination = Combination()
-        self._topologies = TopologyMemory()
         self._process_group, self._is_part = process_group, is_part
         self._places: dict[int, int] = {}  # in the optimizer, by the parameter's id, for a verdict in parts
         # By the parameter's place: the check of its gradient, its index there, its kind, and the stream.
@@ -138,7 +137,7 @@ class Checker:
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
         """The present topology of `parameters`, which are all parameters of the optimizer."""
         owner = self.optimizer() if self._is_part else None
-        self.topology = self._topologies.of(parameters, self._process_group, owner)
+        self.topology = topology_of(parameters, self.topology, self._process_group, owner)
         return self.topology
 
     def verdict(
