@@ -137,39 +137,8 @@ def loaded_state(
         ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
     """
     dtypes, values = entries(parameter, group), local(parameter.detach())
-    coded, device = dtypes["exp_avg"] == torch.uint8, values.device
-    state: dict[str, Any] = {}
-    rest = {key: value for key, value in saved.items() if key not in HELD}
-    for moment, name in CODES.items():
-        if name not in saved:
-            continue
-        signed, names = moment == "exp_avg", SCALES[moment]
-        codes = _checked(saved, name, parameter.shape, torch.uint8, where=where)
-        scales = _checked(saved, names, shape_of(names, parameter.shape), DTYPES_OF_SCALES[names], where=where)
-        if is_sharded(parameter) and not is_sharded(codes):
-            from torch.distributed.tensor import distribute_tensor
-
-            whole = decode(codes, scales, signed).to(device)
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            # Every rank has the same codes, so nothing is sent.
-            rest[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        elif coded:
-            state[moment] = _copy(parameter, codes, codes.dtype)
-            state[names] = new_entry(names, scales.dtype, parameter).copy_(scales)
-        else:
-            rest[moment] = like(parameter, decode(local(codes).to(device), local(scales).to(device), signed))
-    if REMAINDER in saved:
-        remainder = _checked(saved, REMAINDER, parameter.shape, *adam.REMAINDERS.values(), where=where)
-        if parameter.dtype == torch.bfloat16:
-            state["master"] = _copy(parameter, remainder, remainder.dtype)
-        elif parameter.dtype == torch.float32 and torch.equal(values.bfloat16().float(), values):
-            rest["master"] = like(parameter, join_master(values.bfloat16(), local(remainder).to(device)))
-        else:
-            raise ValueError(
-                f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
-                f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
-                "convert it afterwards; or save canonical_state_dict()"
-            )
+    coded = dtypes["exp_avg"] == torch.uint8
+    state, rest = _taken(saved, parameter, coded, where)
     for key in ("step", *MOMENTS):
         if key in dtypes and key not in rest and key not in state:
             raise ValueError(
@@ -203,14 +172,55 @@ def loaded_state(
     return state, fit_master(state, local(master), parameter, group)
 
 
+def _taken(
+    saved: dict[str, Any], parameter: torch.Tensor, coded: bool, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of what is held in a saved state and in the layout of an optimizer, and the rest, decoded."""
+    values = local(parameter.detach())
+    device, state = values.device, {}
+    rest = {key: value for key, value in saved.items() if key not in HELD}
+    for moment, name in CODES.items():
+        if name not in saved:
+            continue
+        signed, names = moment == "exp_avg", SCALES[moment]
+        codes = _checked(saved, name, parameter.shape, torch.uint8, where=where)
+        scales = _checked(saved, names, shape_of(names, parameter.shape), DTYPES_OF_SCALES[names], where=where)
+        if is_sharded(parameter) and not is_sharded(codes):
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = decode(codes, scales, signed).to(device)
+            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+            # Every rank has the same codes, so nothing is sent.
+            rest[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        elif coded:
+            state[moment] = _copy(parameter, codes, codes.dtype)
+            state[names] = new_entry(names, scales.dtype, parameter).copy_(scales)
+        else:
+            rest[moment] = like(parameter, decode(local(codes).to(device), local(scales).to(device), signed))
+    if REMAINDER in saved:
+        remainder = _checked(saved, REMAINDER, parameter.shape, *adam.REMAINDERS.values(), where=where)
+        if parameter.dtype == torch.bfloat16:
+            state["master"] = _copy(parameter, remainder, remainder.dtype)
+        elif parameter.dtype == torch.float32 and torch.equal(values.bfloat16().float(), values):
+            rest["master"] = like(parameter, join_master(values.bfloat16(), local(remainder).to(device)))
+        else:
+            raise ValueError(
+                f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
+                f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
+                "convert it afterwards; or save canonical_state_dict()"
+            )
+    return state, rest
+
+
 def fit_master(
     state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
 ) -> torch.Tensor:
     """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
     state.pop("master", None)
     kind = master_of(parameter, group["master_weights"])
-    weight = master.to(parameter.dtype)
-    if kind is not None and MASTER_DTYPES[kind] != torch.float32:
+    if kind is None or MASTER_DTYPES[kind] == torch.float32:
+        weight = master.to(parameter.dtype)
+    else:
         weight, master = split_master(master, MASTER_DTYPES[kind])
     if kind is not None:
         state["master"] = like(parameter, master)

@@ -76,7 +76,7 @@ def sharded_like(
 
     if shape is None:
         shape, stride = parameter.shape, parameter.stride()
-    stride = stride or torch.empty(shape, device="meta").stride()
+    stride = stride or torch.empty(shape, dtype=shard.dtype, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
     made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     made._local_tensor = shard  # instead of a view
