@@ -229,8 +229,10 @@ class StepInBackward:
             if self._steps.begin():
                 self._refuse_without_check()
             self._steps.refuse_second_gradient(parameter)
-            assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
-            bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter, local(parameter.grad))
+            bucket = self._bucket_of.get(id(parameter))
+            if bucket is None:
+                assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
+                bucket = self._assign(parameter, local(parameter.grad))
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from halfstep.integrations.optim.checkpoints import CanonicalState
-from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_parameter, layout_of, options_of
 from halfstep.integrations.optim.state import (
     SCALES,
     Agreed,
@@ -39,6 +39,7 @@ from halfstep.numerics.scaling.topology import cuts, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 
 Group = dict[str, Any]
+_layout_options = itemgetter(*LAYOUT_OPTIONS, "amsgrad", "decoupled_weight_decay", "seed")
 _address = torch.Tensor.data_ptr
 
 
@@ -383,13 +384,7 @@ def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
 
 def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    return [
-        (
-            *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
-            *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
-        )
-        for group in groups
-    ]
+    return [(*_layout_options(group), bool(group["weight_decay"] != 0)) for group in groups]
 
 
 def _batches(

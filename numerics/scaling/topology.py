@@ -78,9 +78,9 @@ def sharded_like(
         shape, stride = parameter.shape, parameter.stride()
     stride = stride or torch.empty(shape, dtype=shard.dtype, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-    made._local_tensor = shard  # instead of a view
-    return made
+    whole = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole._local_tensor = shard  # instead of a view
+    return whole
 
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:

@@ -100,14 +100,13 @@ class Combination:
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
         """The two fp64 numbers to sum over ranks, flag and sum of squares, and the verdict made from them."""
-        recording = capturing(device)
-        if recording or device not in self._kept:
-            numbers = torch.zeros(2, dtype=torch.float64, device=device)
-            made = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
-            if recording:
-                return made
-            self._kept[device] = made
-        return self._kept[device]
+        if device in self._kept and not capturing(device):
+            return self._kept[device]
+        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        tensors = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
+        if not capturing(device):
+            self._kept[device] = tensors
+        return tensors
 
 
 class Checker:
