@@ -47,7 +47,7 @@ from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, local
+from halfstep.numerics.scaling.topology import checked_group, default_group, instances, is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 READ = (
@@ -580,11 +580,9 @@ def step_in_backward(
 
 def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
     """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
+    group = checked_group(group)
     if group is None:
         return None
-    group = group.get_group() if hasattr(group, "get_group") else group
-    if not hasattr(group, "size"):  # as torch returns on ranks outside a new group
-        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
     for index, parameter in enumerate(parameters_of(optimizer)):
         if is_sharded(parameter):
             raise ValueError(

@@ -37,7 +37,7 @@ from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
 from halfstep.numerics.scaling.stand_ins import refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, is_sharded, local, settle_gradients, topology_of
+from halfstep.numerics.scaling.topology import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
@@ -213,13 +213,7 @@ class GradScaler(torch.amp.GradScaler):
         self._refill_on_clean = hysteresis_refill == "clean_step"
         self._init_hysteresis_tracker = hysteresis
         self._begin()
-        # On ranks outside a new group, torch returns an object that is not a group.
-        if process_group is not None and not hasattr(process_group, "size"):
-            raise ValueError(
-                f"Expected process_group to be None or a group that contains this rank, but got {process_group!r}"
-            )
-        self._process_group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
-        self._write_back = write_back
+        self._process_group, self._write_back = checked_group(process_group), write_back
 
     def _begin(self) -> None:
         """Initialize what pickles and copies do not contain. The tensors are created with the scale at first use."""

@@ -342,6 +342,14 @@ def default_group() -> Any:
     return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
+def checked_group(group: Any) -> Any:
+    """The process group that a user passed, that of a 1-D mesh, or None."""
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if group is not None and not hasattr(group, "size"):  # as torch returns on ranks outside a new group
+        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
+    return group
+
+
 def topology_of(
     parameters: list[torch.Tensor], last: Topology, process_group: Any = None, owner: Any = None
 ) -> Topology:
