@@ -62,13 +62,10 @@ for _hook in (call_if_alive, before_accumulation):
 
 
 class Bucket:
-    """Parameters that are stepped together.
+    """Parameters that are stepped together by the plan `part`, whose gradients take `size` bytes.
 
-    Attributes:
-        part: the number of its plan in the optimizer.
-        size: bytes of its gradients.
-        members: its parameters, in the order in which their gradients were first complete.
-        arrived: by id, those whose gradient is complete and not yet used, and the CUDA stream that computed it.
+    `members` are in the order in which their gradients were first complete. `arrived` has, by id, those whose gradient
+    is complete and not yet used, and the CUDA stream that computed it.
     """
 
     def __init__(self, part: int) -> None:
@@ -87,9 +84,8 @@ class BackwardSteps:
 
     Args:
         kind: the kind of backward, for errors.
-        remedies: what to do instead of reading gradients, of computing further ones before `step()`, and of a step in
-            the backward.
-        take: the method of the owner to call when the gradient of a parameter is complete. It calls `begin`.
+        remedies: what to do instead of reading gradients, of adding some, and of a step in the backward.
+        take: the method to call when the gradient of a parameter is complete. It calls `begin`.
         finish: the one to call when a backward that has computed gradients has ended, with whether it has failed.
     """
 

@@ -94,8 +94,7 @@ def _on_cpu(values: torch.Tensor) -> torch.Tensor:
 def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     """The same memory, for 16-bit integers as pairs of bytes in one more dimension.
 
-    Neither NCCL nor gloo transfers integers of 16 bits, and numbers of another dtype would be silently converted if a
-    checkpoint of another layout were loaded into them.
+    Neither NCCL nor gloo transfers such integers, and a load into them would silently convert other numbers.
     """
     if values.dtype != torch.int16:
         return values

@@ -276,8 +276,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
 
-        Masters therefore lose no bits if other weights, such as averages, are swapped in for an evaluation, even if a
-        checkpoint is saved meanwhile.
+        So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
         state = self.state[parameter] if parameter in self.state else {}
         master = state.get("master")

@@ -29,13 +29,10 @@ REMEDY = "pass GradScaler(process_group=...) a group of all ranks that hold a pa
 
 
 class Placement(NamedTuple):
-    """How one tensor is distributed.
+    """How one tensor is distributed: over all `ranks` that hold a shard or a copy of it, including this one.
 
-    Attributes:
-        ranks: all ranks that hold a shard or a copy of it, including this one.
-        lines: for each dimension of the mesh, the ranks on this rank's line.
-        groups: the process groups of these lines.
-        first: whether no lower rank in `ranks` holds a copy of this rank's shard.
+    `lines` are the ranks on this rank's line in each dimension of the mesh, `groups` their process groups. `first` says
+    whether no lower rank holds a copy of this rank's shard.
     """
 
     ranks: frozenset[int]
@@ -222,12 +219,9 @@ def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], t
 
 
 class Agreement(NamedTuple):
-    """How to sum over all ranks such that each tensor counts once.
+    """How to sum over all `ranks` that take part, by reducing over `groups`, such that each tensor counts once.
 
-    Attributes:
-        ranks: all ranks that take part; empty if nothing is distributed.
-        groups: the groups to reduce over, one after the other.
-        counted: whether this rank adds its squares, for plain tensors first and then for each part.
+    `counted` says whether this rank adds its squares, for plain tensors first and then for each part.
     """
 
     ranks: frozenset[int]
@@ -353,16 +347,10 @@ def checked_group(group: Any) -> Any:
 def topology_of(
     parameters: list[torch.Tensor], last: Topology, process_group: Any = None, owner: Any = None
 ) -> Topology:
-    """The topology of all parameters of an optimizer: the `last` one, if it still is.
+    """The topology of all parameters of an optimizer: the `last` one, or `NOWHERE`, if it still is.
 
-    Args:
-        parameters: the parameters.
-        last: the topology before, or `NOWHERE`.
-        process_group: a group on whose ranks plain tensors differ.
-        owner: the optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
-
-    Raises:
-        RuntimeError: the topology cannot be derived.
+    Plain tensors differ on the ranks of `process_group`. The `owner` may be the local part of a
+    `ZeroRedundancyOptimizer`. Raises a RuntimeError if the topology cannot be derived.
     """
     world = default_group()
     if world is None:

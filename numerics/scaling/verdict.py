@@ -34,12 +34,9 @@ class Decision(NamedTuple):
 
     Attributes:
         verdict: the verdict on the unscaled gradients.
-        scale: 0-dim fp32, the loss scale by which `step` divides the gradients; None if they were unscaled before, and
-            may have changed since the verdict.
-        max_norm: the norm to which `step` clips, using the norm of the verdict; None for no limit except the
-            optimizer's own.
-        skips: whether the step is skipped if the verdict found non-finite numbers. An optimizer that clips without a
-            scaler does not skip.
+        scale: 0-dim fp32, by which `step` divides the gradients; None if they were unscaled before, and may differ now.
+        max_norm: the norm to which `step` clips, using that of the verdict; None for no limit but the optimizer's own.
+        skips: whether the step is skipped if the verdict found non-finite numbers, as with a scaler.
     """
 
     verdict: Verdict
