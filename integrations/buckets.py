@@ -62,13 +62,10 @@ for _hook in (call_if_alive, before_accumulation):
 
 
 class Bucket:
-    """Parameters that are stepped together.
+    """Parameters that are stepped together by the plan `part`, whose gradients take `size` bytes.
 
-    Attributes:
-        part: the number of its plan in the optimizer.
-        size: bytes of its gradients.
-        members: its parameters, in the order in which their gradients were first complete.
-        arrived: by id, those whose gradient is complete and not yet used, and the CUDA stream that computed it.
+    `members` are in the order in which their gradients were first complete. `arrived` has, by id, those whose gradient
+    is complete and not yet used, and the CUDA stream that computed it.
     """
 
     def __init__(self, part: int) -> None:
@@ -87,9 +84,8 @@ class BackwardSteps:
 
     Args:
         kind: the kind of backward, for errors.
-        remedies: what to do instead of reading gradients, of computing further ones before `step()`, and of a step in
-            the backward.
-        take: the method of the owner to call when the gradient of a parameter is complete. It calls `begin`.
+        remedies: what to do instead of reading gradients, of adding some, and of a step in the backward.
+        take: the method to call when the gradient of a parameter is complete. It calls `begin`.
         finish: the one to call when a backward that has computed gradients has ended, with whether it has failed.
     """
 
@@ -142,11 +138,7 @@ class BackwardSteps:
     # ------------------------------------------------------------------------------------------------------ backwards
 
     def begin(self, takes: bool = True) -> bool:
-        """Note the present backward. Returns whether its first gradient is taken, and it is no part of another one.
-
-        Raises:
-            RuntimeError: an earlier one has failed after it had stepped some parameters.
-        """
+        """Note the present backward. Returns whether its first gradient is taken, and it is no part of another one."""
         number = torch._C._current_graph_task_id()
         if number == -1:
             return False
@@ -245,10 +237,7 @@ class BackwardSteps:
     def check_step(self, groups: list[dict[str, Any]], unused: list[torch.Tensor]) -> None:
         """Raise if `step()` would have other results than a step after the backward. What follows is another step.
 
-        Args:
-            groups: the groups of the optimizer.
-            unused: parameters of which one must have been stepped if they have stand-ins only; empty if the step has
-                gradients of its own.
+        One of the parameters `unused` must have been stepped if they have stand-ins only.
         """
         self.refuse_failed()
         if not self._stepped:
@@ -296,9 +285,7 @@ class BackwardSteps:
 class BucketReduction:
     """Averages buckets of gradients over the ranks of a group, one after the other and in the same order on all ranks.
 
-    Attributes:
-        following: the number of the next bucket to reduce.
-        complete: the numbers of the buckets from there on whose gradients are complete.
+    `following` is the number of the next bucket to reduce, `complete` those from there on whose gradients are complete.
     """
 
     def __init__(self, group: Any) -> None:
@@ -337,10 +324,8 @@ class BucketReduction:
         self._running = bucket, averages, marks, missing, work
 
     def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the reduction that is running, if any, and set the gradients of its parameters.
-
-        Returns:
-            The bucket, and its parameters of which a rank has a gradient.
+        """Wait for the reduction that is running, if any. Returns its bucket, and the parameters that a rank has a
+        gradient of.
         """
         if self._running is None:
             return None

@@ -55,16 +55,9 @@ def mean_in_fp16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tenso
 
 
 def mean_in_bf16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients over the ranks of a process group, sent and summed in bf16.
+    """Average the gradients over the ranks of a process group, sent and summed in bf16, as `mean_in_fp16_hook`.
 
     Half the bytes of fp32 gradients, with the range of fp32 and 8 bits of precision.
-
-    Args:
-        state: the process group; None for the default group.
-        bucket: the gradients that DDP reduces in one message.
-
-    Returns:
-        A future of the averaged gradients, in the dtype of the bucket.
 
     Examples:
         >>> import torch.distributed as dist

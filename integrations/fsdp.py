@@ -47,10 +47,9 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
     """
     groups = []
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            for group in _groups(module):
-                _check(name, group)
-                groups.append(group)
+        for group in parameter_groups(module):
+            _check(name, group)
+            groups.append(group)
     if not groups:
         raise ValueError(
             "Expected model to have a module sharded by FSDP2, but got none: call "
@@ -60,14 +59,14 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
         _keep(group)
 
 
-def _groups(module: FSDPModule) -> list[Any]:
-    """The parameters that FSDP2 gathers and reduces together: one group per module, or one per mesh of a module."""
+def parameter_groups(module: torch.nn.Module) -> list[Any]:
+    """The parameters that FSDP2 gathers and reduces together: one group per mesh of a module it shards."""
+    if not isinstance(module, FSDPModule):
+        return []
     state = module._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is None:  # earlier versions of torch have at most one
-        one = getattr(state, "_fsdp_param_group", None)
-        several = [] if one is None else [one]
-    return list(several)
+    # Earlier versions of torch have at most one.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
 
 
 def _check(name: str, group: Any) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -36,10 +36,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
-from halfstep.integrations.optim.checkpoints import matched_groups, moved
+from halfstep.integrations.optim.checkpoints import matched_groups
 from halfstep.integrations.optim.classes import Adam, AdamW
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS
-from halfstep.integrations.optim.state import WHOLE
+from halfstep.integrations.optim.state import WHOLE, moved
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import FLOATS
@@ -59,51 +59,36 @@ ADD = f"to add, set or discard gradients, {INSTEAD}"
 class HostGradient(StandIn):
     """Stands in for a gradient that is on the host, or for a view of it. Operations have the results of the gradient.
 
-    What an operation writes to the stand-in, it writes on the host; other results are on the device.
-
-    Args:
-        like: a tensor with the shape, strides and dtype of the gradient.
-        device: the device of the parameter.
-        of: the optimizer and the mirror that have the gradient, or a view of it.
+    What an operation writes to the stand-in, it writes on the host; other results are on the device. The gradient is
+    that of the mirror `of`, or `of` itself.
     """
 
-    def __init__(
-        self,
-        like: torch.Tensor,
-        device: torch.device,
-        *,
-        of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]] | torch.Tensor,
-    ) -> None:
+    def __init__(self, like: torch.Tensor, device: torch.device, *, of: weakref.ref[_Mirror] | torch.Tensor) -> None:
         self._of = of
 
-    def _owner(self, of: tuple[weakref.ref[_Offloaded], weakref.ref[_Mirror]]) -> tuple[_Offloaded, _Mirror]:
-        optimizer, mirror = of[0](), of[1]()
-        if optimizer is None or mirror is None:
+    def _owner(self) -> tuple[_Offloaded, _Mirror]:
+        """The optimizer and the mirror that have the gradient."""
+        mirror = None if isinstance(self._of, torch.Tensor) else self._of()
+        optimizer = None if mirror is None else mirror.owner()
+        if mirror is None or optimizer is None:
             raise RuntimeError(
                 f"Expected the optimizer that has the gradient of a parameter of shape {tuple(self.shape)} on the host "
                 "to exist, but it was deleted: set .grad to None"
             )
         return optimizer, mirror
 
-    def _adds(self, other: Any) -> bool:
-        """Whether this is a whole gradient, and the other tensor is such a one on the device, to be added to it."""
-        if not isinstance(self, HostGradient) or isinstance(self._of, torch.Tensor) or type(other) is not torch.Tensor:
-            return False
-        same = (other.shape, other.dtype, other.device) == (self.shape, self.dtype, self.device)
-        return same and other.layout == torch.strided
-
     def gradient(self) -> torch.Tensor:
         """The gradient on the host, after it has arrived."""
         if isinstance(self._of, torch.Tensor):
             return self._of
-        optimizer, mirror = self._owner(self._of)
+        optimizer, mirror = self._owner()
         return optimizer._gradient_on_host(mirror)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func is aten.add_.Tensor and not kwargs and args[0]._adds(args[1]):  # as autograd does
-            optimizer, mirror = args[0]._owner(args[0]._of)
+        if func is aten.add_.Tensor and not kwargs and _is_accumulation(*args):
+            optimizer, mirror = args[0]._owner()
             optimizer._add(mirror, args[1])
             return args[0]
         leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
@@ -111,9 +96,8 @@ class HostGradient(StandIn):
         if written and not any(isinstance(one, cls) for one in written):
             args, kwargs = tree_map_only(cls, lambda one: one.gradient().to(one.device), (args, kwargs))
             return func(*args, **kwargs)
-        stand_ins = [one for one in leaves if isinstance(one, cls)]
-        others = [one for one in leaves if not isinstance(one, cls)]
-        on_host = {id(one): one.gradient() for one in stand_ins} | {id(one): one.cpu() for one in others}
+        device = next(one.device for one in leaves if isinstance(one, cls))
+        on_host = {id(one): one.gradient() if isinstance(one, cls) else one.cpu() for one in leaves}
         args, kwargs = tree_map_only(torch.Tensor, lambda one: on_host[id(one)], (args, kwargs))
         result = func(*args, **kwargs)
         for one in written:
@@ -125,8 +109,8 @@ class HostGradient(StandIn):
             if id(tensor) in argument_of:
                 return argument_of[id(tensor)]
             if func.is_view:
-                return cls(tensor, stand_ins[0].device, of=tensor)
-            return tensor if "device" in kwargs else tensor.to(stand_ins[0].device)
+                return cls(tensor, device, of=tensor)
+            return tensor if "device" in kwargs else tensor.to(device)
 
         return tree_map_only(torch.Tensor, returned, result)
 
@@ -138,6 +122,14 @@ class HostGradient(StandIn):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+def _is_accumulation(grad: Any, added: Any) -> bool:
+    """Whether a gradient on the device is added to a whole one on the host, as autograd does."""
+    whole = isinstance(grad, HostGradient) and not isinstance(grad._of, torch.Tensor)
+    if not whole or type(added) is not torch.Tensor or added.layout != torch.strided:
+        return False
+    return (added.shape, added.dtype, added.device) == (grad.shape, grad.dtype, grad.device)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -154,21 +146,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _Mirror:
-    """A parameter and its copy on the host.
+    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives."""
 
-    Attributes:
-        parameter: the parameter.
-        host: its copy, which the optimizer steps. Its gradient is that of the parameter, once it has arrived.
-        bucket: the number of the parameters that are stepped together with it.
-        hooked: whether autograd calls the optimizer when its gradient is complete.
-    """
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.parameter = parameter
+    def __init__(self, parameter: torch.Tensor, owner: weakref.ref[_Offloaded]) -> None:
+        self.parameter, self.owner = parameter, owner
         values = parameter.detach()
         self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
-        self.bucket = 0
-        self.hooked = False
+        self.bucket = 0  # the number of the parameters that are stepped together with it
+        self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
         self.weight = self.host.data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
@@ -203,12 +188,12 @@ class _Mirror:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
         _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
 
-    def stand_in(self, optimizer: weakref.ref[_Offloaded]) -> HostGradient:
+    def stand_in(self) -> HostGradient:
         """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            stand_in = self._stand_in = HostGradient(self._staging, device, of=(optimizer, weakref.ref(self)))
+            stand_in = self._stand_in = HostGradient(self._staging, device, of=weakref.ref(self))
         return stand_in
 
     def attach(self) -> None:
@@ -223,15 +208,8 @@ class _Mirror:
         self._full, self.host.grad = False, None
 
     def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, in a way that autograd notices.
-
-        Full masters follow such writes only, those of `halfstep.AdamW` too.
-        """
+        """Whether the parameter was written since the last step, in a way that autograd notices."""
         return self._now() != self._seen
-
-    def sent(self) -> None:
-        """Note that the parameter has the weights of the copy."""
-        self._seen = self._now()
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -239,6 +217,12 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
     alive = parameter()
     if alive is not None:
         remove_stand_in(alive)
+
+
+def _sent(mirrors: Iterable[_Mirror]) -> None:
+    """Note that parameters have the weights of their copies."""
+    for mirror in mirrors:
+        mirror._seen = mirror._now()
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -322,12 +306,9 @@ class _OnHost(Adam):
     """The optimizer of the copies on the host, which is inside the offloaded one. That decides and copies."""
 
     def __init__(self, owner: _Offloaded) -> None:
-        self._owner = weakref.proxy(owner)
-        self._fixed_options, self._agreed = owner._fixed_options, {}
-        self.param_groups, self.state = [], defaultdict(dict)
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._begin()
+        super().__init__([torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=CPU))])
+        self._owner, self._fixed_options = weakref.proxy(owner), owner._fixed_options
+        self.param_groups = []  # which follow those of the owner
 
     @property
     def _checker(self) -> Checker:
@@ -338,9 +319,6 @@ class _OnHost(Adam):
 
     def _control(self, limit: float | None) -> adam.Control:
         return self._owner._control(limit)
-
-    def _bucket_number(self, parameter: torch.Tensor) -> int:
-        return self._owner._by_host[id(parameter)].bucket
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         self._owner._finish_reading()  # a new master is a copy of the weight
@@ -443,7 +421,7 @@ class _Offloaded(Adam):
             for parameter in chain.from_iterable(groups):
                 if id(parameter) not in self._mirrors:
                     self._check_member(parameter)
-                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter)
+                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
                     self._by_host[id(mirror.host)] = mirror
                     self._hook(mirror)
             self._known = list(map(list, groups))
@@ -478,6 +456,7 @@ class _Offloaded(Adam):
             self._of_bucket[-1].append(mirror)
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
+        self._on_host._bucket_of = {id(mirror.host): mirror.bucket for mirror in self._all()}
 
     def _all(self) -> list[_Mirror]:
         """The parameters in the order of their buckets."""
@@ -536,12 +515,10 @@ class _Offloaded(Adam):
     @torch.no_grad()
     def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:
         """Step the parameters of a bucket, and send their weights."""
-        for mirror in mirrors:
-            apply(_arrivals([mirror]))
+        apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
         self._on_host._step_part(number, [mirror.host for mirror in mirrors])
-        for mirror in mirrors:
-            mirror.sent()
+        _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:
         """Called when a backward with steps has ended. Other code may read the weights then."""
@@ -573,7 +550,7 @@ class _Offloaded(Adam):
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
         steps = self._record.has_hook(parameter)
-        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in(weakref.ref(self)))
+        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -602,11 +579,9 @@ class _Offloaded(Adam):
     # ---------------------------------------------------------------------------------------------------------- step
 
     def _read_weights(self, mirrors: list[_Mirror], last_step_returns: bool = False) -> None:
-        """Begin to copy weights to the host, for `_commit` to wait for.
+        """Begin to copy weights to the host, in the order of their buckets, for `_commit` to wait for.
 
-        Args:
-            mirrors: the parameters, in the order of their buckets.
-            last_step_returns: whether weights of the last step may still be returning.
+        `last_step_returns` says whether weights of the last step may still be returning.
         """
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
@@ -647,13 +622,12 @@ class _Offloaded(Adam):
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
         used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
         for mirror in used:  # a backward that failed has left them
-            mirror.parameter.grad = mirror.stand_in(weakref.ref(self))
+            mirror.parameter.grad = mirror.stand_in()
         self._read_weights(stepped)
         self._on_host._update_parameters()
         self._in_flight.clear()
         self._record.clear()
-        for mirror in stepped:
-            mirror.sent()
+        _sent(stepped)
         for mirror in used:
             mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
 
@@ -724,25 +698,16 @@ class _Offloaded(Adam):
         self._take_device()
         return super().state_dict()
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        state_dict = dict(state_dict)
-        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
         groups, _ = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         self._loading = [partial(self.__dict__.update, param_groups=groups)]
         try:
-            self._on_host.load_state_dict(state_dict)
+            self._on_host._load(state_dict)
         finally:
             self._loading = []
         self._record.clear(failed=True)
-        for mirror in self._mirrors.values():
-            mirror.sent()
-        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            post_hook(self)
+        _sent(self._mirrors.values())
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
@@ -782,8 +747,7 @@ class _Offloaded(Adam):
         self._read_weights(self._all())
         self._finish_reading()
         self._weights_arriving = {}
-        for mirror in self._mirrors.values():
-            mirror.sent()
+        _sent(self._mirrors.values())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

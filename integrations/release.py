@@ -24,13 +24,11 @@ become complete in another order than in the first backward, more buckets are fi
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -49,7 +47,7 @@ from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.scaling.topology import checked_group, default_group, instances, is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
 
 READ = (
@@ -96,6 +94,7 @@ class StepInBackward:
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
+        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by kind
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -104,11 +103,12 @@ class StepInBackward:
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
                 self._hooks += self._steps.hook(parameter)
-        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        loaded = partial(BackwardSteps.clear, self._steps, failed=True)
-        self._hooks.append(optimizer.register_load_state_dict_post_hook(lambda *_: loaded()))
-        self._hooks.append(optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)))
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: call_if_alive(after)))
+        before, after, steps = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step), self._steps
+        self._hooks += [
+            optimizer.register_load_state_dict_post_hook(lambda *_: steps.clear(failed=True)),
+            optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)),
+            optimizer.register_step_post_hook(lambda *_: call_if_alive(after)),
+        ]
         self._reduction: BucketReduction | None = None
         if process_group is not None:
             self._reduction = BucketReduction(process_group)
@@ -229,7 +229,10 @@ class StepInBackward:
             if self._steps.begin():
                 self._refuse_without_check()
             self._steps.refuse_second_gradient(parameter)
-            bucket = self._bucket_of.get(id(parameter)) or self._assign(parameter)
+            bucket = self._bucket_of.get(id(parameter))
+            if bucket is None:
+                assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
+                bucket = self._assign(parameter, local(parameter.grad))
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
@@ -237,30 +240,25 @@ class StepInBackward:
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
 
-    def _assign(self, parameter: torch.Tensor) -> Bucket:
-        """Put a parameter into the last bucket, or into a new one if that is full."""
-        if not self._buckets or self._buckets[-1].size >= self.bucket_bytes:
-            self._buckets.append(Bucket(len(self._buckets)))
-        bucket = self._bucket_of[id(parameter)] = self._buckets[-1]
+    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, kind: Any = None) -> Bucket:
+        """Put a parameter into the last bucket of its kind, or into a new one if that is full."""
+        bucket = self._last.get(kind)
+        if bucket is None or bucket.size >= self.bucket_bytes:
+            bucket = self._last[kind] = Bucket(len(self._buckets))
+            self._buckets.append(bucket)
+        self._bucket_of[id(parameter)] = bucket
         bucket.members.append(parameter)
-        assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
-        grad = local(parameter.grad)
         bucket.size += grad.numel() * grad.element_size()
         return bucket
 
     def _assign_all(self, model: torch.nn.Module, group: Any) -> None:
-        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer."""
-        trained = [parameter for parameter in parameters_of(self._optimizer) if parameter.requires_grad]
-        kinds: dict[tuple[torch.dtype, torch.device], Bucket] = {}
-        for parameter in reversed(trained):
-            kind = parameter.dtype, parameter.device
-            bucket = kinds.get(kind)
-            if bucket is None or bucket.size >= self.bucket_bytes:
-                bucket = kinds[kind] = Bucket(len(self._buckets))
-                self._buckets.append(bucket)
-            self._bucket_of[id(parameter)] = bucket
-            bucket.members.append(parameter)
-            bucket.size += parameter.numel() * parameter.element_size()
+        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer.
+
+        Parameters and buffers become those of the first rank.
+        """
+        for parameter in reversed(parameters_of(self._optimizer)):
+            if parameter.requires_grad:
+                self._assign(parameter, parameter, (parameter.dtype, parameter.device))
         first = torch.distributed.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -372,14 +370,13 @@ class StepInBackward:
 
     def _refuse_without_hook(self) -> None:
         """Raise if a parameter could get a gradient that no check finds."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and not self._steps.has_hook(parameter):
-                    raise RuntimeError(
-                        "Expected the parameters that step_in_backward found to be all that are trained with "
-                        f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
-                        "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
-                    )
+        for parameter in parameters_of(self._optimizer):
+            if parameter.requires_grad and not self._steps.has_hook(parameter):
+                raise RuntimeError(
+                    "Expected the parameters that step_in_backward found to be all that are trained with "
+                    f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
+                    "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
+                )
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
@@ -477,25 +474,26 @@ def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
 
     Each rank would step with its own gradients. The search over all objects runs only in a process group.
     """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
     own = set(map(id, parameters))
-    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    wrappers = (
+        instances(DistributedDataParallel.__module__, "DistributedDataParallel") if default_group() is not None else []
+    )
     return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:
     """Whether FSDP2 holds gradients of earlier backwards that it has not reduced yet."""
-    if model is None:
+    if model is None or default_group() is None:
         return False
-    for module in model.modules():
-        find = getattr(module, "_get_fsdp_state", None)
-        group = getattr(find(), "_fsdp_param_group", None) if callable(find) else None
-        for one in getattr(group, "fsdp_params", ()):
-            whole = getattr(one, "_unsharded_param", None)
-            if getattr(one, "unsharded_accumulated_grad", None) is not None or getattr(whole, "grad", None) is not None:
-                return True
-    return False
+    from halfstep.integrations.fsdp import parameter_groups
+
+    return any(
+        getattr(one, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        for module in model.modules()
+        for group in parameter_groups(module)
+        for one in group.fsdp_params
+    )
 
 
 def step_in_backward(
@@ -582,11 +580,9 @@ def step_in_backward(
 
 def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
     """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
+    group = checked_group(group)
     if group is None:
         return None
-    group = group.get_group() if hasattr(group, "get_group") else group
-    if not hasattr(group, "size"):  # as torch returns on ranks outside a new group
-        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
     for index, parameter in enumerate(parameters_of(optimizer)):
         if is_sharded(parameter):
             raise ValueError(

@@ -42,7 +42,7 @@ from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_optimizer_state
 from halfstep.integrations.optim.checkpoints import CanonicalState, saving
 from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
-from halfstep.integrations.optim.state import CODES, SCALES, OptimizerState
+from halfstep.integrations.optim.state import CODES, SCALES
 from halfstep.numerics.scaling.topology import local
 
 
@@ -548,7 +548,7 @@ class _Load:
             loaded = unpack(self.reader.tree["optimizer"], self.targets.__getitem__)
             # Not strict, because parameters that never had a gradient have no state.
             set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
-            if isinstance(self.optimizer, OptimizerState):
+            if isinstance(self.optimizer, CanonicalState):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
             self.scaler.load_state_dict(unpack(self.reader.tree["scaler"], self._own_tensor))

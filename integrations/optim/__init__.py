@@ -14,25 +14,20 @@ cast the state to the parameter's dtype and is not called. With ``state_dtype="8
 codes beside the scales of its blocks, ``exp_avg_scale`` for ``exp_avg``, of shape (rows, blocks per row); see
 kernels/block_codes.py.
 
-**Random bits.** With ``rounding="stochastic"``, the random bits of an element depend on the seed, the parameter's index
-in the optimizer (over all groups, as in ``state_dict``), its step count and the element's index in the whole,
-unsharded parameter; see kernels/adam.py. The seed is saved with the options of the groups, so a resumed run has the
-same random bits as an uninterrupted one, on any number of ranks.
+**Random bits.** With ``rounding="stochastic"``, those of an element depend on the seed, which is saved, the parameter's
+index in the optimizer, its step count and the element's index in the whole, unsharded parameter; see kernels/adam.py.
 
-**Masters and parameters.** Loading a checkpoint sets the master and the parameter, which is the rounded master. If
-other code writes a parameter between two steps (``load_state_dict`` of the model, ``copy_``, swapped weights), an old
-master never overwrites it. A full master is compared with the parameter if the version or the address of the parameter
-has changed, and replaced where it does not round to the parameter. A split master consists of the parameter and the
-remainder, which stays as it is: the master keeps every bit where the same value was written, and is within half a bf16
-ulp of the parameter everywhere. The optimizer cannot find out which elements were written. Clearing the whole remainder
-would lose all updates below that ulp in training that writes parameters after each step, for example with masks or
-weight clipping. `refresh_master` clears it on request.
+**Masters and parameters.** If other code writes a parameter between two steps, an old master never overwrites it. A
+full master is compared with the parameter if the version or the address of the parameter has changed, and replaced
+where it does not round to the parameter. A split master consists of the parameter and the remainder, which stays: the
+master keeps every bit where the same value was written, and is within half a bf16 ulp of the parameter everywhere.
+Which elements were written is not known, and clearing the whole remainder would lose all updates below that ulp in
+training that writes parameters after each step, for example with masks. `refresh_master` clears it on request.
 
 **CUDA graphs.** A captured step uses tables of its own (`halfstep.kernels.streams`) and changes nothing that eager
 steps keep, so captures, replays and eager steps can be mixed in any order. A replay uses the options of its capture,
 except those that are tensors on the device. Moments, masters and step counts are shared: they must exist before the
-capture, after which `load_state_dict` writes into them instead of replacing them. A replay does not notice that other
-code wrote a parameter with a full master; call `refresh_master` first.
+capture, after which `load_state_dict` writes into them instead of replacing them.
 
 **Interrupts.** `step` and `load_state_dict` first prepare everything that can fail or take long. They then change
 weights and state in one sequence that Ctrl-C does not interrupt (`halfstep.integrations.interrupts`).

@@ -15,27 +15,24 @@ from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import decode, master_of_flashoptim
-from halfstep.integrations.optim.held import canonical_state, held_state, taken
-from halfstep.integrations.optim.options import (
-    LAYOUT_OPTIONS,
-    MASTER_DTYPES,
-    check_options,
-    master_of,
-    state_dtype_of,
-)
+from halfstep.integrations.optim.held import canonical_state, fit_master, held_state, loaded_state
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_options
 from halfstep.integrations.optim.state import (
-    CANONICAL_KEYS,
     CODES,
     REMAINDER,
-    SCALES,
     WHOLE,
+    Agreed,
     OptimizerState,
     encoded,
+    entries,
+    foreign_moments,
+    is_complete,
     is_remainder,
     like,
+    new_entry,
     step_count,
 )
-from halfstep.kernels.rounding import join_master, split_master
+from halfstep.kernels.rounding import join_master
 from halfstep.numerics.scaling.topology import local
 from halfstep.numerics.scaling.verdict import parameters_of
 
@@ -44,23 +41,13 @@ FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
 SPLIT = ("split", "split24")
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """State of other code with its tensors moved to the device of their parameter, as `torch.optim.Optimizer` does."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(one, device) for key, one in value.items()}
-    return type(value)(moved(one, device) for one in value) if type(value) in (list, tuple, set) else value
-
-
 def _is_nothing(value: Any) -> bool:
     """Whether an entry is missing: None in TransformerEngine, an empty dict in a flat state of torch."""
     return value is None or (isinstance(value, dict) and not value)
 
 
-def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+def canonical(where: str, parameter: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
     """One parameter's saved state with our names; `group` is its saved group."""
-    where = f"state of parameter {index}"
     state = decode({key: value for key, value in saved.items() if not _is_nothing(value)}, where)
     if group.get("step") is not None:
         state.setdefault("step", group["step"])
@@ -80,13 +67,7 @@ def canonical(index: Any, parameter: torch.Tensor, saved: dict[str, Any], group:
 def matched_groups(
     groups: list[dict[str, Any]], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[dict[str, Any]], dict[Any, tuple[torch.Tensor, dict[str, Any]]]]:
-    """The groups after loading, and the parameter and the group of each saved index.
-
-    Args:
-        groups: the present groups.
-        state_dict: the state to load.
-        kept: options that are not loaded.
-    """
+    """The groups after a load that leaves the options `kept`, and the parameter and the group of each saved index."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -254,17 +235,68 @@ class CanonicalState(OptimizerState):
             return self.state_dict()
 
     def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with missing entries created.
+        """The state of a parameter in its layout, with missing entries created. It is replaced after all of them exist.
 
-        Codes and remainders that other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, has assigned under
-        the names of a checkpoint are loaded.
+        Other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, may have assigned codes and remainders under
+        the names of a checkpoint, moments in other dtypes, and masters of other kinds.
         """
         state = self.state.get(parameter)
         if state is not None and any(name in state for name in (REMAINDER, *CODES.values())):
-            self.state[parameter], weight = self._loaded_state("with a gradient", parameter, group, state)
+            where = "state of parameter with a gradient"
+            state, weight = loaded_state(state, parameter, group, where, final=bool(self._recorded))
+            self.state[parameter] = state
             if weight is not None:
-                local(parameter.detach()).copy_(local(weight))
-        return super()._complete_state(parameter, group)
+                local(parameter.detach()).copy_(weight)
+        if state is not None and is_complete(state, parameter, group):
+            return state
+        state, dtypes = dict(state or {}), entries(parameter, group)
+        self._fit_master(parameter, group, state)
+        for key in foreign_moments(state, parameter, group):
+            if dtypes[key] == torch.uint8:
+                state |= encoded(key, local(state[key]).float(), parameter)
+            else:
+                state[key] = state[key].to(dtypes[key])
+        missing = {key: dtype for key, dtype in dtypes.items() if key not in state}
+        if missing:
+            if missing.get("master") == torch.float32:
+                self._agreed[id(parameter)] = Agreed.now(parameter)
+            created = {key: new_entry(key, dtype, parameter) for key, dtype in missing.items()}
+            state = {**dict.fromkeys(dtypes), **state, **created}
+        step, device = state["step"], local(parameter).device
+        if not isinstance(step, torch.Tensor) or (step.dtype, step.device) != (torch.float32, device):
+            state["step"] = step_count(step, "state of a parameter").to(device)
+        self.state[parameter] = state
+        return state
+
+    def _fit_master(self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Convert the master in a state to the present kind, after a change of dtype or options."""
+        master, dtype = state.get("master"), entries(parameter, group).get("master")
+        if not isinstance(master, torch.Tensor):
+            return
+        values, whole = local(parameter.detach()), local(master)
+        if is_remainder(master):
+            if dtype == master.dtype:
+                return
+            if parameter.dtype != torch.bfloat16:  # without which it is useless
+                del state["master"]
+                return
+            whole = join_master(values, whole)
+        elif dtype is None or dtype == torch.float32:
+            if dtype is None:
+                del state["master"]
+            return
+        elif (written := self._master_if_written(parameter)) is not None:
+            whole = written
+        values.copy_(fit_master(state, whole, parameter, group))
+
+    @torch.no_grad()
+    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Convert loaded masters of another layout now, and not in the first step. Load these parameters first."""
+        loaded = set(map(id, parameters))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in loaded and self.state.get(parameter):
+                    self._complete_state(parameter, group)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -300,37 +332,38 @@ class CanonicalState(OptimizerState):
             replaced = hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        self._load(state_dict)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, without hooks."""
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         saved_groups = {index: group for group in state_dict["param_groups"] for index in group["params"]}
         check_masters(owners, state_dict)
-        loaded = {
-            parameter: self._loaded_state(
-                index, parameter, group, canonical(index, parameter, saved, saved_groups[index])
-            )
-            for index, (parameter, group) in owners.items()
-            if (saved := state_dict["state"].get(index))
-        }
+        loaded = {}
+        for index, (parameter, group) in owners.items():
+            if saved := state_dict["state"].get(index):
+                where = f"state of parameter {index}"
+                entry = canonical(where, parameter, saved, saved_groups[index])
+                loaded[parameter] = loaded_state(entry, parameter, group, where, final=bool(self._recorded))
         fresh: dict[Any, Any] = defaultdict(dict)
         fresh.update((key, value) for key, value in state_dict["state"].items() if key not in owners)
         fresh.update((parameter, state) for parameter, (state, _) in loaded.items())
         # Everything has been validated. The plan is discarded first, because it is derived from the old state.
         self._forget()
         pairs = ((local(p.detach()), weight) for p, (_, weight) in loaded.items() if weight is not None)
-        writes: list[partial[Any]] = [partial(held.copy_, local(weight)) for held, weight in pairs]
+        writes: list[partial[Any]] = [partial(held.copy_, weight) for held, weight in pairs]
         for parameter, (state, _) in loaded.items():
             writes += self._in_place(parameter, state)
         writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups, _agreed={}))
         self._commit(WHOLE, [(list(loaded), writes)])
         self._agree()
-        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            post_hook(self)
 
     def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
-        """Make the calls of a step or a load: all of them, whatever interrupts.
+        """Make the calls of a step or a load (then `part` is `WHOLE`): all of them, whatever interrupts.
 
-        Args:
-            part: the part of a step, `WHOLE` in a load.
-            writes: parameters, and the calls that write these and their state. Their order does not matter.
+        Each pair is parameters, and the calls that write these and their state. Their order does not matter.
         """
         apply(list(chain.from_iterable(map(itemgetter(1), writes))))
 
@@ -345,64 +378,3 @@ class CanonicalState(OptimizerState):
                 calls.append(partial(local(held).copy_, local(value)))
                 state[key] = held
         return calls
-
-    def _loaded_state(
-        self, index: int | str, parameter: torch.Tensor, group: dict[str, Any], saved: dict[str, Any]
-    ) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """One parameter's state in this optimizer's layout, and the new value of the parameter (None: unchanged)."""
-        where = f"state of parameter {index}"
-        state, saved = taken(saved, parameter, group, where)
-        for key in ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())):
-            if key not in saved and key not in state:
-                raise ValueError(
-                    f"{where} lacks {key!r}; it has {', '.join(map(repr, (*saved, *state))) or 'nothing'}: "
-                    "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
-                    "state_dict_format='canonical'"
-                )
-        for key, value in saved.items():
-            if key == "step":
-                state[key] = step_count(value, where).to(parameter.device)
-            elif key in CANONICAL_KEYS:
-                if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-                    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                    raise ValueError(
-                        f"Expected {key!r} in the {where} to have shape {tuple(parameter.shape)}, but got {shape}: the "
-                        "checkpoint is of another model, or its parameters are in another order"
-                    )
-                if not value.is_floating_point():
-                    raise ValueError(
-                        f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}"
-                    )
-                dtype = torch.float32 if key == "master" else state_dtype_of(parameter, group["state_dtype"])
-                coded = dtype == torch.uint8
-                dtype = torch.float32 if coded else dtype
-                copy = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(value)
-                state |= encoded(key, local(copy), parameter) if coded else {key: copy}
-            else:
-                state[key] = moved(value, parameter.device)
-        if not group["amsgrad"]:
-            state.pop("max_exp_avg_sq", None)
-            state.pop(SCALES["max_exp_avg_sq"], None)
-        kept = master_of(parameter, group["master_weights"])
-        if "master" in state and is_remainder(state["master"]):
-            remainder = state["master"]
-            if not self._recorded or (kept is not None and MASTER_DTYPES[kept] == remainder.dtype):
-                return state, None
-            # A replay converts nothing.
-            state["master"] = like(parameter, join_master(local(parameter.detach()), local(remainder)))
-        master = state.pop("master", None)
-        if kept is None:
-            return state, None if master is None else master.to(parameter.dtype)
-        held = MASTER_DTYPES[kept]
-        if master is None:
-            if held == torch.float32:
-                state["master"] = parameter.detach().to(torch.float32, memory_format=torch.preserve_format)
-            else:
-                state["master"] = torch.zeros_like(parameter, dtype=held, requires_grad=False)
-            return state, None
-        if held == torch.float32:
-            state["master"] = master
-            return state, master.to(parameter.dtype)
-        weight, rest = split_master(local(master), held)
-        state["master"] = like(parameter, rest)
-        return state, like(parameter, weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,17 +15,23 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfstep.integrations.optim.batches import all_contiguous
 from halfstep.integrations.optim.checkpoints import CanonicalState, check_format
-from halfstep.integrations.optim.options import check_number, check_options, check_parameter, is_zero, plain_number
+from halfstep.integrations.optim.options import (
+    OPTIONS,
+    check_number,
+    check_options,
+    check_parameter,
+    is_zero,
+    plain_number,
+)
 from halfstep.integrations.optim.state import WHOLE
-from halfstep.integrations.optim.step_plan import StepPlan
+from halfstep.integrations.optim.step_plan import StepPlan, all_contiguous
 from halfstep.kernels import adam
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import is_sharded, settle_gradients
+from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
 
 _gradient = attrgetter("grad")
@@ -41,22 +45,7 @@ def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
     if all(map(is_, numbers, repeat(None))):
         return control
-    dtypes = torch.float32, torch.float32, torch.float64
-    fitting = []
-    fits = True
-    for number, dtype in zip(numbers, dtypes, strict=True):
-        if number is not None and not isinstance(number, torch.Tensor):
-            number, fits = torch.full((), float(number), dtype=dtype, device=device), False
-        fits = fits and (number is None or (number.dtype is dtype and number.device == device))
-        fitting.append(number)
-    return control if fits else adam.Control(*all_to_device(fitting, device, dtypes))
-
-
-def _as_fp32(value: Any) -> torch.Tensor:
-    """A number as an fp32 tensor on the CPU, or a tensor in fp32 on its device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(torch.float32)
-    return torch.as_tensor(value, dtype=torch.float32, device="cpu")
+    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
 
 
 def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
@@ -72,12 +61,69 @@ def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
     return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
-class _AdamBase(CanonicalState):
-    """The common implementation of Adam and AdamW: everything except their signatures.
+_ARGUMENTS = """
 
-    Both inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use none of their
-    methods: what this class does not define is called on `torch.optim.Optimizer` by name.
-    """
+    Args:
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
+            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
+        lr: learning rate; a float, or a one-element tensor that is read on the device.
+        betas: decay rates of the two moments, each from 0 to below 1.
+        eps: added to the root of the second moment.
+        weight_decay: {decay}.
+        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
+        maximize: ascend instead of descend.
+        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
+        differentiable: must be False.
+{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
+            ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
+            ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
+            full for fp16. fp32 parameters need none.
+        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
+            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
+            Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
+            below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
+        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
+            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
+            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
+            mean exact.
+            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
+            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
+            shards do not record their positions, in the shard).
+        seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
+        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
+        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
+            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
+            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
+
+    Raises:
+        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
+        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
+            integer. Frozen parameters may be of any kind.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.{name}([weight], lr=1e-4)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight.data  # the step is too small for bf16
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+        >>> optimizer.masters()[weight]  # the fp32 master has taken it
+        tensor([0.9999, 0.9999, 0.9999])
+"""
+
+
+class Adam(CanonicalState, torch.optim.Adam):
+    __doc__ = (
+        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
+        + _ARGUMENTS.format(
+            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
+            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+            name="Adam",
+        )
+    )
+
+    # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
+    # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
 
     # False, so that torch's scalers unscale in place and decide whether to call step().
     _step_supports_amp_scaling = StepSupportsAmpScaling()
@@ -86,21 +132,41 @@ class _AdamBase(CanonicalState):
     def __init__(
         self,
         params: ParamsT,
-        defaults: dict[str, Any],
-        max_grad_norm: float | None,
-        state_dict_format: Literal["held", "canonical"],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
+        self._set_up(locals())
+
+    def _set_up(self, arguments: dict[str, Any]) -> None:
+        """Initialize the optimizer from the arguments of `__init__`, by name."""
+        defaults = {name: arguments[name] for name in OPTIONS}
+        max_grad_norm, state_dict_format = arguments["max_grad_norm"], arguments["state_dict_format"]
         check_options(defaults)
         check_format(state_dict_format)
         if max_grad_norm is not None:
             check_number(
                 max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
             )
-        self.max_grad_norm = max_grad_norm
-        self.state_dict_format = state_dict_format
+        self.max_grad_norm, self.state_dict_format = max_grad_norm, state_dict_format
         self._agreed = {}
         self._begin()
-        Optimizer.__init__(self, params, defaults)
+        Optimizer.__init__(self, arguments["params"], defaults)
 
     def _begin(self) -> None:
         """Initialize the attributes that pickles and copies of an optimizer do not contain."""
@@ -155,7 +221,7 @@ class _AdamBase(CanonicalState):
                 "half the distance of two codes, so that second moments stop changing; leave rounding out, or use "
                 "rounding='stochastic'",
                 UserWarning,
-                stacklevel=6,  # the line that creates an AdamW
+                stacklevel=5,  # the line that creates the optimizer
             )
         self._forget()
 
@@ -249,13 +315,7 @@ class _AdamBase(CanonicalState):
     def _step_part(
         self, part: int, parameters: list[torch.Tensor], freed: Iterable[torch.Tensor | None] = repeat(None)
     ) -> None:
-        """Update a part of the parameters, and free their gradients. Only a decision made elsewhere unscales and clips.
-
-        Args:
-            part: a number for the same parameters in each step, not that of another part and not `WHOLE`.
-            parameters: the parameters.
-            freed: what the ``.grad`` of each parameter is afterwards.
-        """
+        """Update the parameters of a part, whose ``.grad`` becomes `freed`. Only a decision made elsewhere clips."""
         limit = None if self._decision is None else self._limit()
         changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
@@ -272,16 +332,10 @@ class _AdamBase(CanonicalState):
         first_at_rest: bool = False,
         freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
-        """Update parameters with their gradients.
+        """Update parameters with their gradients by the plan of a part.
 
-        Args:
-            part: whose plan is used.
-            parameters: at least one parameter.
-            grads: their gradients.
-            limit: the 2-norm to which the gradients are clipped.
-            changed: whether an option of any group may have changed since the last step of this part.
-            first_at_rest: whether to change nothing if all gradients are 0.
-            freed: what the ``.grad`` of each parameter becomes; empty if they stay.
+        `changed` says whether an option may have changed since its last step, `first_at_rest` whether to change nothing
+        if all gradients are 0. The ``.grad`` of each parameter becomes that of `freed`; they stay if it is empty.
         """
         groups, plan = self.param_groups, self._plans.get(part)
         contiguous = all_contiguous(grads)
@@ -336,7 +390,7 @@ class _AdamBase(CanonicalState):
         decision = self._decision
         squares = None
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         else:
             scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
             # Gradients that were unscaled in place may have changed since, so their sum is computed again.
@@ -345,23 +399,29 @@ class _AdamBase(CanonicalState):
         if limit is None:
             return adam.Control(scale, found_inf)
         if squares is None:
-            factor = None if scale is None else Factor(_as_fp32(scale).reshape(()), inverted=True)
+            factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
             verdict = self._checker.verdict(factor)
             squares = None if verdict is None else verdict.sum_of_squares
         self._squares = squares
         return adam.Control(scale, found_inf, squares)
 
+    def _number(self, value: Any) -> torch.Tensor | None:
+        """A number that other code has set, as a tensor."""
+        if value is None or isinstance(value, torch.Tensor):
+            return value
+        device = next((parameter.device for parameter in parameters_of(self)), None)
+        return torch.full((), float(value), dtype=torch.float32, device=device)
+
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.
 
-        In this case they have no gradients, while DTensors of the same shapes do. The search over all objects takes a
-        while. It runs once, when no parameter has a gradient, and only in a process group.
+        In this case they have no gradients, while DTensors of the same shapes do. The search runs once, when no
+        parameter has a gradient, and only in a process group.
         """
-        cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
         own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
-        if cls is None or not torch.distributed.is_initialized() or not own or any(map(is_sharded, own)):
+        if default_group() is None or not own or any(map(is_sharded, own)):
             return
-        leaves = [one for one in gc.get_objects() if issubclass(type(one), cls) and one.is_leaf and one.requires_grad]
+        leaves = [one for one in instances("torch.distributed.tensor", "DTensor") if one.is_leaf and one.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in own}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
@@ -374,110 +434,16 @@ class _AdamBase(CanonicalState):
             )
 
 
-_ARGUMENTS = """
-
-    Args:
-        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
-            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
-        lr: learning rate; a float, or a one-element tensor that is read on the device.
-        betas: decay rates of the two moments, each from 0 to below 1.
-        eps: added to the root of the second moment.
-        weight_decay: {decay}.
-        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
-        maximize: ascend instead of descend.
-        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
-        differentiable: must be False.
-{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
-            ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
-            ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
-            full for fp16. fp32 parameters need none.
-        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
-            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
-            Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
-            below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
-        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
-            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
-            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
-            mean exact.
-            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
-            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
-            shards do not record their positions, in the shard).
-        seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
-        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
-        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
-            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
-            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
-
-    Raises:
-        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
-        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
-            integer. Frozen parameters may be of any kind.
-
-    Examples:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> optimizer = halfstep.{name}([weight], lr=1e-4)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight.data  # the step is too small for bf16
-        tensor([1., 1., 1.], dtype=torch.bfloat16)
-        >>> optimizer.masters()[weight]  # the fp32 master has taken it
-        tensor([0.9999, 0.9999, 0.9999])
-"""
-
-
-class Adam(_AdamBase, torch.optim.Adam):
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
-        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
-        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        state_dict_format: Literal["held", "canonical"] = "held",
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "master_weights": master_weights,
-            "state_dtype": state_dtype,
-            "rounding": rounding,
-            "seed": seed,
-        }
-        _AdamBase.__init__(self, params, defaults, max_grad_norm, state_dict_format)
-
+class AdamW(Adam, torch.optim.AdamW):
     __doc__ = (
-        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
+        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
         + _ARGUMENTS.format(
-            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
-            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
-            name="Adam",
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step",
+            extra="",
+            name="AdamW",
         )
     )
 
-
-class AdamW(Adam, torch.optim.AdamW):
     # As torch's: whatever is loaded into an AdamW decays as AdamW does.
     _fixed_options = ("decoupled_weight_decay",)
 
@@ -502,33 +468,4 @@ class AdamW(Adam, torch.optim.AdamW):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            master_weights=master_weights,
-            state_dtype=state_dtype,
-            rounding=rounding,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-            state_dict_format=state_dict_format,
-        )
-
-    __doc__ = (
-        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
-        + _ARGUMENTS.format(
-            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step",
-            extra="",
-            name="AdamW",
-        )
-    )
+        self._set_up({**locals(), "decoupled_weight_decay": True})

@@ -28,14 +28,9 @@ _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """One parameter's saved state with its moments as plain tensors of fp32. States without codes stay as they are.
+    """The saved state of a whole parameter with its moments as plain tensors of fp32; without codes, as it is.
 
-    Args:
-        saved: the state of the whole parameter.
-        where: its name in messages.
-
-    Raises:
-        ValueError: codes and scales do not belong together.
+    `where` is its name in messages. Raises a ValueError if codes and scales do not belong together.
     """
     state = dict(saved)
     state.update(state.pop(BITSANDBYTES, {}))
@@ -91,16 +86,13 @@ def _of_torchao(value: Any) -> Any:
 
 
 def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight and its saved ``error_bits``.
+    """The fp32 master of a 16-bit weight, as it was saved, and its ``error_bits``.
 
     Args:
         weight: the weight at the time of saving.
         rest: int8 or int16, or as saved: int8 converted to the dtype of the weight, int16 viewed as it.
         width: bytes of weight and rest, 3 or 4, as saved in the group.
         where: the name of the state in messages.
-
-    Raises:
-        ValueError: the weight is not of 16 bits, or `rest` has another width.
     """
     if rest.is_floating_point() and width in (3, 4):
         rest = rest.to(torch.int8) if width == 3 else rest.view(torch.int16)

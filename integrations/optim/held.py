@@ -15,22 +15,28 @@ from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.options import state_dtype_of
+from halfstep.integrations.optim.options import MASTER_DTYPES, master_of
 from halfstep.integrations.optim.state import (
+    CANONICAL_KEYS,
     CODES,
     DTYPES_OF_SCALES,
     MOMENTS,
     REMAINDER,
     SCALES,
+    encoded,
+    entries,
+    is_remainder,
     like,
+    moved,
+    new_entry,
     rows_of_a_piece,
-    scales_like,
-    sharded,
+    shape_of,
+    step_count,
 )
 from halfstep.kernels import adam
-from halfstep.kernels.block_codes import SPAN, blocks_per_row, decode, rows_and_columns
-from halfstep.kernels.rounding import join_master
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.kernels.block_codes import SPAN, decode
+from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.topology import cuts, is_sharded, local, sharded_like
 
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
 HELD = (*CODES.values(), *SCALES.values(), REMAINDER)  # entries that a canonical state does not have
@@ -41,39 +47,18 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
 
     All ranks decide alike.
     """
-    if not is_sharded(parameter):
+    ways = cuts(parameter)
+    if max(ways, default=0) == 0:
         return True
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    cut = [(getattr(p, "dim", 0), size) for p, size in zip(placements, mesh.shape, strict=True) if size > 1]
-    ways = math.prod(size for dim, size in cut if dim == 1)
-    if ways == 1:
-        return all(dim == 0 for dim, _ in cut)
-    evenly = parameter.shape[1] % ways == 0 and all(dim < 2 for dim, _ in cut)
-    return evenly and parameter.shape[1] // ways * math.prod(parameter.shape[2:]) % SPAN == 0
-
-
-def scales_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of the scales of a whole parameter."""
-    rows, columns = rows_and_columns(parameter.shape or (1,))
-    return torch.Size((rows, blocks_per_row(columns)))
-
-
-def empty_scales(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for the scales of a parameter whose blocks are sharded like it, on its device."""
-    rows, columns = rows_and_columns(local(parameter).shape)
-    return scales_like(parameter, local(parameter.detach()).new_empty(rows, blocks_per_row(columns), dtype=dtype))
+    inner = math.prod(parameter.shape[2:])
+    return max(ways) == 1 and parameter.shape[1] % ways[1] == 0 and parameter.shape[1] // ways[1] * inner % SPAN == 0
 
 
 def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in memory under the names of a checkpoint.
+    """One parameter's state in memory under the names of a checkpoint, with its full master.
 
     Nothing is copied, but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on
     the CPU.
-
-    Args:
-        state: the state.
-        parameter: its parameter.
-        master: its full master, if it has one.
     """
     saved = {key: value for key, value in state.items() if key != "master"}
     if master is not None:
@@ -92,22 +77,16 @@ def held_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Ten
     return saved
 
 
-def canonical_state(state: dict[str, Any], parameter: torch.Tensor, written: torch.Tensor | None) -> dict[str, Any]:
-    """One parameter's state in fp32 on the CPU. Nothing but a piece of one tensor is allocated on another device.
-
-    Args:
-        state: the state.
-        parameter: the parameter.
-        written: its full master, if it has one, with what other code has written into the parameter.
-    """
+def canonical_state(state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None) -> dict[str, Any]:
+    """One parameter's state and full master in fp32 on the CPU. On a GPU, pieces of one tensor are allocated."""
     saved = {}
     for key, value in state.items():
         if key in MOMENTS:
             saved[key] = _decoded_on_cpu(state, key, parameter)
         elif key not in (*SCALES.values(), "master"):
             saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) else value
-    if written is not None:
-        saved["master"] = _on_cpu(written)
+    if master is not None:
+        saved["master"] = _on_cpu(master)
     elif isinstance(state.get("master"), torch.Tensor) and parameter.dtype == torch.bfloat16:
         saved["master"] = _converted_on_cpu(parameter, join_master, parameter.detach(), state["master"])
     return saved
@@ -160,102 +139,157 @@ def _with_spec(part: torch.Tensor, spec: Any) -> torch.Tensor:
 def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     """The same memory, for 16-bit integers as pairs of bytes in one more dimension.
 
-    Neither NCCL nor gloo transfers integers of 16 bits, and numbers of another dtype would be silently converted if a
-    checkpoint of another layout were loaded into them.
+    Neither NCCL nor gloo transfers such integers, and a load into them would silently convert other numbers.
     """
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
     if not is_sharded(values):
         return pairs
-    return sharded(values, pairs, torch.Size((*values.shape, 2)), (*(2 * stride for stride in values.stride()), 1))
+    return sharded_like(values, pairs, torch.Size((*values.shape, 2)), (*(2 * stride for stride in values.stride()), 1))
 
 
 def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
     """The inverse of `_in_bytes` for 16-bit integers."""
     values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
-    if not is_sharded(pairs):
-        return values
-    shape = pairs.shape[:-1]
-    return sharded(pairs, values, shape, torch.empty(shape, dtype=values.dtype, device="meta").stride())
+    return sharded_like(pairs, values, pairs.shape[:-1]) if is_sharded(pairs) else values
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
     """Memory for an entry of a saved state, sharded like its parameter. None for an entry of another shape."""
-    scales = key in SCALES.values()
-    whole = scales_shape(parameter) if scales else parameter.shape
-    if size not in (whole, torch.Size((*whole, 2))):
+    whole, part = shape_of(key, parameter.shape), local(parameter.detach())
+    if key == "step" or size not in (whole, torch.Size((*whole, 2))):
         return None
-    part = local(parameter.detach())
-    rows, columns = rows_and_columns(part.shape)
-    shape = ((rows, blocks_per_row(columns)) if scales else tuple(part.shape)) + tuple(size[len(whole) :])
-    values = part.new_empty(shape, dtype=dtype)
-    if not is_sharded(parameter):
-        return values
-    return sharded(parameter, values, size, torch.empty(size, dtype=values.dtype, device="meta").stride())
+    values = part.new_empty((*shape_of(key, part.shape), *size[len(whole) :]), dtype=dtype)
+    return sharded_like(parameter, values, size) if is_sharded(parameter) else values
 
 
-def taken(
-    saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any], where: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide one parameter's saved state into copies of what is in the layout of an optimizer, and the rest, decoded.
+def loaded_state(
+    saved: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any], where: str, final: bool = False
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """One parameter's saved state as copies in the layout of its group, and the new weight (None: unchanged).
 
     Args:
-        saved: a state as `held_state` returns it, or a canonical one, which is the rest.
-        parameter: the parameter, with the weight that belongs to the state.
+        saved: a state as `held_state` or `canonical_state` returns it, or of another Adam with the names of the latter.
+        parameter: the parameter, with the weight that belongs to a remainder.
         group: its group in the optimizer that loads.
         where: the name of the state in messages.
-
-    Returns:
-        Entries with the names in memory, and canonical ones.
+        final: whether the master becomes that of the layout now. Otherwise a remainder stays as it was saved until the
+            first step, since the weight that belongs to it may be loaded later.
 
     Raises:
-        ValueError: an entry has another shape or dtype, its scales are missing, or the parameter has no remainder.
+        ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
     """
-    state: dict[str, Any] = {}
+    dtypes, values = entries(parameter, group), local(parameter.detach())
+    coded = dtypes["exp_avg"] == torch.uint8
+    state, rest = _taken(saved, parameter, coded, where)
+    for key in ("step", *MOMENTS):
+        if key in dtypes and key not in rest and key not in state:
+            raise ValueError(
+                f"{where} lacks {key!r}; it has {', '.join(map(repr, (*rest, *state))) or 'nothing'}: "
+                "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
+                "state_dict_format='canonical'"
+            )
+    for key, value in rest.items():
+        if key == "step":
+            state[key] = step_count(value, where).to(parameter.device)
+        elif key not in CANONICAL_KEYS:
+            state[key] = moved(value, parameter.device)
+        else:
+            _check_floating(value, key, parameter, where)
+            if key != "master" and coded:
+                state |= encoded(key, local(_copy(parameter, value, torch.float32)), parameter)
+            else:
+                state[key] = _copy(parameter, value, torch.float32 if key == "master" else dtypes["exp_avg"])
+    if not group["amsgrad"]:
+        state.pop("max_exp_avg_sq", None)
+        state.pop(SCALES["max_exp_avg_sq"], None)
+    master = state.get("master")
+    if master is None:
+        if "master" in dtypes:
+            state["master"] = new_entry("master", dtypes["master"], parameter)
+        return state, None
+    if is_remainder(master):
+        if not final or dtypes.get("master") == master.dtype:
+            return state, None
+        master = join_master(values, local(master))
+    return state, fit_master(state, local(master), parameter, group)
+
+
+def _taken(
+    saved: dict[str, Any], parameter: torch.Tensor, coded: bool, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Copies of what is held in a saved state and in the layout of an optimizer, and the rest, decoded."""
+    values = local(parameter.detach())
+    device, state = values.device, {}
     rest = {key: value for key, value in saved.items() if key not in HELD}
-    coded = state_dtype_of(parameter, group["state_dtype"]) == torch.uint8
-    device = local(parameter).device
     for moment, name in CODES.items():
         if name not in saved:
             continue
+        signed, names = moment == "exp_avg", SCALES[moment]
         codes = _checked(saved, name, parameter.shape, torch.uint8, where=where)
-        scales = _checked(saved, SCALES[moment], scales_shape(parameter), DTYPES_OF_SCALES[SCALES[moment]], where=where)
+        scales = _checked(saved, names, shape_of(names, parameter.shape), DTYPES_OF_SCALES[names], where=where)
         if is_sharded(parameter) and not is_sharded(codes):
             from torch.distributed.tensor import distribute_tensor
 
-            whole = decode(codes, scales, signed=moment == "exp_avg").to(device)
+            whole = decode(codes, scales, signed).to(device)
             mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
             # Every rank has the same codes, so nothing is sent.
             rest[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         elif coded:
-            state[moment] = torch.empty_like(parameter, dtype=codes.dtype, requires_grad=False).copy_(codes)
-            state[SCALES[moment]] = empty_scales(parameter, scales.dtype).copy_(scales)
+            state[moment] = _copy(parameter, codes, codes.dtype)
+            state[names] = new_entry(names, scales.dtype, parameter).copy_(scales)
         else:
-            parts = (local(codes).to(device), local(scales).to(device))
-            rest[moment] = like(parameter, decode(*parts, signed=moment == "exp_avg"))
+            rest[moment] = like(parameter, decode(local(codes).to(device), local(scales).to(device), signed))
     if REMAINDER in saved:
         remainder = _checked(saved, REMAINDER, parameter.shape, *adam.REMAINDERS.values(), where=where)
-        if parameter.dtype != torch.bfloat16:
-            weight = local(parameter.detach()).bfloat16()
-            if parameter.dtype != torch.float32 or not torch.equal(weight.float(), local(parameter.detach())):
-                raise ValueError(
-                    f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
-                    f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
-                    "convert it afterwards; or save canonical_state_dict()"
-                )
-            rest["master"] = like(parameter, join_master(weight, local(remainder).to(device)))
-        else:  # the first step converts it to the present kind: the weight that belongs to it may be loaded later
-            state["master"] = torch.empty_like(parameter, dtype=remainder.dtype, requires_grad=False).copy_(remainder)
+        if parameter.dtype == torch.bfloat16:
+            state["master"] = _copy(parameter, remainder, remainder.dtype)
+        elif parameter.dtype == torch.float32 and torch.equal(values.bfloat16().float(), values):
+            rest["master"] = like(parameter, join_master(values.bfloat16(), local(remainder).to(device)))
+        else:
+            raise ValueError(
+                f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
+                f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
+                "convert it afterwards; or save canonical_state_dict()"
+            )
     return state, rest
 
 
-def _checked(saved: dict[str, Any], key: str, shape: torch.Size, *dtypes: torch.dtype, where: str) -> torch.Tensor:
-    """An entry of a saved state.
+def fit_master(
+    state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
+    """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
+    state.pop("master", None)
+    kind = master_of(parameter, group["master_weights"])
+    if kind is None or MASTER_DTYPES[kind] == torch.float32:
+        weight = master.to(parameter.dtype)
+    else:
+        weight, master = split_master(master, MASTER_DTYPES[kind])
+    if kind is not None:
+        state["master"] = like(parameter, master)
+    return weight
 
-    Raises:
-        ValueError: it is missing, or has another shape or dtype.
-    """
+
+def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of saved values in a dtype, on the device of their parameter and sharded like it."""
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(values)
+
+
+def _check_floating(value: Any, key: str, parameter: torch.Tensor, where: str) -> None:
+    """Raise unless a moment or a master is a floating-point tensor of the shape of its parameter."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"Expected {key!r} in the {where} to have shape {tuple(parameter.shape)}, but got {shape}: the "
+            "checkpoint is of another model, or its parameters are in another order"
+        )
+    if not value.is_floating_point():
+        raise ValueError(f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}")
+
+
+def _checked(saved: dict[str, Any], key: str, shape: torch.Size, *dtypes: torch.dtype, where: str) -> torch.Tensor:
+    """An entry of a saved state, which must exist and have a shape and one of some dtypes."""
     value = saved.get(key)
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
         value = _of_bytes(value)

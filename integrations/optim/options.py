@@ -32,11 +32,12 @@ _MASTER_CODES = {
 MASTER_DTYPES = {
     kind: adam.REMAINDERS.get(code, torch.float32) for kind, code in _MASTER_CODES.items() if code != adam.NO_MASTER
 }
-# All options that a step uses.
-options_of = itemgetter(
+# All options of a group.
+OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
 )
+options_of = itemgetter(*OPTIONS)
 
 
 def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -72,53 +73,36 @@ def check_number(value: Any, message: str, allowed: str, fits: Callable[[float],
 
 def check_options(group: dict[str, Any]) -> None:
     """Validate the options of a parameter group. Messages start like torch's, which other code may match."""
-    lr, betas = group["lr"], group["betas"]
-    if isinstance(lr, torch.Tensor):
-        if group["foreach"] and not group["capturable"]:
-            raise ValueError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, "
-                "which has no effect here"
-            )
-        if lr.numel() != 1:
-            raise ValueError(f"Tensor lr must be 1-element; its shape is {tuple(lr.shape)}")
+    betas = group["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
-    tensors = [isinstance(beta, torch.Tensor) for beta in betas]
-    if any(tensors) and not all(tensors):
+    if isinstance(betas[0], torch.Tensor) != isinstance(betas[1], torch.Tensor):
         raise ValueError("betas must be either both floats or both Tensors")
+    for name, value in (("lr", group["lr"]), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if group["foreach"] and not group["capturable"]:
+            raise ValueError(
+                f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, which "
+                "has no effect here"
+            )
+        if value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element; its shape is {tuple(value.shape)}")
     for index, beta in enumerate(betas):
-        if isinstance(beta, torch.Tensor):
-            if group["foreach"] and not group["capturable"]:
-                raise ValueError(
-                    f"betas[{index}] as a Tensor is not supported for capturable=False and foreach=True; "
-                    "leave foreach out, which has no effect here"
-                )
-            if beta.numel() != 1:
-                raise ValueError(f"Tensor betas[{index}] must be 1-element; its shape is {tuple(beta.shape)}")
         check_number(
             beta, f"Invalid beta parameter at index {index}", "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0
         )
-    check_number(lr, "Invalid learning rate", "a finite number of at least 0", lambda x: x >= 0)
-    check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
-    check_number(group["weight_decay"], "Invalid weight_decay value", "a finite number of at least 0", lambda x: x >= 0)
+    for name, text in (("lr", "learning rate"), ("eps", "epsilon value"), ("weight_decay", "weight_decay value")):
+        check_number(group[name], f"Invalid {text}", "a finite number of at least 0", lambda x: x >= 0)
     if group["foreach"] and group["fused"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together; neither changes what is computed here")
     if group["differentiable"]:
         if group["fused"]:
             raise RuntimeError("`fused` does not support `differentiable`; use torch.optim for a differentiable step")
         raise ValueError("Expected differentiable to be False, but got True: use torch.optim for a differentiable step")
-    if group["master_weights"] not in MASTERS:
-        raise ValueError(
-            f"Expected master_weights to be one of {', '.join(map(repr, MASTERS))}, but got {group['master_weights']!r}"
-        )
-    if group["state_dtype"] not in STATE_DTYPES:
-        raise ValueError(
-            f"Expected state_dtype to be one of {', '.join(map(repr, STATE_DTYPES))}, but got {group['state_dtype']!r}"
-        )
-    if group["rounding"] not in STEP_ROUNDINGS:
-        raise ValueError(
-            f"Expected rounding to be one of {', '.join(map(repr, STEP_ROUNDINGS))}, but got {group['rounding']!r}"
-        )
+    for name, allowed in (("master_weights", MASTERS), ("state_dtype", STATE_DTYPES), ("rounding", STEP_ROUNDINGS)):
+        if group[name] not in allowed:
+            raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {group[name]!r}")
     check_seed(group["seed"])
 
 

@@ -20,8 +20,8 @@ from halfstep.kernels.block_codes import (
     rows_and_columns,
 )
 from halfstep.kernels.multi_tensor import has_memory
-from halfstep.kernels.rounding import join_master, split_master
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.kernels.rounding import join_master
+from halfstep.numerics.scaling.topology import is_sharded, local, sharded_like
 from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 PIECE = 1 << 18  # elements that are compared or converted together
-CANONICAL_KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+CANONICAL_KEYS = ("step", *MOMENTS, "master")
 # The names of codes and remainders in a checkpoint, so that code which expects moments and masters does not find these.
 CODES = {moment: f"{moment}_codes" for moment in MOMENTS}
 REMAINDER = "master_remainder"
@@ -100,81 +100,84 @@ def is_remainder(master: torch.Tensor) -> bool:
     return master.dtype in adam.REMAINDERS.values()
 
 
-def moments_of(group: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the moments that a step needs."""
-    return MOMENTS if group["amsgrad"] else MOMENTS[:2]
+def shape_of(key: str, shape: torch.Size) -> torch.Size:
+    """The shape of an entry of the state of a parameter, or of a part of a parameter, of some shape."""
+    if key not in SCALES.values():
+        return torch.Size(()) if key == "step" else shape
+    rows, columns = rows_and_columns(shape or (1,))
+    return torch.Size((rows, blocks_per_row(columns)))
 
 
-def needed(parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
-    """The names of the entries that a step needs in a parameter's state."""
-    moments = moments_of(group)
-    coded = state_dtype_of(parameter, group["state_dtype"]) == torch.uint8
-    scales = [SCALES[key] for key in moments if coded]
-    return ["step", *moments, *scales, *["master"] * bool(master_of(parameter, group["master_weights"]))]
+def entries(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
+    """The names and dtypes of the state tensors that a step of a parameter needs, in the layout of its group."""
+    dtype, master = state_dtype_of(parameter, group["state_dtype"]), master_of(parameter, group["master_weights"])
+    dtypes = {"step": torch.float32}
+    for moment in MOMENTS if group["amsgrad"] else MOMENTS[:2]:
+        dtypes[moment] = dtype
+        if dtype == torch.uint8:
+            dtypes[SCALES[moment]] = DTYPES_OF_SCALES[SCALES[moment]]
+    return dtypes if master is None else {**dtypes, "master": MASTER_DTYPES[master]}
 
 
 def is_complete(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> bool:
     """Whether a parameter's state has all entries that a step needs, with moments and the master as they are held."""
-    step, held = state.get("step"), state.get("master")
-    master = master_of(parameter, group["master_weights"])
-    fits = not isinstance(held, torch.Tensor)
-    if isinstance(held, torch.Tensor) and master is not None:
-        fits = (held.dtype if is_remainder(held) else torch.float32) == MASTER_DTYPES[master]
+    dtypes = entries(parameter, group)
+    if not dtypes.keys() <= state.keys():
+        return False
+    step, master = state["step"], state.get("master")
     counted = isinstance(step, torch.Tensor) and (step.dtype, step.device) == (torch.float32, local(parameter).device)
-    moments = not _foreign_moments(state, parameter, group)
-    return fits and counted and moments and all(key in state for key in needed(parameter, group))
+    kind = (master.dtype if is_remainder(master) else torch.float32) if isinstance(master, torch.Tensor) else None
+    return counted and kind in (None, dtypes.get("master")) and not foreign_moments(state, parameter, group)
 
 
-def _foreign_moments(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
+def foreign_moments(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
     """The names of moments that other code has assigned in fp32 or bf16, where the layout has another dtype."""
-    dtype, own = state_dtype_of(parameter, group["state_dtype"]), local(parameter)
-    moments = {key: local(state[key]) for key in moments_of(group) if isinstance(state.get(key), torch.Tensor)}
+    own = local(parameter)
+    held = {key: local(state[key]) for key in MOMENTS if isinstance(state.get(key), torch.Tensor)}
     return [
         key
-        for key, moment in moments.items()
-        if moment.dtype in (torch.float32, torch.bfloat16)
-        and moment.dtype != dtype
-        and (moment.shape, moment.device) == (own.shape, own.device)
+        for key, dtype in entries(parameter, group).items()
+        if key in held
+        and held[key].dtype in {torch.float32, torch.bfloat16} - {dtype}
+        and (held[key].shape, held[key].device) == (own.shape, own.device)
     ]
+
+
+def new_entry(key: str, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+    """A state tensor before the first step: a full master is a copy of the parameter, all others are 0."""
+    value = parameter.detach()
+    if key == "step":
+        return torch.zeros((), dtype=dtype, device=value.device)
+    if key in SCALES.values():
+        part = local(value)
+        return scales_like(parameter, part.new_zeros(shape_of(key, part.shape), dtype=dtype))
+    if key == "master" and dtype == torch.float32:
+        return value.to(dtype, memory_format=torch.preserve_format)
+    return torch.zeros_like(value, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
-    if not is_sharded(parameter):
-        return values
-    return sharded(parameter, values, parameter.shape, parameter.stride())
-
-
-def sharded(parameter: torch.Tensor, values: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,  # type: ignore[attr-defined]
-        parameter.placements,  # type: ignore[attr-defined]
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
+    return sharded_like(parameter, values) if is_sharded(parameter) else values
 
 
 def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The scales of the local blocks of a parameter, sharded like the parameter."""
-    if not is_sharded(parameter):
-        return scales
-    rows, columns = rows_and_columns(parameter.shape)
-    blocks = blocks_per_row(columns)
-    return sharded(parameter, scales, torch.Size((rows, blocks)), (blocks, 1))
+    shape = shape_of(SCALES["exp_avg"], parameter.shape)
+    return sharded_like(parameter, scales, shape) if is_sharded(parameter) else scales
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """State of other code with its tensors moved to the device of their parameter, as `torch.optim.Optimizer` does."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: moved(one, device) for key, one in value.items()}
+    return type(value)(moved(one, device) for one in value) if type(value) in (list, tuple, set) else value
 
 
 def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The entries of the state of a moment in 8 bits.
-
-    Args:
-        key: its name.
-        values: its local values, fp32.
-        parameter: its parameter.
-    """
+    """The entries of the state of a moment in 8 bits, from its local values in fp32."""
     if key != "exp_avg":  # second moments: limited as in the step, and not negative
         values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
     codes, scales = encode(values.contiguous(), len(values), signed=key == "exp_avg")
@@ -182,11 +185,7 @@ def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
-    """A copy of a saved step count as a 0-dim fp32 tensor on the same device.
-
-    Raises:
-        ValueError: it is not an integer of at least 0 that fp32 represents.
-    """
+    """A copy of a saved step count as a 0-dim fp32 tensor on the same device. It must be an integer of at least 0."""
     device, value = torch.device("cpu"), saved
     if isinstance(saved, torch.Tensor):
         if saved.numel() != 1:
@@ -228,16 +227,11 @@ class _Masters(Mapping[torch.Tensor, torch.Tensor]):
 
 
 class OptimizerState(StepsOnVerdict, Optimizer):
-    """An optimizer's state by parameter, and its masters."""
+    """An optimizer's masters, and what other code writes to its parameters."""
 
     _agreed: dict[int, Agreed]  # by the parameter's id
     _plans: dict[int, StepPlan]  # of the last step (`WHOLE`), and of each part that is stepped on its own
-
-    def _bucket_number(self, parameter: torch.Tensor) -> int:
-        """Parameters with different numbers are updated by different launches."""
-        return 0
-
-    # ------------------------------------------------------------------------------------------------------- masters
+    _bucket_of: Mapping[int, int] = {}  # by the parameter's id: different launches update different buckets
 
     def _forget(self, part: int | None = None) -> None:
         """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
@@ -258,20 +252,13 @@ class OptimizerState(StepsOnVerdict, Optimizer):
         self._agreed = {id(parameter): Agreed.now(parameter) for parameter in self._with_full_master()}
 
     def _with_full_master(self) -> list[torch.Tensor]:
-        held = (
-            (parameter, self.state[parameter].get("master"))
-            for parameter in parameters_of(self)
-            if parameter in self.state
-        )
-        return [p for p, master in held if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
+        masters = ((p, self.state[p].get("master")) for p in parameters_of(self) if p in self.state)
+        return [p for p, master in masters if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
 
     def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The local values of a full master whose parameter other code wrote; None if no code did.
 
-        Args:
-            parameter: the parameter.
-            compare: whether to return None, without allocating a master, if the parameter has the same values as
-                before. Waits for the device.
+        With `compare`, None too if the parameter has the same values as before. This waits for the device.
         """
         held, own = local(parameter.detach()), local(self.state[parameter]["master"])
         known = self._agreed.get(id(parameter))
@@ -285,8 +272,7 @@ class OptimizerState(StepsOnVerdict, Optimizer):
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
 
-        Masters therefore lose no bits if other weights, such as averages, are swapped in for an evaluation, even if a
-        checkpoint is saved meanwhile.
+        So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
         state = self.state[parameter] if parameter in self.state else {}
         master = state.get("master")
@@ -356,86 +342,3 @@ class OptimizerState(StepsOnVerdict, Optimizer):
                 master = local(state["master"])
                 master.zero_() if is_remainder(master) else master.copy_(local(parameter.detach()))
             self._agreed[id(parameter)] = Agreed.now(parameter)
-
-    # --------------------------------------------------------------------------------------------------------- state
-
-    def _new_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        value = parameter.detach()
-        state: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device=value.device)}
-        dtype = state_dtype_of(parameter, group["state_dtype"])
-        for key in moments_of(group):
-            state[key] = torch.zeros_like(value, dtype=dtype, memory_format=torch.preserve_format)
-            if dtype == torch.uint8:
-                rows, columns = rows_and_columns(local(value).shape)
-                kept = DTYPES_OF_SCALES[SCALES[key]]
-                scales = local(value).new_zeros(rows, blocks_per_row(columns), dtype=kept)
-                state[SCALES[key]] = scales_like(parameter, scales)
-        master = master_of(parameter, group["master_weights"])
-        if master == "full":
-            state["master"] = value.to(torch.float32, memory_format=torch.preserve_format)
-        elif master is not None:
-            remainder = MASTER_DTYPES[master]
-            state["master"] = torch.zeros_like(value, dtype=remainder, memory_format=torch.preserve_format)
-        return state
-
-    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with missing entries created. It is replaced only after all of them exist."""
-        known = self.state.get(parameter)
-        kept = master_of(parameter, group["master_weights"])
-        if known is not None and is_complete(known, parameter, group):
-            return known
-        state = {} if known is None else dict(known)
-        self._fit_master(parameter, kept, state)
-        for key in _foreign_moments(state, parameter, group):  # as ZeroRedundancyOptimizer.load_state_dict assigns them
-            if (dtype := state_dtype_of(parameter, group["state_dtype"])) == torch.uint8:
-                state |= encoded(key, local(state[key]).float(), parameter)
-            else:
-                state[key] = state[key].to(dtype)
-        if any(key not in state for key in needed(parameter, group)):
-            if kept == "full" and "master" not in state:
-                self._agreed[id(parameter)] = Agreed.now(parameter)
-            state = {**self._new_state(parameter, group), **state}
-        step, device = state["step"], local(parameter).device
-        if not isinstance(step, torch.Tensor) or (step.dtype, step.device) != (torch.float32, device):
-            state["step"] = step_count(step, "state of a parameter").to(device)
-        self.state[parameter] = state
-        return state
-
-    @torch.no_grad()
-    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Convert loaded masters of another layout now, and not in the first step. Load the weights first.
-
-        Args:
-            parameters: those whose weights have been loaded.
-        """
-        loaded = set(map(id, parameters))
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in loaded and self.state.get(parameter):
-                    self._complete_state(parameter, group)
-
-    def _fit_master(self, parameter: torch.Tensor, kept: str | None, state: dict[str, Any]) -> None:
-        """Convert the master to the present kind, after a change of dtype or options or an assignment of canonical
-        state."""
-        master = state.get("master")
-        if not isinstance(master, torch.Tensor):
-            return
-        whole: torch.Tensor | None = local(master)
-        if is_remainder(master):
-            # A remainder is useless without its bf16 parameter.
-            usable = parameter.dtype == torch.bfloat16
-            whole = join_master(local(parameter.detach()), local(master)) if usable else None
-        elif (written := self._master_if_written(parameter)) is not None:
-            whole = written
-        if kept is None or whole is None:
-            if kept is None and is_remainder(master) and whole is not None:
-                local(parameter.detach()).copy_(whole)
-            del state["master"]
-        elif MASTER_DTYPES[kept] == torch.float32:
-            if is_remainder(master):  # its weight may be rounded away from it where a full master rounds to even
-                local(parameter.detach()).copy_(whole)
-                state["master"] = like(parameter, whole)
-        elif MASTER_DTYPES[kept] != master.dtype:
-            weight, rest = split_master(whole, MASTER_DTYPES[kept])
-            local(parameter.detach()).copy_(weight)
-            state["master"] = like(parameter, rest)

@@ -2,45 +2,282 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from operator import attrgetter, is_
+from functools import partial
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 
-from halfstep.integrations.optim.batches import LaunchGroup, OperationsGroup, check_blocks, dense, place_of
-from halfstep.integrations.optim.options import check_parameter, layout_of, options_of
+from halfstep.integrations.optim.checkpoints import CanonicalState
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_parameter, layout_of, options_of
 from halfstep.integrations.optim.state import (
-    CANONICAL_KEYS,
-    DTYPES_OF_SCALES,
     SCALES,
-    OptimizerState,
+    Agreed,
+    as_written,
+    entries,
     is_complete,
     like,
     scales_like,
+    shape_of,
     state_keys,
+    version_of,
 )
 from halfstep.kernels import adam
-from halfstep.kernels.block_codes import blocks_per_row, rows_and_columns
-from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory, has_numbers
+from halfstep.kernels.block_codes import SPAN, rows_and_columns
+from halfstep.kernels.multi_tensor import (
+    DTYPE_CODES,
+    TensorTable,
+    checked_addresses,
+    has_memory,
+    has_numbers,
+    is_flat,
+)
 from halfstep.kernels.streams import all_to_device, upload
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.topology import cuts, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 
 Group = dict[str, Any]
+_layout_options = itemgetter(*LAYOUT_OPTIONS, "amsgrad", "decoupled_weight_decay", "seed")
+_address = torch.Tensor.data_ptr
+
+
+def all_contiguous(tensors: list[torch.Tensor]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+    except RuntimeError:  # raised by some sparse layouts
+        return False
+
+
+def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
+    """A parameter's local values in an order that kernels can process, or a copy in that order.
+
+    A copy is needed for tensors with gaps, for lazy negations, whose memory holds the negated numbers, and, where
+    random bits or blocks depend on the order, for any but the row-major one.
+    """
+    keep = is_flat(values) and (values.is_contiguous() or not (layout.stochastic or layout.coded))
+    return values if keep else values.resolve_neg().contiguous()
+
+
+def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have their elements in the same order in memory."""
+    return values.stride() == order.stride() or (values.is_contiguous() and order.is_contiguous())
+
+
+def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
+    """The position of a local part in the whole parameter: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table."""
+    if not is_sharded(parameter):
+        return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    whole, part = tuple(parameter.shape), tuple(local(parameter).shape)
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
+    # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
+    # equal.
+    interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
+    uneven = any(dim in interleaved and whole[dim] % ways for dim, ways in cuts(parameter).items())
+    if tuple(shape) == part and 0 in part:
+        return 0, 1, 1
+    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
+    inner = [dim for dim, size in enumerate(whole) if dim != first and part[dim] != size]
+    if tuple(shape) != part or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
+        raise ValueError(
+            f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
+            f"rounding='stochastic', but got placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}: "
+            "shard evenly, or use rounding='nearest'"
+        )
+    base = sum(start * math.prod(whole[dim + 1 :]) for dim, start in enumerate(offset))
+    if not inner:
+        return base, math.prod(part), math.prod(part)
+    return base, math.prod(part[inner[0] :]), math.prod(whole[inner[0] :])
+
+
+def check_blocks(parameter: torch.Tensor, where: str) -> None:
+    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
+    remedy = (
+        "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
+        "its own"
+    )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
+            f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
+        )
+    ways = cuts(parameter)
+    if max(ways, default=0) == 0:
+        return
+    # All shards but the last have this size, so that all ranks decide alike.
+    if max(ways) > 1 or -(-parameter.shape[1] // ways[1]) * math.prod(parameter.shape[2:]) % SPAN:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
+            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and placements {tuple(placements)} on a mesh "
+            f"of shape {tuple(mesh.shape)}: {remedy}"
+        )
+
+
+class LaunchGroup:
+    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
+
+    `rows` are the parameters' groups and `names` more rows of the table, by their number in the kernel.
+    """
+
+    def __init__(
+        self,
+        layout: adam.Layout,
+        parameters: list[torch.Tensor],
+        states: list[dict[str, Any]],
+        rows: list[int],
+        names: dict[int, list[int]],
+    ) -> None:
+        self.parameters, self.states, self.keys = parameters, states, state_keys(layout)
+        self.sharded = any(map(is_sharded, parameters))
+        self.held = [local(parameter.detach()) for parameter in parameters]
+        self.device = self.held[0].device
+        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
+        for operand in self.keys:
+            lists[operand] = self._state(operand)
+        hyper = torch.empty(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
+        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
+        self.versions = self._versions()
+        self._point(names)
+
+    def _point(self, names: dict[int, list[int]]) -> None:
+        """Take the addresses of parameters and state."""
+        layout, lists = self.batch.layout, self.batch.lists
+        self.dense = lists[adam.PARAM] = [dense(one, layout) for one in self.held]
+        self.copied = [(one, copy) for one, copy in zip(self.held, self.dense, strict=True) if one is not copy]
+        self.addresses = list(map(_address, self.held))
+        self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
+        # All rows except that of the gradients, which are known when the table is built.
+        self._contents: list[list[int] | None] = [names.get(row) for row in range(layout.operands)]
+        for operand in (adam.PARAM, *self.keys):
+            self._contents[operand] = checked_addresses(lists[operand])
+
+    def _versions(self) -> list[int]:
+        return list(map(version_of if self.sharded else attrgetter("_version"), self.parameters))
+
+    def agreed(self) -> dict[int, Agreed]:
+        """By the parameter's id, the version and address that its full master was last compared with."""
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return {}
+        dtype = self.batch.layout.param
+        entries = [Agreed(*known, dtype) for known in zip(self.versions, self.addresses, strict=True)]
+        return dict(zip(map(id, self.parameters), entries, strict=True))
+
+    def _state(self, operand: int) -> list[torch.Tensor]:
+        tensors = list(map(itemgetter(self.keys[operand]), self.states))
+        return list(map(local, tensors)) if self.sharded else tensors
+
+    def still_describes(self) -> bool:
+        """Whether the addresses of parameters and state are those in the table."""
+        held = list(map(local, self.parameters)) if self.sharded else self.parameters
+        if list(map(_address, held)) != self.addresses:
+            return False
+        for operand in self.keys:
+            now = self._state(operand)
+            # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
+            # compared.
+            if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
+                return False
+            if list(map(_address, now)) != self._contents[operand]:
+                return False
+        return True
+
+    def take_outside_writes(self) -> None:
+        """Update the full masters of parameters that other code wrote. Split masters need no update."""
+        if self.batch.layout.master != adam.FULL_MASTER:
+            return
+        now = self._versions()
+        for value, master, before, after in zip(
+            self.held, self.batch.lists[adam.EXTRA], self.versions, now, strict=True
+        ):
+            if before != after:
+                master.copy_(as_written(value, master))
+        self.versions = now
+
+    def _in_order(
+        self, gradients: list[torch.Tensor], contiguous: bool
+    ) -> tuple[list[torch.Tensor], list[partial[Any]]]:
+        """The gradients in the memory order of the parameters, and the calls that copy those that autograd left in
+        another order. They may still be arriving."""
+        if self.contiguous and contiguous:
+            return gradients, []
+        ordered, copies = [], []
+        for grad, dense in zip(gradients, self.dense, strict=True):
+            if grad.is_neg() or not in_same_order(grad, dense):
+                copy = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
+                copies.append(partial(copy.copy_, grad))
+                grad = copy
+            ordered.append(grad)
+        return ordered, copies
+
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        """Do everything in a step that can fail or take long. Returns the calls that update parameters and state.
+
+        The calls hold addresses, not tensors. `contiguous` says whether all gradients are contiguous; `control` is on
+        this device.
+        """
+        if self.sharded:
+            grads = list(map(local, grads))
+            contiguous = all_contiguous(grads)
+        gradients, copies = self._in_order(grads, contiguous)
+        self.take_outside_writes()
+        self.batch.lists[adam.GRAD] = gradients
+        if self.batch.table is None:
+            contents = list(self._contents)
+            contents[adam.GRAD] = checked_addresses(gradients)
+            sizes = self.batch.layout.sizes([one.shape for one in self.held])
+            self.batch.table = TensorTable(sizes, len(contents), self.batch.layout.chunk, self.device, contents)
+        else:
+            self.batch.table.point(adam.GRAD, gradients)
+        back = [partial(parameter.copy_, copy) for parameter, copy in self.copied]
+        there = [partial(copy.copy_, parameter) for parameter, copy in self.copied]
+        return [*copies, *there, adam.launch(self.batch, groups, control), *back]
+
+    def finish(self) -> None:
+        """Release the gradients and record the update. Must run after the calls that `prepare` returned."""
+        self.batch.lists[adam.GRAD] = []  # zero_grad must be able to free them
+        # The kernels write to addresses, which autograd does not notice.
+        torch.autograd.graph.increment_version(self.parameters)
+        if self.batch.layout.master == adam.FULL_MASTER:
+            self.versions = self._versions()
+
+
+class OperationsGroup(LaunchGroup):
+    """Parameters that kernels cannot read (wrapper subclasses, fake and meta tensors). The reference updates them."""
+
+    def _point(self, names: dict[int, list[int]]) -> None:
+        self.known = list(map(local, self.parameters))
+        self.addresses = [0] * len(self.parameters)
+        self.batch.hyper.zero_()
+
+    def still_describes(self) -> bool:
+        return all(map(is_, map(local, self.parameters), self.known)) and all(
+            all(map(is_, self._state(operand), self.batch.lists[operand])) for operand in self.keys
+        )
+
+    def prepare(
+        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
+    ) -> list[partial[Any]]:
+        # `parameter.data` may have been replaced.
+        self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
+        self.take_outside_writes()
+        self.batch.lists[adam.GRAD] = list(map(local, grads))
+        return [adam.launch(self.batch, groups, control)]
 
 
 class StepPlan:
-    """The launches that update some parameters of an optimizer.
+    """The launches that update some parameters of an optimizer. Missing entries of its state are created.
 
-    Args:
-        optimizer: the optimizer. Missing entries of its state are created.
-        parameters: the parameters to update.
-        grads: their gradients.
-        recording: whether the step is captured in a CUDA graph. State is then neither created nor changed.
+    With `recording`, for a step that is captured in a CUDA graph, state is neither created nor changed.
 
     Attributes:
-        parameters: the parameters.
         batches: for each launch, what it updates and the indices of its parameters in `parameters`.
         limit: the 2-norm to which the last step clipped, or None.
 
@@ -51,7 +288,7 @@ class StepPlan:
 
     def __init__(
         self,
-        optimizer: OptimizerState,
+        optimizer: CanonicalState,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         recording: bool = False,
@@ -75,13 +312,12 @@ class StepPlan:
         """
         if self._changeable or len(groups) != len(self._options) or limit != self.limit:
             return True
-        for group, known in zip(groups, self._options, strict=True):
-            if not all(map(is_, options_of(group), known)):
-                return True
-        return False
+        return not all(
+            all(map(is_, options_of(group), known)) for group, known in zip(groups, self._options, strict=True)
+        )
 
     def describes(
-        self, optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
+        self, optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
     ) -> bool:
         """Whether this plan matches a step of `parameters`. `contiguous` says whether all gradients are contiguous."""
         return (
@@ -148,17 +384,11 @@ def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
 
 def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    return [
-        (
-            *(group["amsgrad"], group["decoupled_weight_decay"], bool(group["weight_decay"] != 0)),
-            *(group["master_weights"], group["state_dtype"], group["rounding"], group["seed"]),
-        )
-        for group in groups
-    ]
+    return [(*_layout_options(group), bool(group["weight_decay"] != 0)) for group in groups]
 
 
 def _batches(
-    optimizer: OptimizerState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
+    optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
 ) -> list[tuple[LaunchGroup, list[int]]]:
     """The parameters by bucket, device and layout, after checking that each of them can be updated."""
     optimizer._note_agreed()
@@ -175,25 +405,22 @@ def _batches(
         group = optimizer.param_groups[rows[index]]
         where = f"parameter {index} with a gradient (group {rows[index]})"
         _check_tensors(where, parameter, grad, group)
-        if recording:
-            known = optimizer.state.get(parameter)
-            if known is None or not is_complete(known, parameter, group):
-                raise RuntimeError(
-                    f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
-                    "which each replay would create again: take a step with the same parameters and options before "
-                    "the capture"
-                )
+        if recording and not is_complete(optimizer.state.get(parameter) or {}, parameter, group):
+            raise RuntimeError(
+                f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, which "
+                "each replay would create again: take a step with the same parameters and options before the capture"
+            )
         layout = layout_of(parameter, grad.dtype, group)
         if group["state_dtype"] == "8bit" and (layout.coded or parameter.dim() == 1):
             check_blocks(parameter, where)
         state = optimizer._complete_state(parameter, group)
         tensors = (parameter, grad, *map(state.__getitem__, state_keys(layout).values()))
         addressable = all(map(has_memory, map(local, tensors)))
-        for key, value in state.items():
-            if key in CANONICAL_KEYS or key in SCALES.values():
-                ordered = _fitting(where, key, value, parameter, group, layout, addressable, recording)
-                if ordered is not value:
-                    state[key] = ordered
+        order = dense(local(parameter), layout) if addressable else None
+        for key, dtype in entries(parameter, group).items():
+            _check_entry(where, key, state[key], dtype, parameter)
+            if order is not None and key != "step":
+                _set_in_order(state, key, parameter, order, where, recording)
         if layout.stochastic and not addressable:
             if has_numbers(local(parameter)):
                 rounding = group["rounding"]
@@ -205,7 +432,7 @@ def _batches(
             layout = replace(layout, stochastic=False)
         if layout.stochastic:
             names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
-        kind = optimizer._bucket_number(parameter), local(parameter).device, layout, addressable
+        kind = optimizer._bucket_of.get(id(parameter)), local(parameter).device, layout, addressable
         kinds.setdefault(kind, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
@@ -214,9 +441,9 @@ def _batches(
         states = [optimizer.state[parameter] for parameter in members]
         groups = [rows[index] for index in indices]
         if not addressable:
-            batches.append((OperationsGroup(layout, members, states, groups), indices))
+            batches.append((OperationsGroup(layout, members, states, groups, {}), indices))
             continue
-        named = list(zip(*(names[index] for index in indices), strict=True)) if layout.stochastic else []
+        named = zip(*(names[index] for index in indices), strict=True) if layout.stochastic else ()
         further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
         if layout.coded:
             further[adam.COLUMNS] = [rows_and_columns(local(parameter).shape)[1] for parameter in members]
@@ -238,44 +465,36 @@ def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, grou
         )
 
 
-def _fitting(
-    where: str,
-    key: str,
-    value: Any,
-    parameter: torch.Tensor,
-    group: Group,
-    layout: adam.Layout,
-    addressable: bool,
-    recording: bool,
-) -> torch.Tensor:
-    """A state tensor after checking it, or a copy of it in the memory order of its parameter."""
+def _check_entry(where: str, key: str, value: Any, dtype: torch.dtype, parameter: torch.Tensor) -> None:
+    """Raise unless an entry of a parameter's state is as its layout needs it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
-    held, own = local(value), local(parameter)
-    master = adam.REMAINDERS.get(layout.master, torch.float32)
-    dtype = {"step": torch.float32, "master": master, **DTYPES_OF_SCALES}.get(key, layout.state)
-    shape = () if key == "step" else tuple(own.shape)
-    if key in SCALES.values():
-        rows, columns = rows_and_columns(own.shape)
-        shape = (rows, blocks_per_row(columns))
-    fits = held.numel() == 1 if key == "step" else held.shape == shape
-    if held.dtype != dtype or held.device != own.device or not fits:
+    values, device, shape = local(value), local(parameter).device, shape_of(key, local(parameter).shape)
+    fits = values.numel() == 1 if key == "step" else values.shape == shape
+    if values.dtype != dtype or values.device != device or not fits:
         raise ValueError(
-            f"Expected state {key!r} of {where} to be {shape} {dtype} on {own.device}, but got {tuple(held.shape)} "
-            f"{held.dtype} on {held.device}: move it back, or load it with load_state_dict"
+            f"Expected state {key!r} of {where} to be {tuple(shape)} {dtype} on {device}, but got "
+            f"{tuple(values.shape)} {values.dtype} on {values.device}: move it back, or load it with load_state_dict"
         )
-    if not addressable or key == "step" or (key in SCALES.values() and held.is_contiguous()):
-        return value
-    if key in SCALES.values():
-        return scales_like(parameter, held.contiguous())
-    like_this = dense(own, layout)
-    if held.stride() == like_this.stride() or (held.is_contiguous() and like_this.is_contiguous()):
-        return value
+
+
+def _set_in_order(
+    state: dict[str, Any], key: str, parameter: torch.Tensor, order: torch.Tensor, where: str, recording: bool
+) -> None:
+    """Replace a state tensor by a copy if its memory order is not that of its parameter, in which kernels process it.
+
+    The order of scales is row-major.
+    """
+    values, scales = local(state[key]), key in SCALES.values()
+    if values.is_contiguous() if scales else in_same_order(values, order):
+        return
     if recording:
         raise RuntimeError(
             f"Expected state {key!r} of {where} to have the strides of the parameter when a step is captured in a CUDA "
             "graph, but got others: take a step before the capture"
         )
-    # The kernels process the state in the memory order of the parameter.
-    copy = torch.empty_strided(like_this.shape, like_this.stride(), dtype=held.dtype, device=held.device)
-    return like(parameter, copy.copy_(held))
+    if scales:
+        state[key] = scales_like(parameter, values.contiguous())
+    else:
+        copy = torch.empty_strided(order.shape, order.stride(), dtype=values.dtype, device=values.device)
+        state[key] = like(parameter, copy.copy_(values))

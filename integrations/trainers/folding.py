@@ -32,8 +32,7 @@ def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
 
 def trained_by(optimizer: Any) -> list[torch.Tensor]:
     """The parameters of the model that an optimizer trains, or the one in a wrapper."""
-    inner = unwrapped(optimizer)
-    return inner._parameters_of_model() if isinstance(inner, StepsOnVerdict) else parameters_of(optimizer)
+    return parameters_of(optimizer)
 
 
 def folds(optimizer: Any) -> bool:

@@ -18,7 +18,6 @@ that memory before. They are refused there, too.
 from __future__ import annotations
 
 import sys
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,21 +28,17 @@ from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
 class StepSupportsAmpScaling:
     """The class attribute ``_step_supports_amp_scaling`` of an optimizer, which is always False.
 
-    A value that is set on an instance takes precedence.
-
-    Raises:
-        RuntimeError: a scaler of torch reads the attribute, and its scale is on a GPU and a parameter on the CPU, or
-            the other way round; or `torch.amp.GradScaler` does, and FSDP1 shards the optimizer's parameters.
+    A value that is set on an instance takes precedence. Raises a RuntimeError if a scaler of torch reads it whose scale
+    is on a GPU and a parameter on the CPU, or the other way round, or which reduces no flag where FSDP1 shards.
     """
 
     def __get__(self, optimizer: Any, owner: Any = None) -> bool:
-        if optimizer is not None:
-            # The reader of an attribute is visible only in its frame.
-            asking = sys._getframe(1).f_locals.get("self")
-            if isinstance(asking, torch.amp.GradScaler):
-                _refuse_other_devices(asking, optimizer)
-                if _reduces_nothing(type(asking)):
-                    _refuse_cut_parameters(optimizer)
+        # The reader of an attribute is visible only in its frame.
+        asking = None if optimizer is None else sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, torch.amp.GradScaler):
+            _refuse_other_devices(asking, optimizer)
+            if _reduces_nothing(type(asking)):
+                _refuse_cut_parameters(optimizer)
         return False
 
 
@@ -55,21 +50,18 @@ def _reduces_nothing(scaler: type[torch.amp.GradScaler]) -> bool:
 
 def _refuse_other_devices(scaler: torch.amp.GradScaler, optimizer: StepsOnVerdict) -> None:
     devices = {parameter.device for parameter in parameters_of(optimizer)}
-    scale = scaler._scale
-    if scale is None or {device.type for device in devices} <= {scale.device.type}:
-        return
-    raise RuntimeError(
-        f"Expected scaler to be halfstep.GradScaler for parameters on {', '.join(sorted(map(str, devices)))} and a "
-        f"loss scale on {scale.device}, but got {type(scaler).__qualname__} of torch: it copies numbers from the GPU "
-        "to the CPU without waiting for them, and uses them before they have arrived"
-    )
+    if scaler._scale is not None and not {device.type for device in devices} <= {scaler._scale.device.type}:
+        raise RuntimeError(
+            f"Expected scaler to be halfstep.GradScaler for parameters on {', '.join(sorted(map(str, devices)))} and a "
+            f"loss scale on {scaler._scale.device}, but got {type(scaler).__qualname__} of torch: it copies numbers "
+            "from the GPU to the CPU without waiting for them, and uses them before they have arrived"
+        )
 
 
 def _refuse_cut_parameters(optimizer: StepsOnVerdict) -> None:
     parameters = parameters_of(optimizer)
-    if not any(map(getattr, parameters, repeat("_fsdp_flattened"), repeat(False))):
-        return
-    if optimizer._checker.find_topology(parameters).cut_by_fsdp1:
+    flat = any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters)
+    if flat and optimizer._checker.find_topology(parameters).cut_by_fsdp1:
         raise RuntimeError(
             "Expected scaler to be halfstep.GradScaler or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler "
             "for parameters sharded by FullyShardedDataParallel, but got torch.amp.GradScaler: it does not combine its "

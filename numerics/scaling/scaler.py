@@ -37,7 +37,7 @@ from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
 from halfstep.numerics.scaling.stand_ins import refuse_freed
-from halfstep.numerics.scaling.topology import TopologyMemory, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.topology import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
@@ -53,18 +53,10 @@ class _Option(NamedTuple):
     kind: Callable[[Any], Any] = float
 
     def checked(self, name: str, value: Any) -> Any:
-        """The number as a float or an int of Python.
-
-        Raises:
-            ValueError: it is not a number, or out of range.
-        """
+        """The number as a float or an int of Python. Raises a ValueError if it is no number, or out of range."""
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
             raise ValueError(f"Expected {name} to be {self.allowed}, but got {value!r}")
         return self.kind(value)
-
-
-def _whole(least: int) -> _Option:
-    return _Option(f"an integer of at least {least}", lambda x: x >= least and x == int(x), int)
 
 
 def _between(low: float, high: float, allowed: str) -> _Option:
@@ -73,21 +65,21 @@ def _between(low: float, high: float, allowed: str) -> _Option:
 
 GROWTH_FACTOR = _Option("a finite number above 1", lambda x: x > 1)
 BACKOFF_FACTOR = _Option("a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
-COUNT = _whole(1)
+COUNT = _Option("an integer of at least 1", lambda x: x >= 1 and x == int(x), int)
 TRACKER = _Option(f"an integer from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
 MAX_NORM = _Option("a finite number above 0", lambda x: x > 0)
 ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
-SAVED_SCALE = ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)")
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
 # The entries of a state: torch's five, and one of ours.
 SAVED = {
-    "scale": SAVED_SCALE,
+    "scale": ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)"),
     "growth_factor": GROWTH_FACTOR,
     "backoff_factor": BACKOFF_FACTOR,
     "growth_interval": COUNT,
     "_growth_tracker": TRACKER,
     "_hysteresis_tracker": TRACKER,
 }
+STEPPED_TWICE = "step() has already been called since the last update()."
 
 
 def _zero() -> torch.Tensor:
@@ -130,9 +122,7 @@ def _is_zero(optimizer: Any) -> bool:
 
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
-    if isinstance(optimizer, StepsOnVerdict) or not _is_zero(optimizer):
-        return optimizer
-    return getattr(optimizer, "optim", optimizer)
+    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
@@ -222,6 +212,11 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis = hysteresis
         self._refill_on_clean = hysteresis_refill == "clean_step"
         self._init_hysteresis_tracker = hysteresis
+        self._begin()
+        self._process_group, self._write_back = checked_group(process_group), write_back
+
+    def _begin(self) -> None:
+        """Initialize what pickles and copies do not contain. The tensors are created with the scale at first use."""
         self._hysteresis_tracker: torch.Tensor | None = None
         self._skipped: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
@@ -229,14 +224,7 @@ class GradScaler(torch.amp.GradScaler):
         self._updates = 0  # calls of update(), counted on the host
         self._host_copy = HostCopy()
         self._checkers: dict[int, Checker] = {}  # by the optimizer's id
-        self._joint = TopologyMemory(), Combination()  # of all optimizers together
-        # On ranks outside a new group, torch returns an object that is not a group.
-        if process_group is not None and not hasattr(process_group, "size"):
-            raise ValueError(
-                f"Expected process_group to be None or a group that contains this rank, but got {process_group!r}"
-            )
-        self._process_group = process_group.get_group() if hasattr(process_group, "get_group") else process_group
-        self._write_back = write_back
+        self._joint, self._combination = NOWHERE, Combination()  # of all optimizers together
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -374,7 +362,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(STEPPED_TWICE)
         verdict = self._verdict(optimizer, state)
         if verdict is None:
             raise AssertionError(NO_GRADIENT)
@@ -411,7 +399,7 @@ class GradScaler(torch.amp.GradScaler):
         """Step a wrapper. It may do more than step, so it is not called if the step is skipped."""
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError(STEPPED_TWICE)
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         if not state["found_inf_per_device"]:
@@ -543,9 +531,9 @@ class GradScaler(torch.amp.GradScaler):
         known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
         if len({topology.ranks for topology in known}) < 2:
             return overflow
-        topologies, combination = self._joint
-        joint = topologies.of([one for topology in known for one in topology.parameters], self._process_group)
-        return combination.combine(joint, [overflow], []).found_inf.to(overflow.device)
+        parameters = [parameter for topology in known for parameter in topology.parameters]
+        self._joint = topology_of(parameters, self._joint, self._process_group)
+        return self._combination.combine(self._joint, [overflow], []).found_inf.to(overflow.device)
 
     def _rules(self) -> loss_scale.Rules:
         return loss_scale.Rules(
@@ -648,42 +636,21 @@ class GradScaler(torch.amp.GradScaler):
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale grows.
-
-        Raises:
-            ValueError: `new_factor` is not a finite number above 1.
-        """
+        """Set the factor by which the scale grows: a finite number above 1, or a ValueError is raised."""
         super().set_growth_factor(GROWTH_FACTOR.checked("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the factor by which the scale is multiplied after an overflow.
-
-        Raises:
-            ValueError: `new_factor` is not between 0 and 1.
-        """
+        """Set the factor of the scale after an overflow: between 0 and 1, or a ValueError is raised."""
         super().set_backoff_factor(BACKOFF_FACTOR.checked("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of consecutive steps without overflow after which the scale grows.
-
-        Raises:
-            ValueError: `new_interval` is not an integer of at least 1.
-        """
+        """Set the number of consecutive steps without overflow before the scale grows: an integer of at least 1."""
         super().set_growth_interval(COUNT.checked("growth_interval", new_interval))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled and self._hysteresis_tracker is not None:
             state["_init_hysteresis_tracker"] = int(self._hysteresis_tracker.item())
-        # Created again with the scale at first use.
-        return {
-            **state,
-            "_hysteresis_tracker": None,
-            "_skipped": None,
-            "_counts": None,
-            "_updates": 0,
-            "_host_copy": HostCopy(),
-            "_decided": None,
-            "_checkers": {},
-            "_joint": (TopologyMemory(), Combination()),
-        }
+        fresh = object.__new__(type(self))
+        fresh._begin()
+        return {**state, **vars(fresh)}

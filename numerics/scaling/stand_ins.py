@@ -20,12 +20,7 @@ aten = torch.ops.aten
 
 
 class StandIn(torch.Tensor):
-    """A tensor without memory. Derived classes define ``__torch_dispatch__``.
-
-    Args:
-        like: a tensor with the shape, strides and dtype of the gradient.
-        device: the device of the gradient. Default: that of `like`.
-    """
+    """A tensor without memory, with the shape, strides and dtype of `like`. Derived classes define the dispatch."""
 
     def __new__(cls, like: torch.Tensor, device: torch.device | None = None, **_: Any) -> StandIn:
         made: StandIn = torch.Tensor._make_wrapper_subclass(
@@ -83,15 +78,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 class FreedGradient(StandIn):
     """Stands in for a gradient that a step in the backward has used and freed, or for a view or copy of it.
 
-    It may be set to zero, moved, viewed and copied. Operations that need its numbers raise a RuntimeError.
-
-    Args:
-        like: a tensor with the shape, strides and dtype of the gradient.
-        device: the device of the gradient. Default: that of `like`.
-        remedy: what to do instead, for the error.
-
-    Attributes:
-        zeroed: whether it was set to zero. The next step then takes zeros, unless a backward computes a gradient.
+    It may be set to zero, moved, viewed and copied. Operations that need its numbers raise an error with the `remedy`.
+    If it was `zeroed`, the next step takes zeros, unless a backward computes a gradient.
     """
 
     zeroed = False

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from operator import is_
 from typing import Any, NamedTuple
@@ -29,13 +29,10 @@ REMEDY = "pass GradScaler(process_group=...) a group of all ranks that hold a pa
 
 
 class Placement(NamedTuple):
-    """How one tensor is distributed.
+    """How one tensor is distributed: over all `ranks` that hold a shard or a copy of it, including this one.
 
-    Attributes:
-        ranks: all ranks that hold a shard or a copy of it, including this one.
-        lines: for each dimension of the mesh, the ranks on this rank's line.
-        groups: the process groups of these lines.
-        first: whether no lower rank in `ranks` holds a copy of this rank's shard.
+    `lines` are the ranks on this rank's line in each dimension of the mesh, `groups` their process groups. `first` says
+    whether no lower rank holds a copy of this rank's shard.
     """
 
     ranks: frozenset[int]
@@ -56,14 +53,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard.wait() if hasattr(shard, "wait") else shard
 
 
-def sharded_like(parameter: Any, shard: torch.Tensor) -> torch.Tensor:
-    """A DTensor with the mesh and the placements of a parameter, and a shard of this rank."""
+def cuts(tensor: Any) -> dict[int, int]:
+    """Into how many parts a DTensor is cut in each dimension; empty for a plain tensor, or one that is on each rank."""
+    ways: dict[int, int] = {}
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True) if is_sharded(tensor) else ():
+        if size > 1 and (dim := getattr(placement, "dim", None)) is not None:
+            ways[dim] = ways.get(dim, 1) * size
+    return ways
+
+
+def sharded_like(
+    parameter: Any, shard: torch.Tensor, shape: torch.Size | None = None, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A DTensor with the mesh and the placements of a parameter, and a shard of this rank.
+
+    The whole has the shape and the strides of the parameter, or another `shape`, in row-major order by default.
+    """
     from torch.distributed.tensor import DTensor
 
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    made = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
-    made._local_tensor = shard  # instead of a view
-    return made
+    if shape is None:
+        shape, stride = parameter.shape, parameter.stride()
+    stride = stride or torch.empty(shape, dtype=shard.dtype, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    whole = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole._local_tensor = shard  # instead of a view
+    return whole
 
 
 def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
@@ -132,8 +146,8 @@ def _of_flat(state: Any, handle: Any) -> Placement | None:
     return Placement(ranks, lines, tuple(group for group, _ in dimensions), first)
 
 
-def _instances(module: str, name: str) -> list[Any]:
-    """All existing objects of a class, if its module was imported."""
+def instances(module: str, name: str) -> list[Any]:
+    """All existing objects of a class, if its module was imported. It takes a while: all objects are examined."""
     cls = getattr(sys.modules.get(module), name, None)
     if cls is None:
         return []
@@ -149,7 +163,7 @@ def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
     Parameters have no reference to their module, so all modules are examined.
     """
     found: dict[int, tuple[Placement | None, bool]] = {}
-    for state in _instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
+    for state in instances("torch.distributed.fsdp._common_utils", "_FSDPState"):
         handle = getattr(state, "_handle", None)
         if handle is None or getattr(state, "_fsdp_extension", None) is not None:
             continue  # with an extension, the flat parameter contains DTensors with placements of their own
@@ -161,7 +175,7 @@ def _flat_parts() -> dict[int, tuple[Placement | None, bool]]:
 
 def zero_group_of(optimizer: torch.optim.Optimizer) -> Any:
     """The group over which a `ZeroRedundancyOptimizer` distributes its state, if `optimizer` is its local part."""
-    for outer in _instances("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
+    for outer in instances("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"):
         if getattr(outer, "optim", None) is optimizer:
             return outer.process_group
     return None
@@ -184,11 +198,7 @@ class World(NamedTuple):
 
 
 def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], tuple[Any, ...]]:
-    """All ranks concerned, and the groups over which to reduce one after the other.
-
-    Raises:
-        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
-    """
+    """All ranks concerned, and the groups over which to reduce one after the other."""
     if not parts:
         return frozenset(), ()
     every = frozenset().union(*(part.ranks for part in parts))
@@ -209,12 +219,9 @@ def _joined(parts: Sequence[Placement], world: World) -> tuple[frozenset[int], t
 
 
 class Agreement(NamedTuple):
-    """How to sum over all ranks such that each tensor counts once.
+    """How to sum over all `ranks` that take part, by reducing over `groups`, such that each tensor counts once.
 
-    Attributes:
-        ranks: all ranks that take part; empty if nothing is distributed.
-        groups: the groups to reduce over, one after the other.
-        counted: whether this rank adds its squares, for plain tensors first and then for each part.
+    `counted` says whether this rank adds its squares, for plain tensors first and then for each part.
     """
 
     ranks: frozenset[int]
@@ -223,12 +230,9 @@ class Agreement(NamedTuple):
 
 
 def agreement(parts: Sequence[Placement], further: Placement | None, world: World) -> Agreement:
-    """How the ranks that hold any of `parts` sum over each tensor once.
+    """How the ranks that hold any of the different placements of an optimizer's tensors sum over each tensor once.
 
-    Args:
-        parts: the different placements of an optimizer's tensors.
-        further: a group that the user passed, on whose ranks plain tensors differ.
-        world: this rank and the default group.
+    `further` is a group that the user passed, on whose ranks plain tensors differ.
 
     Raises:
         RuntimeError: the sets of ranks overlap without being dimensions of one grid.
@@ -255,23 +259,22 @@ class Topology:
 
     Attributes:
         parameters: all parameters of the optimizer, in its order.
-        kinds: the different placements; the first is None, for plain tensors.
-        kind_of: for each parameter its index in `kinds`, or None if all are plain.
-        counted: for each kind, whether this rank adds its squares to the sum over all ranks.
-        groups: the groups to reduce over, one after the other; empty if nothing is distributed.
+        world: the default group.
+        kind_of: for each parameter the number of its placement, 0 for plain tensors; or None if all are plain.
+        counted: for each placement, whether this rank adds its squares to the sum over all ranks.
+        ranks, groups: all ranks concerned, and the groups to reduce over, one after the other.
         settled: whether gradients need no `settle_gradients`.
         cut_by_fsdp1: whether FSDP1 shards any of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None) -> None:
-        self.parameters = list(parameters)
-        self.process_group = process_group
-        self.kinds: list[Placement | None] = [None]
-        self.kind_of: list[int] | None = None
+    def __init__(self, parameters: Sequence[torch.Tensor], process_group: Any = None, world: Any = None) -> None:
+        self.parameters, self.world = list(parameters), world
         self.settled = not any(map(is_sharded, self.parameters))
         self.cut_by_fsdp1 = False
-        self._find()
-        parts = [part for part in self.kinds if part is not None]
+        number_of: dict[Placement | None, int] = {None: 0}
+        numbers = [number_of.setdefault(part, len(number_of)) for part in self._placements(process_group is not None)]
+        self.kind_of = numbers if len(number_of) > 1 else None
+        parts = [part for part in number_of if part is not None]
         further = None
         if process_group is not None and process_group.size() > 1:
             ranks = _members(process_group)
@@ -280,26 +283,24 @@ class Topology:
         if parts or further is not None:
             import torch.distributed as dist
 
-            world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-            agreed = agreement(parts, further, world)
+            agreed = agreement(parts, further, World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD))
         self.ranks, self.groups, self.counted = agreed
 
-    def _find(self) -> None:
+    def _placements(self, has_group: bool) -> Iterator[Placement | None]:
+        """The placement of each parameter. With a group that the user passed, unknown ones are plain."""
         flats: dict[int, tuple[Placement | None, bool]] | None = None
-        known: dict[Placement | None, int] = {None: 0}
         # Reading the ranks of a mesh takes longer than a step of its parameter.
-        placed: dict[tuple[int, Any], Placement | None] = {}
-        kind_of = []
+        of_meshes: dict[tuple[int, Any], Placement | None] = {}
         for index, parameter in enumerate(self.parameters):
             part = None
             if is_sharded(parameter):
                 key = id(parameter.device_mesh), parameter.placements  # type: ignore[attr-defined]
-                if key not in placed:
-                    placed[key] = _of_mesh(parameter)
-                part = placed[key]
+                if key not in of_meshes:
+                    of_meshes[key] = _of_mesh(parameter)
+                part = of_meshes[key]
             elif getattr(parameter, "_fsdp_flattened", False):
                 flats = _flat_parts() if flats is None else flats
-                if id(parameter) not in flats and self.process_group is None:
+                if id(parameter) not in flats and not has_group:
                     raise RuntimeError(
                         f"parameter {index} of the optimizer was flattened by FullyShardedDataParallel together with "
                         "tensor parallelism, or its module cannot be found (after gc.freeze(), say), so which ranks "
@@ -307,10 +308,7 @@ class Topology:
                     )
                 part, cut = flats.get(id(parameter), (None, False))
                 self.cut_by_fsdp1 |= cut
-            kind_of.append(known.setdefault(part, len(known)))
-        self.kinds = list(known)
-        if len(known) > 1:
-            self.kind_of = kind_of
+            yield part
 
     def device_for(self, home: torch.device) -> torch.device:
         """The device on which every group can reduce numbers: `home` if possible."""
@@ -332,41 +330,32 @@ class Topology:
 NOWHERE = Topology(())
 
 
-def _distributed() -> Any:
-    """The default process group, or None."""
+def default_group() -> Any:
+    """The default process group, or None. Does not import torch.distributed."""
     dist = sys.modules.get("torch.distributed")
     return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
-class TopologyMemory:
-    """The topology of one optimizer, which is derived again if its parameters change."""
+def checked_group(group: Any) -> Any:
+    """The process group that a user passed, that of a 1-D mesh, or None."""
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if group is not None and not hasattr(group, "size"):  # as torch returns on ranks outside a new group
+        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
+    return group
 
-    def __init__(self) -> None:
-        self._known: Topology | None = None
-        self._world: Any = None
 
-    def of(self, parameters: list[torch.Tensor], process_group: Any = None, owner: Any = None) -> Topology:
-        """The topology of the parameters of an optimizer.
+def topology_of(
+    parameters: list[torch.Tensor], last: Topology, process_group: Any = None, owner: Any = None
+) -> Topology:
+    """The topology of all parameters of an optimizer: the `last` one, or `NOWHERE`, if it still is.
 
-        Args:
-            parameters: all parameters of the optimizer.
-            process_group: an additional group, whose ranks hold other plain tensors.
-            owner: the optimizer, if it may be the local part of a `ZeroRedundancyOptimizer`.
-
-        Raises:
-            RuntimeError: the topology cannot be derived.
-        """
-        world = _distributed()
-        if world is None:
-            return NOWHERE
-        known = self._known
-        if (
-            known is None
-            or self._world is not world
-            or len(parameters) != len(known.parameters)
-            or not all(map(is_, parameters, known.parameters))
-        ):
-            group = process_group if owner is None else zero_group_of(owner)
-            known = self._known = Topology(parameters, group)
-            self._world = world
-        return known
+    Plain tensors differ on the ranks of `process_group`. The `owner` may be the local part of a
+    `ZeroRedundancyOptimizer`. Raises a RuntimeError if the topology cannot be derived.
+    """
+    world = default_group()
+    if world is None:
+        return NOWHERE
+    same = last.world is world and len(parameters) == len(last.parameters)
+    if same and all(map(is_, parameters, last.parameters)):
+        return last
+    return Topology(parameters, process_group if owner is None else zero_group_of(owner), world)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, Topology, TopologyMemory, local, settle_gradients
+from halfstep.numerics.scaling.topology import NOWHERE, Topology, local, settle_gradients, topology_of
 
 Kind = tuple[torch.device, int, bool]
 
@@ -34,12 +34,9 @@ class Decision(NamedTuple):
 
     Attributes:
         verdict: the verdict on the unscaled gradients.
-        scale: 0-dim fp32, the loss scale by which `step` divides the gradients; None if they were unscaled before, and
-            may have changed since the verdict.
-        max_norm: the norm to which `step` clips, using the norm of the verdict; None for no limit except the
-            optimizer's own.
-        skips: whether the step is skipped if the verdict found non-finite numbers. An optimizer that clips without a
-            scaler does not skip.
+        scale: 0-dim fp32, by which `step` divides the gradients; None if they were unscaled before, and may differ now.
+        max_norm: the norm to which `step` clips, using that of the verdict; None for no limit but the optimizer's own.
+        skips: whether the step is skipped if the verdict found non-finite numbers, as with a scaler.
     """
 
     verdict: Verdict
@@ -53,10 +50,6 @@ class StepsOnVerdict:
 
     _decision: Decision | None = None  # about the present step, while it was made elsewhere
 
-    def _parameters_of_model(self) -> list[torch.Tensor]:
-        """The parameters of the model that this optimizer trains."""
-        return parameters_of(self)
-
     @functools.cached_property
     def _checker(self) -> Checker:
         """The checker for steps without a decision of a scaler."""
@@ -66,17 +59,6 @@ class StepsOnVerdict:
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """All parameters of an optimizer, in its order."""
     return list(chain.from_iterable(map(_of_group, optimizer.param_groups)))
-
-
-class _PartOf(NamedTuple):
-    """The gradient of one parameter in a verdict in parts: an entry of `PartialCheck`, and where it was checked."""
-
-    kind: Kind
-    in_memory: bool
-    dtype: torch.dtype
-    sums: torch.Tensor
-    flag: torch.Tensor
-    stream: torch.cuda.Stream | None
 
 
 def _on_device(
@@ -97,58 +79,41 @@ class Combination:
         self._kept: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
 
     def combine(self, topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
-        """The combined verdict of all ranks of a topology, all of which must call this.
+        """The verdict of all ranks of a topology, from the flags of this rank and the squares that it adds.
 
-        Args:
-            topology: the topology of the parameters.
-            found: the flags of this rank.
-            squares: the sums of squares that this rank adds.
+        All of them must call this.
         """
-        if not topology.groups:
-            home = found[0].device
-            values = all_to_device([*found, *squares], home)
-            found, squares = values[: len(found)], values[len(found) :]
-            flag = torch.stack(found).amax() if found[1:] else found[0]
-            total = sum(squares[1:], start=squares[0])
-            return Verdict(flag, total, torch.empty(0, dtype=torch.int32, device=home))
         held = [*found, *map(local, topology.parameters[:1])]
         home = held[0].device if held else torch.device("cpu")
         device = topology.device_for(home)
         numbers, verdict = self._on(device)
         values = all_to_device([*found, *squares], device)
-        for total, own in ((numbers[0], values[: len(found)]), (numbers[1], values[len(found) :])):
-            if not own:
-                total.zero_()
-            for index, value in enumerate(own):
-                total.copy_(value) if index == 0 else total.add_(value)
+        numbers.zero_()
+        for index, value in enumerate(values):
+            numbers[int(index >= len(found))].add_(value)
         topology.sum_over_ranks(numbers)
         torch.gt(numbers[0], 0, out=verdict.found_inf)
         return verdict if home == device or not held else Verdict(*all_to_device(verdict, home))
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
         """The two fp64 numbers to sum over ranks, flag and sum of squares, and the verdict made from them."""
-        kept = None if capturing(device) else self._kept.get(device)
-        if kept is None:
-            numbers = torch.zeros(2, dtype=torch.float64, device=device)
-            kept = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
-            if not capturing(device):
-                self._kept[device] = kept
-        return kept
+        if device in self._kept and not capturing(device):
+            return self._kept[device]
+        numbers = torch.zeros(2, dtype=torch.float64, device=device)
+        tensors = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
+        if not capturing(device):
+            self._kept[device] = tensors
+        return tensors
 
 
 class Checker:
-    """Makes the verdicts on the gradients of one optimizer.
+    """Makes the verdicts on the gradients of one optimizer, which it does not keep alive.
 
     Checks in a CUDA graph write to verdicts of their own. They count non-finite gradients in the same `counts` as eager
-    checks, if there was an eager check before.
-
-    Args:
-        optimizer: the optimizer, which is not kept alive.
-        process_group: an additional group, whose ranks hold other plain tensors of the same model.
-        is_part: whether the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
+    checks, if there was an eager check before. `process_group` has ranks with other plain tensors of the same model.
+    With `is_part`, the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
 
     Attributes:
-        optimizer: a weak reference to the optimizer.
         topology: the topology of its parameters in the last verdict.
         counts: for each device `Tally.counts`, with a row for each parameter of the optimizer in its order.
     """
@@ -160,15 +125,15 @@ class Checker:
         self._recorded: dict[int, torch.Tensor] = {}  # counts that CUDA graphs write to
         self._kept: dict[Kind, Verdict] = {}
         self._combination = Combination()
-        self._topologies = TopologyMemory()
         self._process_group, self._is_part = process_group, is_part
         self._places: dict[int, int] = {}  # in the optimizer, by the parameter's id, for a verdict in parts
-        self._parts: dict[int, _PartOf] = {}  # by the parameter's place
+        # By the parameter's place: the check of its gradient, its index there, its kind, and the stream.
+        self._parts: dict[int, tuple[PartialCheck, int, Kind, torch.cuda.Stream | None]] = {}
 
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
         """The present topology of `parameters`, which are all parameters of the optimizer."""
         owner = self.optimizer() if self._is_part else None
-        self.topology = self._topologies.of(parameters, self._process_group, owner)
+        self.topology = topology_of(parameters, self.topology, self._process_group, owner)
         return self.topology
 
     def verdict(
@@ -181,17 +146,9 @@ class Checker:
     ) -> Verdict | None:
         """Check the optimizer's gradients times a factor and, with `write`, unscale them in place.
 
-        All ranks of the topology must call this, including those without a gradient.
-
-        Args:
-            factor: what to multiply by; None for 1.
-            write: whether to store the products.
-            step: the number of steps before this one (int64, one element), with which non-finite gradients are counted
-                in `counts`. None to count nothing.
-            keep: whether to overwrite the last verdict; otherwise the verdict is a new one.
-
-        Returns:
-            The verdict on the device of the first gradient; None if there are neither gradients nor other ranks.
+        All ranks of the topology must call this, including those without a gradient. With `step`, the number of steps
+        before this one (int64), non-finite gradients are counted in `counts`. With `keep`, the verdict overwrites the
+        last one. It is on the device of the first gradient; None if there are neither gradients nor other ranks.
         """
         parameters = parameters_of(self.optimizer())
         topology = self.find_topology(parameters)
@@ -203,10 +160,6 @@ class Checker:
             places = [place for place, grad in enumerate(grads) if grad is not None]
             grads = [grads[place] for place in places]
         kinds = self._by_kind(parameters, grads, places, scales=step is not None)
-        if len(kinds) == 1 and not topology.groups:
-            ((kind, (tensors, where)),) = kinds.items()
-            factor, step = _on_device(kind[0], factor, step)
-            return self._of_kind(kind, tensors, where, len(parameters), factor, step, write, keep)
         # Before the first check: the CPU would wait for that, too.
         numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(kind[0] for kind in kinds)}
         verdicts = {
@@ -243,47 +196,47 @@ class Checker:
         for kind, (tensors, where) in kinds.items():
             device, _, known = kind
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            there, _ = _on_device(device, factor, None)
-            part = check_part(tensors, there, in_memory=known and all_have_memory(tensors))
-            for place, dtype, sums, flag in zip(where, part.dtypes, part.sums, part.flags, strict=True):
-                self._parts[place] = _PartOf(kind, part.in_memory, dtype, sums, flag, stream)
+            part = check_part(
+                tensors, _on_device(device, factor, None)[0], in_memory=known and all_have_memory(tensors)
+            )
+            self._parts.update((place, (part, index, kind, stream)) for index, place in enumerate(where))
 
     def end_parts(self, step: torch.Tensor | None = None) -> Verdict | None:
         """The verdict on the gradients of all parts, with the bits of `verdict`; `step` is as there.
 
         All ranks of the topology must call this.
         """
-        parts, self._parts = sorted(self._parts.items()), {}
-        kinds: dict[Kind, list[tuple[int, _PartOf]]] = {}
-        for place, one in parts:
-            kinds.setdefault(one.kind, []).append((place, one))
-        verdicts = {kind: self._of_parts(kind, of_kind, step) for kind, of_kind in kinds.items()}
+        kinds: dict[Kind, list[int]] = {}
+        for place in sorted(self._parts):
+            kinds.setdefault(self._parts[place][2], []).append(place)
+        verdicts = {kind: self._of_parts(kind[0], places, step) for kind, places in kinds.items()}
+        self._parts = {}
         return self._combined(verdicts, keep=False)
 
-    def _of_parts(self, kind: Kind, parts: list[tuple[int, _PartOf]], step: torch.Tensor | None) -> Verdict:
-        device, slots = kind[0], len(self._places)
-        out = Verdict.empty(slots, device)
+    def _of_parts(self, device: torch.device, places: list[int], step: torch.Tensor | None) -> Verdict:
+        slots = len(self._places)
         tally = None if step is None else self._tally(slots, device, to_device(step, device), False)
-        others = {one.stream for _, one in parts if one.stream is not None}
+        parts, indices, _, streams = zip(*map(self._parts.__getitem__, places), strict=True)
+        others = set(streams) - {None}
         if others:
             now = torch.cuda.current_stream(device)
             others.discard(now)
             for other in others:
                 now.wait_stream(other)
         whole = PartialCheck(
-            [one.dtype for _, one in parts],
-            [one.sums for _, one in parts],
-            [one.flag for _, one in parts],
-            all(one.in_memory for _, one in parts),
+            [part.dtypes[index] for part, index in zip(parts, indices, strict=True)],
+            [part.sums[index] for part, index in zip(parts, indices, strict=True)],
+            [part.flags[index] for part, index in zip(parts, indices, strict=True)],
+            all(part.in_memory for part in parts),
         )
-        verdict = finish_parts(whole, [place for place, _ in parts], out, tally)
+        verdict = finish_parts(whole, places, Verdict.empty(slots, device), tally)
         for other in others:  # they reuse the memory of the sums
             other.wait_stream(now)
         return verdict
 
     def _by_kind(
         self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int], scales: bool = False
-    ) -> dict[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
+    ) -> Mapping[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
         """Local values of the gradients and their places among `parameters`, by device, kind in the topology, and
         whether kernels support them. If a scaler asks, which must have all, one that was freed raises an error."""
         kind_of = self.topology.kind_of
@@ -315,7 +268,7 @@ class Checker:
             of_kind, where = kinds.setdefault(kind, ([], []))
             of_kind.append(values)
             where.append(place)
-        return {kind: found for kind, found in kinds.items()}
+        return kinds
 
     def _of_kind(
         self,

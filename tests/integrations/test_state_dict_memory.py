@@ -130,9 +130,7 @@ def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:
 
 @layouts
 @pytest.mark.parametrize("case", ["canonical", "flattened by FSDP1", "blocks cut by the sharding"])
-def test_on_a_gpu_a_state_for_the_host_takes_no_memory(
-    case: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_a_state_for_the_host_takes_no_memory(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the model of a GPU: what is converted to fp32 grows on the host, and on the device there are few pieces at a
     time. At its size outside of tests, `PIECE`, they are 8 MiB."""
     piece = 8 * SIZE

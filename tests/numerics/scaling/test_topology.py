@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.topology import Agreement, Placement, World, _instances, agreement
+from halfstep.numerics.scaling.topology import Agreement, Placement, World, agreement, instances
 from halfstep.numerics.scaling.verdict import Checker
 
 EVERYONE = "all ranks"
@@ -215,7 +215,7 @@ def test_all_objects_of_a_class_are_found_beside_objects_of_any_type() -> None:
     alive = [Searched(), Derived(), other]
     with pytest.raises(TypeError, match="unhashable"):
         hash(type(other))
-    found = _instances(__name__, "Searched")
+    found = instances(__name__, "Searched")
     assert len(found) == 2 and found[0] in alive[:2] and found[1] in alive[:2]
-    assert _instances(__name__, "Derived") == alive[1:2]
-    assert _instances(__name__, "Missing") == _instances("no.such.module", "Searched") == []
+    assert instances(__name__, "Derived") == alive[1:2]
+    assert instances(__name__, "Missing") == instances("no.such.module", "Searched") == []
