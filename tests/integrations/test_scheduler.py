@@ -136,7 +136,6 @@ def test_attributes_are_written_where_they_are_read() -> None:
     schedule._step_count += 1
     schedule.base_lrs = [3.0]
     assert (inner._step_count, inner.base_lrs) == (2, [3.0])
-    assert set(vars(schedule)) == {"scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds"}
 
 
 def test_every_method_of_torchs_base_class_is_the_wrapped_schedulers() -> None:
