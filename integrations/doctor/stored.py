@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, in_order, listed
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
 from halfstep.integrations.doctor.setup import HALF, distinct, holds_bf16_only, nonfinite
 from halfstep.integrations.tensor_files import read_tensors
 
@@ -30,7 +30,7 @@ def examine_checkpoint(paths: Sequence[str | Path], progress: Callable[[float], 
     tensors = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
     total = sum(map(_bytes, tensors.values()))
     examined = f"{', '.join(map(str, paths))} with {count(len(tensors), 'tensor')}, {in_bytes(total or 1)}"
-    return in_order(examined, _findings(tensors, total or 1, progress))
+    return Diagnosis.of(examined, _findings(tensors, total or 1, progress))
 
 
 def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]) -> Iterator[Finding]:

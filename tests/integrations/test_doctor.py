@@ -38,10 +38,10 @@ def test_the_text_of_a_finding() -> None:
     model = _net(BF16)
     found = doctor(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     assert str(found).split("\n")[:4] == [
-        "Sequential of 4 parameters, torch.optim.AdamW: 2 findings",
+        "Sequential of 4 parameters, AdamW of torch: 2 findings",
         "error: moments-in-16-bits",
         "  where   4 parameters: 0.weight, 0.bias, 1.weight, ...",
-        "  what    exp_avg_sq in bf16, rounded to nearest",
+        "  what    exp_avg and exp_avg_sq in bf16, rounded to nearest",
     ]
     assert found.findings[0].stake.endswith("; 1.13 KiB now, 2.26 KiB in fp32")
     assert found.as_dict()["findings"][1]["name"] == "decay-lost" and not found.ok
@@ -86,9 +86,9 @@ def test_arguments_that_cannot_be_examined() -> None:
 def test_which_libraries_the_optimizer_and_the_scaler_are_from() -> None:
     model = _net()
     theirs, ours = torch.optim.AdamW(model.parameters()), halfstep.AdamW(model.parameters())
-    assert doctor(model, theirs).examined == "Sequential of 4 parameters, torch.optim.AdamW"
+    assert doctor(model, theirs).examined == "Sequential of 4 parameters, AdamW of torch"
     assert doctor(model, OptimWrapper(ours), halfstep.GradScaler("cpu")).examined == (
-        "Sequential of 4 parameters, halfstep.AdamW, halfstep.GradScaler"
+        "Sequential of 4 parameters, AdamW of halfstep, GradScaler of halfstep"
     )
 
 
@@ -147,7 +147,7 @@ def test_where_nan_is() -> None:
     model[0].bias.grad[0] = math.inf  # type: ignore[index, union-attr]
     (found,) = doctor(model, optimizer).findings
     assert found.where == "3 tensors: 1.running_var, 0.bias, 0.weight"
-    assert found.what == "NaN in buffers and exp_avg; Inf in gradients"
+    assert found.what == "NaN in buffers, Inf in gradients, NaN in exp_avg"
 
 
 def test_nan_in_the_scales_of_moments_in_8_bits() -> None:
