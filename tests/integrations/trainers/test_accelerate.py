@@ -32,13 +32,6 @@ accelerate_ranks = imported("accelerate_ranks")
 ours = imported("halfstep.integrations.trainers.accelerate")
 
 
-@pytest.fixture(scope="module")
-def found(results: Any) -> dict[str, list[Any]]:
-    """The results of each rank, by run."""
-    runs: dict[str, list[Any]] = results("accelerate")
-    return runs
-
-
 def test_fsdp2_with_mixed_precision_upcasts_weights(found: dict[str, list[Any]]) -> None:
     """What docs/trainers/accelerate.md says of it, and of the way round."""
     for rank in found["upcast"]:
