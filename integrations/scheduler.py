@@ -21,14 +21,16 @@ class SkipCount:
         self._scaler, self._answer = scaler, False
         self._updates, self._reported = scaler._updates, scaler.skips_known()
 
-    def was_skipped(self) -> bool:
-        """Whether all steps since the last question were skipped; without a new `update`, the same answer again."""
+    def was_skipped(self, all_steps: bool = False) -> bool:
+        """Whether a step since the last question was skipped, or with `all_steps`, whether all of them were.
+
+        Without a new `update`, the answer stays the same.
+        """
         if updates := self._scaler._updates - self._updates:
             skips = self._scaler.skips_known() - self._reported
-            self._answer = skips >= updates
+            self._answer = skips >= (updates if all_steps else 1)
             self._updates += updates
-            # Skips that become known late are reported at as many later questions, unless a step was also taken.
-            self._reported += updates if self._answer else skips
+            self._reported += min(skips, updates)  # those that become known late are for later questions
         return self._answer
 
 
@@ -87,7 +89,7 @@ class SkipAwareScheduler(LRScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if a step was taken since the last call, as far as the host knows."""
-        if not self._skips.was_skipped():
+        if not self._skips.was_skipped(all_steps=True):
             self.scheduler.step(*args, **kwargs)
 
     # torch's combinations of schedulers call those that begin with an underscore.

@@ -120,11 +120,9 @@ def _values(setup: Setup) -> Iterator[Finding]:
         if value == "NaN" or (value and not masks):
             hits[f"{value} in {role}"].append(name)
     if hits:
-        where, severity = listed([name for names in hits.values() for name in names], "tensor"), None
-        stake = "all that is computed from them is NaN or Inf, and so it stays"
-        if all(what.endswith("gradients") for what in hits):
-            severity, stake = "warning", "a step writes them into the weights, unless a loss scaler skips it"
-        yield find("values-not-finite", where, severity, what=", ".join(hits), stake=stake)
+        where = listed([name for names in hits.values() for name in names], "tensor")
+        severity = "warning" if all(what.endswith("gradients") for what in hits) else "error"
+        yield find("values-not-finite", where, severity, what=", ".join(hits))
 
 
 def _marks(scales: torch.Tensor) -> torch.Tensor:
@@ -281,12 +279,8 @@ def _rounded(setup: Setup) -> Iterator[Finding]:
     ]
     if rounded:
         keys = dict.fromkeys(key for key, _ in rounded)
-        masters = "master" in keys
-        stake = "a run that is resumed differs from one that goes on"
-        if masters:
-            stake = "the bits that training had added to the weights are gone"
-        entries = [entry for _, entry in rounded]
-        yield find("state-was-rounded", entries, None if masters else "warning", keys=" and ".join(keys), stake=stake)
+        severity = "error" if "master" in keys else "warning"
+        yield find("state-was-rounded", [entry for _, entry in rounded], severity, keys=" and ".join(keys))
     buffers = {name: buffer for name, buffer in setup.model.named_buffers() if buffer.dtype in HALF}
     if exact := [name for name in buffers if name.rpartition(".")[2] in _EXACT_BUFFERS]:
         what, dtypes = _EXACT_BUFFERS[exact[0].rpartition(".")[2]], dtypes_of(buffers[name] for name in exact)
@@ -302,13 +296,9 @@ def _scaling(setup: Setup) -> Iterator[Finding]:
         yield find("fp16-without-scaler", fp16)
     if scaler is not None:
         scale = float(scaler.get_scale())
-        broken = scale == 0 or not math.isfinite(scale)
-        stake = "gradients are made smaller instead of larger: many steps in a row have overflowed"
-        if broken:
-            stake = "unscaled gradients are NaN, which is not noticed as an overflow: NaN weights"
-        if broken or scale < 1:
-            severity = None if broken else "warning"
-            yield find("scale-collapsed", type(scaler).__name__, severity, scale=scale, stake=stake)
+        if not 1 <= scale < math.inf:
+            severity = "warning" if 0 < scale < 1 else "error"
+            yield find("scale-collapsed", type(scaler).__name__, severity, scale=scale)
 
 
 def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:

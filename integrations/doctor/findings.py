@@ -131,7 +131,7 @@ _SHARED = {
 _TEXTS = """
 --- of a training set-up, at rest
 error values-not-finite: {what}
-    {stake}
+    all that is computed from them is NaN or Inf, and so it stays; a step writes gradients into the weights
     load weights and state from before, and repeat the step in {first_nonfinite}
 error optimizer-of-other-parameters: the optimizer holds none of the model's parameters
     nothing is trained: they were replaced after it was made, by fully_shard, FSDP, a copy or a conversion
@@ -170,7 +170,7 @@ error step-in-16-bits: the step count is in 16 bits
     it stops at 256 in bf16 and at 2,048 in fp16, and bias corrections with it
     keep step counts in fp32 or int64; they are not weights
 error state-was-rounded: {keys} in fp32 hold numbers of bf16 only: they were in bf16 in between
-    {stake}
+    a run that is resumed differs from one that goes on, unless the optimizer holds them in bf16 or 8 bits
     Optimizer.load_state_dict rounds to the dtype of the parameters: load into fp32 ones, or use halfstep.AdamW
 warning buffers-in-16-bits: {what} in {dtypes}
     angles of far positions, or running statistics, are wrong by up to 1 part in 256 (fp16: in 2,048)
@@ -191,7 +191,7 @@ error scaler-of-one-mesh: torch.amp.GradScaler reduces overflows over the mesh o
     ranks diverge after an overflow in a shard of another mesh; with plain tensors beside DTensors the first step raises
     use halfstep.GradScaler, whose decision covers all ranks that hold a part of the model
 error scale-collapsed: the loss scale is {scale:g}
-    {stake}
+    below 1, gradients are made smaller instead of larger; of 0 or Inf, unscaled gradients are NaN, which is not noticed
     repeat the first step that overflows in {first_nonfinite}; halfstep.GradScaler has a smallest scale
 error state-not-sharded: the parameters are DTensors, and their state is plain tensors
     torch.distributed.checkpoint takes the shards of all ranks for one tensor: ranks load the state of others

@@ -275,7 +275,7 @@ def sample(tensor: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
     """A copy of at most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
     shard: torch.Tensor = torch.atleast_1d(local(tensor).detach())
     step = -(-shard.numel() // most) or 1
-    indices = torch.arange(0, shard.numel(), step, device=shard.device)
+    indices = torch.arange(0, shard.numel(), step, dtype=torch.int64, device=shard.device)
     return shard[torch.unravel_index(indices, shard.shape)]
 
 

@@ -57,8 +57,7 @@ def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callabl
         progress(done / total)
     if broken:
         first, value = next(iter(broken.items()))
-        stake = "a run that is resumed from it computes NaN"
-        yield find("values-not-finite", listed([*broken], "tensor"), what=f"{first} holds {value}", stake=stake)
+        yield find("values-not-finite", listed([*broken], "tensor"), what=f"{first} holds {value}")
     twice = [names for names in same.values() if len({tensors[name].data_ptr() for name in names}) > 1]
     # All elements of a constant tensor are the same, which says nothing.
     twice = [names for names in twice if bool((tensors[names[0]] != tensors[names[0]].flatten()[0]).any())]
@@ -75,9 +74,6 @@ def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callabl
                 values["stake"] = "unless they were rounded stochastically, they grew but never fell, and steps shrank"
             if finding == "state-was-rounded":
                 values["keys"] = " and ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-                values["stake"] = (
-                    "unless the optimizer holds them in bf16 or 8 bits: a resumed run differs from one that goes on"
-                )
             severity = "warning" if finding == "state-was-rounded" else None
             yield find(finding, listed(names, "tensor"), severity, **values)
 

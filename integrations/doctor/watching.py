@@ -203,7 +203,7 @@ class _Watcher:
         for entry in entries:
             key, grad, weight = id(entry.parameter), entry.grad, sample(entry.parameter)
             before, self._weights[key] = self._weights[key], weight
-            if weight.is_meta:
+            if weight.is_meta or (weight.shape, weight.device) != (before.shape, before.device):
                 continue
             kept = weight == before
             self._moved |= not bool(kept.all())

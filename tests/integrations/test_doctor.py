@@ -301,8 +301,8 @@ def test_a_healthy_checkpoint(tmp_path: Path) -> None:
 
 
 CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
-    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "computes NaN"),
-    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "computes NaN"),
+    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "is NaN or Inf"),
+    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "is NaN or Inf"),
     ({"state__exp_avg_sq": torch.tensor([1.0, -1e-9])}, "negative-second-moment", "is NaN"),
     ({"state__exp_avg_sq": torch.ones(4, dtype=BF16)}, "moments-in-16-bits", "steps shrank"),
     ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),

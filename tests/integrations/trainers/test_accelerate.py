@@ -137,6 +137,20 @@ def test_a_skip_is_reported_once() -> None:
     assert not optimizer.step_was_skipped and optimizer.param_groups[0]["lr"] == LR / 2
 
 
+def test_a_skip_of_one_of_two_optimizers_is_reported() -> None:
+    """Each step updates the scale, so that one of two updates is a skip."""
+    models = [network(0), network(1)]
+    accelerator, optimizers = ready(halfstep.GradScaler("cpu", init_scale=SCALE), *models)
+    models[0][0].weight.grad[0, 0] = math.nan
+    for skipped in (True, False):
+        for optimizer in optimizers:
+            optimizer.step()
+        assert [optimizer.step_was_skipped for optimizer in optimizers] == [skipped, skipped]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            accelerator.backward(error(model(batch(0)[0]), batch(0)[1]))
+
+
 def test_the_options_of_accelerate_reach_our_scaler() -> None:
     """Accelerate makes a scaler on accelerators only, so this one is put there by hand."""
     theirs = accelerate.Accelerator(cpu=True, kwargs_handlers=[accelerate.GradScalerKwargs(growth_interval=7)])
