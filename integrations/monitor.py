@@ -143,57 +143,52 @@ class AmpMonitor:
         if scaler is None or not scaler.is_enabled():
             return None
         # torch's scaler keys its states by the optimizer that it was given, ours by the one inside wrappers.
-        for known in () if optimizer is None else {id(optimizer), id(unwrapped(optimizer))}:
-            states = scaler._per_optimizer_states
-            if known in states and states[known]["stage"] is OptState.UNSCALED:
+        for key in () if optimizer is None else (id(optimizer), id(unwrapped(optimizer))):
+            if scaler._per_optimizer_states.get(key, {}).get("stage") is OptState.UNSCALED:
                 return None
         scale = scaler._get_scale_async()  # get_scale() would wait for the device
         return None if scale is None else scale.detach()
 
     @torch.no_grad()
     def _collect(self, scale: torch.Tensor | None) -> None:
-        by_device: dict[torch.device, tuple[list[torch.Tensor], list[int]]] = {}
-        for place, (name, parameter) in enumerate(self._parameters.items()):
+        groups: dict[tuple[torch.device, bool], dict[int, torch.Tensor]] = {}  # by device and whether in fp64
+        for row, (name, parameter) in enumerate(self._parameters.items()):
             grad = gradient_of(parameter)
             if grad is not None:
                 values = countable(f"the gradient of {name}", grad, self.format)
-                listed, places = by_device.setdefault(values.device, ([], []))
-                listed.append(values)
-                places.append(place)
-        if any(map(capturing, by_device)):
+                groups.setdefault((values.device, values.dtype == torch.float64), {})[row] = values
+        if any(capturing(device) for device, _ in groups):
             return
-        for device, (listed, places) in by_device.items():
-            counts = self._table(device)
-            there = None if scale is None else to_device(scale, device)
-            for double in (False, True):  # fp64 is unscaled before it becomes fp32
-                rows = [
-                    place for place, one in zip(places, listed, strict=True) if (one.dtype == torch.float64) is double
-                ]
-                values_of = [one for one in listed if (one.dtype == torch.float64) is double]
-                if double:
-                    unscale = 1.0 if there is None else there.double().reciprocal()
-                    values_of = [scaled_to_odd(one, unscale) for one in values_of]
-                foreach_count_(values_of, counts, self._grid, scale=None if double else there, inverted=True, rows=rows)
+        for (device, wide), rows in groups.items():
+            divisor, tensors = None if scale is None else to_device(scale, device), list(rows.values())
+            if wide:  # unscaled before it becomes fp32
+                factor = 1.0 if divisor is None else divisor.double().reciprocal()
+                divisor, tensors = None, [scaled_to_odd(values, factor) for values in tensors]
+            if device not in self._counts:
+                self._counts[device] = self._zeros(device)
+            foreach_count_(tensors, self._counts[device], self._grid, scale=divisor, inverted=True, rows=list(rows))
         self._collected += 1
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        if device not in self._counts:
-            self._counts[device] = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device=device)
-        return self._counts[device]
+    def _zeros(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device=device)
+
+    def _total(self, device: torch.device) -> torch.Tensor:
+        """A copy of the counts of all devices."""
+        total = self._zeros(device)
+        for counts in self._counts.values():
+            total += to_device(counts, device)
+        return total
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, on the CPU, for a checkpoint. Waits for the device."""
-        counts = torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device="cpu")
-        for table in self._counts.values():
-            counts += table.cpu()
         return {
             "format": self.format.name,
             "names": list(self._parameters),
             "steps": self._steps,
             "collected": self._collected,
-            "counts": counts,
+            "counts": self._total(torch.device("cpu")),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -202,10 +197,11 @@ class AmpMonitor:
         Raises:
             ValueError: the counts are of another format or of other parameters.
         """
-        for key, own in (("format", self.format.name), ("names", list(self._parameters))):
-            if state_dict[key] != own:
+        for key, expected in (("format", self.format.name), ("names", list(self._parameters))):
+            if state_dict[key] != expected:
                 raise ValueError(
-                    f"Expected {key} in state_dict to be that of this monitor, {own!r}, but got {state_dict[key]!r}"
+                    f"Expected {key} in state_dict to be that of this monitor, {expected!r}, but got "
+                    f"{state_dict[key]!r}"
                 )
         self.reset()
         self._steps, self._collected = state_dict["steps"], state_dict["collected"]
@@ -218,12 +214,8 @@ class AmpMonitor:
         """The statistics of the unscaled gradients of all counted steps. Reading them waits for the device."""
         names = list(self._parameters)
         dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._parameters.values()]
-        tables = list(self._counts.values()) or [torch.zeros(len(names), width(False), dtype=torch.int64, device="cpu")]
-        # Usually one device. A copy, since counting continues.
-        table = tables[0].clone()
-        for other in tables[1:]:
-            table += to_device(other, table.device)
-        return Statistics(names, dtypes, self.format, 1.0, [(table, range(len(names)))])
+        device = next(iter(self._counts), torch.device("cpu"))  # usually one
+        return Statistics(names, dtypes, self.format, 1.0, [(self._total(device), range(len(names)))])
 
     def report(self, share: float = 1e-3, headroom: int = 2) -> AmpReport:
         """Summarize the gradients counted so far. Waits for the device.
@@ -231,19 +223,11 @@ class AmpMonitor:
         Args:
             share, headroom: as in `halfstep.advise_scale`.
         """
-        found = self.statistics()
-        scaler = self._scaler
+        statistics, scaler = self.statistics(), self._scaler
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
-        numbers = sum(found.total.exponents.values())
-        return AmpReport(
-            steps=self._steps,
-            collected=self._collected,
-            scale=scale,
-            statistics=_at(found, scale),
-            advice=advise_scale(found, self.format, share=share, headroom=headroom) if numbers else None,
-        )
-
-
-def _at(found: Statistics, scale: float) -> Statistics:
-    """At the largest power of two that is not above a scale. Only other growth factors than 2 make a difference."""
-    return found.at(2.0 ** (math.frexp(scale)[1] - 1))
+        advice = None
+        if any(statistics.total.exponents.values()):
+            advice = advise_scale(statistics, self.format, share=share, headroom=headroom)
+        # The largest power of two that is not above the scale; only growth factors other than 2 make a difference.
+        power = 2.0 ** (math.frexp(scale)[1] - 1)
+        return AmpReport(self._steps, self._collected, scale, statistics.at(power), advice)

@@ -8,7 +8,35 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.numerics.scaling.scaler import GradScaler
 
-OWN = ("scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds")
+OWN = ("scheduler", "scaler", "_skips")
+
+
+class SkipCount:
+    """Tells whoever asks after each step of a scaler whether it was skipped. Each skip is reported once.
+
+    The host never waits: on a CPU a skip is reported for its own step, on a GPU one or two steps later.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler, self._answer = scaler, False
+        self._updates, self._reported = scaler._updates, scaler.skips_known()
+
+    def was_skipped(self, all_steps: bool = False) -> bool:
+        """Whether a step since the last question was skipped, or with `all_steps`, whether all of them were.
+
+        Without a new `update`, the answer stays the same.
+        """
+        if updates := self._scaler._updates - self._updates:
+            skips = self._scaler.skips_known() - self._reported
+            self._answer = skips >= (updates if all_steps else 1)
+            self._updates += updates
+            self._reported += min(skips, updates)  # those that become known late are for later questions
+        return self._answer
+
+
+def _passed_on(name: str) -> Any:
+    """A method that is that of the wrapped scheduler."""
+    return lambda self, *args, **kwargs: getattr(self.scheduler, name)(*args, **kwargs)
 
 
 class SkipAwareScheduler(LRScheduler):
@@ -57,52 +85,17 @@ class SkipAwareScheduler(LRScheduler):
             )
         if not isinstance(scaler, GradScaler):
             raise TypeError(f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__name__}")
-        self.scheduler, self.scaler = scheduler, scaler
-        self._start()
-
-    def _start(self) -> None:
-        """Ignore the steps that the scaler has skipped before."""
-        self._skips_counted, self._updates_seen = self.scaler.skips_known(), self.scaler._updates
-        self._holds = False
+        self.scheduler, self.scaler, self._skips = scheduler, scaler, SkipCount(scaler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if a step was taken since the last call, as far as the host knows."""
-        updates = self.scaler._updates - self._updates_seen
-        if updates:
-            self._updates_seen += updates
-            skips = self.scaler.skips_known() - self._skips_counted
-            self._holds = skips >= updates
-            # Skips that become known late hold as many later calls, unless a step was also taken.
-            self._skips_counted += updates if self._holds else skips
-        if not self._holds:
+        if not self._skips.was_skipped(all_steps=True):
             self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[Any]:
-        """The learning rates that the wrapped scheduler set last."""
-        rates: list[Any] = self.scheduler.get_last_lr()
-        return rates
-
-    def get_lr(self) -> list[Any]:
-        """The result of the wrapped scheduler's ``get_lr``."""
-        rates: list[Any] = self.scheduler.get_lr()
-        return rates
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the wrapped scheduler, saved with or without this wrapper."""
-        self.scheduler.load_state_dict(state_dict)
-
-    # SequentialLR calls these methods of its schedulers.
-
-    def _initial_step(self) -> None:
-        self.scheduler._initial_step()
-
-    def _update_lr(self, epoch: int | None = None) -> None:
-        self.scheduler._update_lr(epoch)
+    # torch's combinations of schedulers call those that begin with an underscore.
+    get_last_lr, get_lr = _passed_on("get_last_lr"), _passed_on("get_lr")
+    state_dict, load_state_dict = _passed_on("state_dict"), _passed_on("load_state_dict")
+    _initial_step, _update_lr = _passed_on("_initial_step"), _passed_on("_update_lr")
 
     def __getattr__(self, name: str) -> Any:
         if name in OWN:  # not set yet, during unpickling
@@ -110,14 +103,10 @@ class SkipAwareScheduler(LRScheduler):
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.scheduler, name, value)
+        super().__setattr__(name, value) if name in OWN else setattr(self.scheduler, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"scheduler": self.scheduler, "scaler": self.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()  # a copy of a scaler counts again
+        self.__dict__.update(state, _skips=SkipCount(state["scaler"]))  # a copy of a scaler counts from 0

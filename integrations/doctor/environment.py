@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, find, in_order
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, find
 from halfstep.kernels import compiler
 
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
@@ -75,17 +75,15 @@ class Machine:
             shared_memory=shutil.disk_usage(shm).total if shm.is_dir() else None,
         )
 
-    def number(self, name: str) -> int | None:
-        """A variable as a number; None if it is not set or no number."""
+    def number(self, name: str) -> int:
+        """A variable as a number; 0 if it is not set or no number."""
         text = self.variables.get(name, "")
-        return int(text) if text.strip().isdecimal() else None
+        return int(text) if text.strip().isdecimal() else 0
 
     def nodes(self) -> int:
         """The number of machines that the launcher says."""
         world, local = self.number("WORLD_SIZE"), self.number("LOCAL_WORLD_SIZE")
-        if world and local:
-            return -(-world // local)
-        return self.number("SLURM_NNODES") or 1
+        return -(-world // local) if world and local else self.number("SLURM_NNODES") or 1
 
     def outside(self) -> list[str]:
         """Interfaces that may reach other machines."""
@@ -93,18 +91,18 @@ class Machine:
 
     def facts(self) -> list[tuple[str, str]]:
         """What there is, in words."""
-        world, rank = self.number("WORLD_SIZE"), self.number("RANK")
+        world = self.number("WORLD_SIZE")
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in self.variables else "variables of torchrun"
-        if world is None:
+        if not world:
             launcher = "SLURM" if "SLURM_JOB_ID" in self.variables else "none: one process"
         return [
-            *((name, version) for name, version in self.versions.items()),
+            *self.versions.items(),
             ("built for", f"GPUs ({self.cuda})" if self.cuda else "the CPU"),
             ("GPUs", str(self.gpus)),
             ("kernels", "Triton" if self.gpus and "triton" in self.versions else "C++" if self.compiler else "torch"),
             ("cores", str(self.cores)),
             ("launcher", launcher),
-            *([("rank", f"{rank} of {world} on {self.nodes()} machines")] if world is not None else []),
+            *[("rank", f"{self.number('RANK')} of {world} on {self.nodes()} machines")] * bool(world),
             ("backend", "nccl" if self.gpus else "gloo"),
             ("interfaces", ", ".join(self.outside()) or "none to other machines"),
         ]
@@ -117,7 +115,7 @@ def examine_environment(machine: Machine | None = None) -> Diagnosis:
     """
     machine = Machine.here() if machine is None else machine
     checks = (_installed, _launched, _network, _settings)
-    return in_order("this environment", (finding for check in checks for finding in check(machine)))
+    return Diagnosis.of("this environment", (finding for check in checks for finding in check(machine)))
 
 
 def _installed(machine: Machine) -> Iterator[Finding]:
@@ -125,12 +123,11 @@ def _installed(machine: Machine) -> Iterator[Finding]:
         parts = version.split("+")[0].split(".")[:2]
         if all(part.isdecimal() for part in parts) and tuple(map(int, parts)) < OLDEST[name]:
             yield find("version-too-old", f"{name} {version}", name=name, least=".".join(map(str, OLDEST[name])))
-    if machine.gpu_files and not machine.gpus:
-        driver = f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES"
-        what, remedy = (
-            ("cannot use it", driver) if machine.cuda else ("is a build for the CPU", "install one for the GPU")
-        )
-        yield find("gpu-not-usable", "torch.cuda", what=what, remedy=remedy)
+    if machine.gpu_files and not machine.gpus and machine.cuda:
+        remedy = f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES"
+        yield find("gpu-not-usable", "torch.cuda", what="cannot use it", remedy=remedy)
+    elif machine.gpu_files and not machine.gpus:
+        yield find("gpu-not-usable", "torch.cuda", what="is a build for the CPU", remedy="install one for the GPU")
     if machine.gpus and "triton" not in machine.versions:
         yield find("no-triton", "triton")
     if not machine.gpus and not machine.compiler:
@@ -138,41 +135,34 @@ def _installed(machine: Machine) -> Iterator[Finding]:
 
 
 def _launched(machine: Machine) -> Iterator[Finding]:
-    world, rank, local = (machine.number(name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    tasks = machine.number("SLURM_NTASKS") or 1
-    if world is None and tasks > 1:
+    get, nodes = machine.variables.get, machine.nodes()
+    world, rank, local, tasks = map(machine.number, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS"))
+    if tasks > 1 and not world:
         what = "SLURM started several tasks, and WORLD_SIZE and RANK are not set"
-        stake = f"each of {tasks} tasks trains alone, on all data"
         remedy = (
             ", or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR, MASTER_PORT"
         )
+        stake = f"each of {tasks} tasks trains alone, on all data"
         yield find("ranks-not-set", f"SLURM_NTASKS={tasks}", what=what, stake=stake, remedy=remedy)
-    if world is None or world <= 1:
-        return
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not machine.variables.get(name)]:
+    if world > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not get(name)]):
         what, remedy = f"WORLD_SIZE is {world}, and these are not set", ", which sets them all"
         yield find("ranks-not-set", ", ".join(missing), what=what, stake="init_process_group fails", remedy=remedy)
-    if rank is not None and rank >= world:
+    if rank >= world > 1:
         yield find("rank-out-of-range", f"RANK={rank}", world=world, last=world - 1)
-    if local is not None and machine.gpus and local >= machine.gpus:
+    if world > 1 and local >= machine.gpus > 0:
         yield find("rank-without-gpu", f"LOCAL_RANK={local}", gpus=count(machine.gpus, "GPU"))
-    address = machine.variables.get("MASTER_ADDR")
-    if machine.nodes() > 1 and address in ("localhost", "127.0.0.1", "::1"):
-        yield find("master-is-local", f"MASTER_ADDR={address}", nodes=machine.nodes())
+    if world > 1 and nodes > 1 and get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1"):
+        yield find("master-is-local", f"MASTER_ADDR={get('MASTER_ADDR')}", nodes=nodes)
 
 
 def _network(machine: Machine) -> Iterator[Finding]:
     chosen = {name: machine.variables.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     for name, wanted in chosen.items():
-        exact = wanted.startswith("=") or name.startswith("GLOO")  # NCCL takes the beginning of a name
         names = tuple(wanted.lstrip("=").split(","))
-        if (
-            wanted
-            and not wanted.startswith("^")
-            and not any(
-                interface in names if exact else interface.startswith(names) for interface in machine.interfaces
-            )
-        ):
+        # NCCL takes the beginning of a name, unless = is in front of it; ^ excludes names.
+        exact = wanted.startswith("=") or name.startswith("GLOO")
+        there = [each for each in machine.interfaces if (each in names if exact else each.startswith(names))]
+        if wanted and not there and not wanted.startswith("^"):
             yield find("interface-not-there", f"{name}={wanted}", name=name, interfaces=", ".join(machine.interfaces))
     if machine.nodes() > 1 and not any(chosen.values()) and len(machine.outside()) > 1:
         yield find("interface-not-chosen", ", ".join(machine.outside()))

@@ -48,6 +48,11 @@ class Diagnosis:
     examined: str
     findings: tuple[Finding, ...] = ()
 
+    @classmethod
+    def of(cls, examined: str, findings: Iterable[Finding]) -> Diagnosis:
+        """Findings in any order."""
+        return cls(examined, tuple(sorted(findings, key=lambda finding: finding.severity)))
+
     @property
     def ok(self) -> bool:
         """Whether nothing was found."""
@@ -69,11 +74,6 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *map(str, self.findings)])
-
-
-def in_order(examined: str, findings: Iterable[Finding]) -> Diagnosis:
-    """A diagnosis with errors first, in the order in which they were found."""
-    return Diagnosis(examined, tuple(sorted(findings, key=lambda finding: finding.severity != "error")))
 
 
 def find(name: str, where: str | Sequence[Any], severity: Any = None, /, **values: Any) -> Finding:
@@ -99,7 +99,7 @@ def count(number: int, what: str) -> str:
 def listed(names: Sequence[str], what: str = "parameter") -> str:
     """Names in words, at most three of them: ``"5 parameters: a, b, c, ..."``."""
     names = list(dict.fromkeys(names))
-    return f"{count(len(names), what)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return f"{count(len(names), what)}: {', '.join([*names[:3], *['...'] * (len(names) > 3)])}"
 
 
 def in_bytes(number: float) -> str:
@@ -131,7 +131,7 @@ _SHARED = {
 _TEXTS = """
 --- of a training set-up, at rest
 error values-not-finite: {what}
-    {stake}
+    all that is computed from them is NaN or Inf, and so it stays; a step writes gradients into the weights
     load weights and state from before, and repeat the step in {first_nonfinite}
 error optimizer-of-other-parameters: the optimizer holds none of the model's parameters
     nothing is trained: they were replaced after it was made, by fully_shard, FSDP, a copy or a conversion
@@ -140,10 +140,10 @@ warning parameters-not-optimized: they require a gradient, and no optimizer hold
     they stay as they are, and their gradients take memory
     add them to the optimizer, pass all optimizers here, or call requires_grad_(False)
 error frozen-with-gradient: they are frozen, but still have a gradient, which every step uses again
-    frozen weights keep changing; {bytes} of gradients
+    frozen weights keep changing; {gradients} of gradients
     set .grad of frozen parameters to None
 warning frozen-with-state: they are frozen, and the optimizer holds state for them
-    {bytes}
+    {states}
     make the optimizer of the parameters that require a gradient only
 error quantized-in-optimizer: their dtype is {dtypes}: the codes of quantized weights
     a step fails, or changes the codes as if they were numbers
@@ -166,11 +166,11 @@ error decay-lost: lr · weight_decay is {decay:.2g}, less than the relative spac
 error eps-is-zero: eps={eps:g} rounds to 0 in fp16, in which the optimizer computes
     where a gradient is 0 or its square underflows, the update is 0 / 0: NaN weights
     use fp32 moments and masters (halfstep.AdamW has both), or eps of at least 1e-7
-error step-in-16-bits: the step count is in {dtype}
-    it stops at {last:,}, and bias corrections with it
+error step-in-16-bits: the step count is in 16 bits
+    it stops at 256 in bf16 and at 2,048 in fp16, and bias corrections with it
     keep step counts in fp32 or int64; they are not weights
 error state-was-rounded: {keys} in fp32 hold numbers of bf16 only: they were in bf16 in between
-    {stake}
+    a run that is resumed differs from one that goes on, unless the optimizer holds them in bf16 or 8 bits
     Optimizer.load_state_dict rounds to the dtype of the parameters: load into fp32 ones, or use halfstep.AdamW
 warning buffers-in-16-bits: {what} in {dtypes}
     angles of far positions, or running statistics, are wrong by up to 1 part in 256 (fp16: in 2,048)
@@ -191,7 +191,7 @@ error scaler-of-one-mesh: torch.amp.GradScaler reduces overflows over the mesh o
     ranks diverge after an overflow in a shard of another mesh; with plain tensors beside DTensors the first step raises
     use halfstep.GradScaler, whose decision covers all ranks that hold a part of the model
 error scale-collapsed: the loss scale is {scale:g}
-    {stake}
+    below 1, gradients are made smaller instead of larger; of 0 or Inf, unscaled gradients are NaN, which is not noticed
     repeat the first step that overflows in {first_nonfinite}; halfstep.GradScaler has a smallest scale
 error state-not-sharded: the parameters are DTensors, and their state is plain tensors
     torch.distributed.checkpoint takes the shards of all ranks for one tensor: ranks load the state of others

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import accumulate
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.findings import count
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
@@ -21,11 +20,9 @@ from halfstep.numerics.scaling.scaler import unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
-HALF = (torch.bfloat16, torch.float16)
+BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
 # Wrappers of modules, whose names in front of a parameter's name say nothing.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Libraries whose optimizers step copies of the parameters that they make themselves.
-_COPYING = {"deepspeed", "megatron", "apex", "fairscale", "transformer_engine", "colossalai"}
 # Entries of an optimizer's state that keep what a 16-bit weight cannot, by how libraries name them.
 _MASTER = re.compile(r"master|remainder|kahan|compensation|residual|ecc|error|shift|fp32_param", re.IGNORECASE)
 # Options of groups or attributes of optimizers that say that updates below the spacing of a weight are not lost.
@@ -36,7 +33,8 @@ _KEEPS = (*_STOCHASTIC, "master_weights", "kahan_sum", "use_kahan_summation")
 _SCALERS = ("_scaler", "loss_scaler", "scaler")
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Entry:
     """A parameter in an optimizer."""
 
     name: str  # in the model; "group 0, parameter 3" if the model does not have it
@@ -48,32 +46,21 @@ class Entry(NamedTuple):
     scales: dict[str, torch.Tensor]  # the others, such as scales of moments in 8 bits
     step: Any  # the step count; None if there is none
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return gradient_of(self.parameter)
+    grad = property(lambda self: gradient_of(self.parameter))
+    lr = property(lambda self: float(self.group.get("lr") or 0.0))
+    eps = property(lambda self: float(self.group.get("eps", 1.0)))
+    steps_taken = property(lambda self: 0.0 if self.step is None else float(self.step))
+    library = property(lambda self: type(self.optimizer).__module__.split(".")[0])
+    half = property(lambda self: self.parameter.dtype in HALF)
+    frozen = property(lambda self: isinstance(self.parameter, torch.nn.Parameter) and not self.parameter.requires_grad)
+    is_adam = property(lambda self: "betas" in self.group or "exp_avg_sq" in self.state)
+    loses_updates = property(lambda self: self.parameter.requires_grad and self.lr > 0 and not self.keeps_updates)
 
     @property
-    def lr(self) -> float:
-        return float(self.group.get("lr") or 0.0)
-
-    @property
-    def steps_taken(self) -> float:
-        """The number of steps that it has taken, as far as the state says."""
-        return float(self.step) if self.step is not None else 0.0
-
-    @property
-    def half(self) -> bool:
-        """Whether it is in bf16 or fp16."""
-        return self.parameter.dtype in HALF
-
-    @property
-    def is_adam(self) -> bool:
-        """Whether the optimizer has two moments."""
-        return "betas" in self.group or "exp_avg_sq" in self.state
-
-    @property
-    def library(self) -> str:
-        return type(self.optimizer).__module__.split(".")[0]
+    def decay(self) -> float:
+        """The share of a weight that a step takes by decoupled weight decay."""
+        decoupled = self.group.get("decoupled_weight_decay", "AdamW" in type(self.optimizer).__name__)
+        return self.lr * float(self.group.get("weight_decay") or 0.0) if decoupled else 0.0
 
     @property
     def stochastic(self) -> bool:
@@ -100,20 +87,24 @@ class Entry(NamedTuple):
 
 
 class Setup:
-    """What there is of a training set-up."""
+    """The model, the innermost optimizers, the loss scaler (None if there is none or it is disabled), and
+
+    Attributes:
+        names: the names of the model's parameters by their id; tied parameters have one.
+        entries: the parameters in the optimizers.
+        steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
         self.model = model
-        # Names by the id of the parameter; tied parameters have one.
         self.names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
         self.optimizers = list(innermost(optimizer))
         self.scaler = _scaler_of(scaler, optimizer)
         if not getattr(self.scaler, "is_enabled", lambda: True)():
-            self.scaler = None  # a disabled one does nothing
+            self.scaler = None
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
-        # Whether the optimizers step copies of the parameters, made by them or by the training loop.
         self.steps_copies = self._steps_copies(optimizer)
 
     def _entries_of(self, owner: Any) -> Iterator[Entry]:
@@ -134,12 +125,15 @@ class Setup:
                 yield Entry(name, parameter, owner, optimizer, group, whole, rest, step)
 
     def _steps_copies(self, optimizer: Any) -> bool:
-        if not self.entries or any(id(entry.parameter) in self.names for entry in self.entries):
+        copies, weights = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable()]
+        if not copies or any(id(copy) in self.names for copy in copies):
             return False
-        if {entry.library for entry in self.entries} & _COPYING or _reaches((optimizer, self.optimizers), self.names):
+        # Optimizers that make copies know the weights, directly or in an object such as apex's stash.
+        attributes = [value for owner in (*tree_leaves(optimizer), *self.optimizers) for value in _inside(owner)]
+        attributes += [inner for value in attributes for inner in _inside(value)]
+        if any(id(value) in self.names for value in attributes):
             return True
-        copies, originals = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable()]
-        if {copy.dtype for copy in copies} != {torch.float32} or not any(weight.dtype in HALF for weight in originals):
+        if {copy.dtype for copy in copies} != {torch.float32} or not any(weight.dtype in HALF for weight in weights):
             return False
         # Copies that the training loop makes are tensors of no module, or in one piece. fp32 Parameters may be those of
         # another model instead: then the optimizer never gets a gradient, and the weights part.
@@ -147,10 +141,9 @@ class Setup:
             return True
         return (
             any(entry.steps_taken >= 1 for entry in self.entries)
-            and [copy.shape for copy in copies] == [weight.shape for weight in originals]
+            and [copy.shape for copy in copies] == [weight.shape for weight in weights]
             and all(
-                torch.equal(sample(copy).to(weight.device, weight.dtype), sample(weight))
-                for copy, weight in zip(copies, originals, strict=True)
+                torch.equal(sample(c).to(w.device, w.dtype), sample(w)) for c, w in zip(copies, weights, strict=True)
             )
         )
 
@@ -164,8 +157,8 @@ class Setup:
 
     def in_words(self) -> str:
         """What is examined."""
-        names = sorted({public_name(type(optimizer)) for optimizer in self.optimizers})
-        names += [public_name(type(self.scaler))] if self.scaler is not None else []
+        types = [type(part) for part in (*self.optimizers, self.scaler) if part is not None]
+        names = dict.fromkeys(f"{cls.__name__} of {cls.__module__.split('.')[0]}" for cls in types)
         return ", ".join([f"{type(self.model).__name__} of {count(len(self.names), 'parameter')}", *names])
 
     def computes_in_fp16(self) -> str:
@@ -188,13 +181,6 @@ class Setup:
         return "FullyShardedDataParallel" in names and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def public_name(cls: type) -> str:
-    """The name of a class with the shortest module that exports it: ``"torch.optim.AdamW"``, ``"halfstep.AdamW"``."""
-    modules = accumulate(cls.__module__.split("."), "{}.{}".format)
-    exported = (name for name in modules if getattr(sys.modules.get(name), cls.__name__, None) is cls)
-    return f"{next(exported, cls.__module__)}.{cls.__qualname__}"
-
-
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection.
 
@@ -203,31 +189,31 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
+        outer = (*outer, inner)
         # Those of torchtitan's containers, which are optimizers themselves, and what any other wrapper holds.
-        values = [getattr(inner, "optimizers", None)]
-        values += [] if isinstance(inner, torch.optim.Optimizer) else getattr(inner, "__dict__", {}).values()
-        parts = [part for value in values for part in _parts(value) if hasattr(part, "param_groups")]
-        parts = [part for part in parts if all(part is not other for other in (inner, *outer))]
+        contents = [
+            getattr(inner, "optimizers", None),
+            {} if isinstance(inner, torch.optim.Optimizer) else _inside(inner),
+        ]
+        parts = [part for part in tree_leaves(contents) if hasattr(part, "param_groups")]
+        parts = [part for part in parts if not any(part is other for other in outer)]
         if not parts:
             yield inner
-        outer = (*outer, inner)
+    elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer or (), Iterable):
+        raise TypeError(
+            "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a "
+            f"{type(optimizer).__name__}"
+        )
     else:
-        collection = isinstance(optimizer, Iterable) and not isinstance(optimizer, (str, torch.nn.Module, torch.Tensor))
-        if optimizer is not None and not collection:
-            raise TypeError(
-                "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a "
-                f"{type(optimizer).__name__}"
-            )
-        parts = _parts(optimizer if optimizer is None or isinstance(optimizer, Mapping) else list(optimizer))
+        parts = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer or ())
     for part in parts:
         yield from innermost(part, outer)
 
 
-def _parts(value: Any) -> list[Any]:
-    """The elements of a list or tuple, or the values of a mapping; another object alone; nothing for None."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+def _inside(value: Any) -> list[Any]:
+    """What an object has as attributes, and in containers there."""
+    inside: list[Any] = tree_leaves(getattr(value, "__dict__", {}))
+    return [*inside, *(value.parameters() if isinstance(value, torch.nn.Module) else ())]
 
 
 def _scaler_of(scaler: Any, optimizer: Any) -> Any:
@@ -238,56 +224,30 @@ def _scaler_of(scaler: Any, optimizer: Any) -> Any:
     """
     if scaler is None:  # that of a wrapper of the optimizer, such as mmengine's AmpOptimWrapper
         return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
-    outer = scaler
-    while scaler is not None and not _is_scaler(scaler):
-        name = next((name for name in _SCALERS if getattr(scaler, name, scaler) is not scaler), None)
+    inner = scaler
+    while inner is not None and not _is_scaler(inner):
+        name = next((name for name in _SCALERS if hasattr(inner, name)), None)
         if name is None:
             raise TypeError(
                 "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
-                f"{', '.join(_SCALERS)}, but got a {type(outer).__name__}: pass the torch.amp.GradScaler or "
+                f"{', '.join(_SCALERS)}, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
                 "halfstep.GradScaler, or None without one"
             )
-        scaler = getattr(scaler, name)
-    return scaler
+        inner = getattr(inner, name)
+    return inner
 
 
 def _is_scaler(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("scale", "step", "update", "get_scale"))
 
 
-def _reaches(start: Any, parameters: Collection[int], depth: int = 5) -> bool:
-    """Whether attributes and containers lead from an object to a parameter with one of some ids."""
-    level, seen = [start], set()
-    for _ in range(depth):
-        below: list[Any] = []
-        for value in level:
-            if id(value) in parameters:
-                return True
-            if id(value) in seen or isinstance(value, (torch.Tensor, type, ModuleType)):
-                continue
-            seen.add(id(value))
-            if isinstance(value, Mapping):
-                below += [*value.keys(), *value.values()]
-            elif isinstance(value, (list, tuple, set)):
-                below += value
-            elif isinstance(value, torch.nn.Module):
-                below += value.parameters()
-            else:
-                below += getattr(value, "__dict__", {}).values()
-        level = below
-    return False
-
-
 # ------------------------------------------------------------------------------------------------------------- tensors
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank's shard, in which each element occurs once, however large the shard is expanded."""
+    """This rank's shard, in which each element occurs once, however large the shard is expanded."""
     shard = local(tensor).detach()
-    sizes = [1 if stride == 0 else size for size, stride in zip(shard.shape, shard.stride(), strict=True)]
-    shard = shard.as_strided(sizes, shard.stride())
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
-    return shard.as_strided((span,), (1,)) if shard.numel() > span else shard
+    return shard[tuple(slice(1) if stride == 0 else slice(None) for stride in shard.stride())]
 
 
 def size_of(*tensors: torch.Tensor | None) -> int:
@@ -312,13 +272,10 @@ def nonfinite(tensor: torch.Tensor) -> str:
 
 
 def sample(tensor: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
-    """At most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
-    shard: torch.Tensor = local(tensor).detach()
+    """A copy of at most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
+    shard: torch.Tensor = torch.atleast_1d(local(tensor).detach())
     step = -(-shard.numel() // most) or 1
-    if shard.is_contiguous() or step == 1:
-        return shard.flatten()[::step]
-    # flatten would copy all, of an expanded tensor more than there is.
-    indices = torch.arange(-(-shard.numel() // step), dtype=torch.int64, device=shard.device) * step
+    indices = torch.arange(0, shard.numel(), step, dtype=torch.int64, device=shard.device)
     return shard[torch.unravel_index(indices, shard.shape)]
 
 
@@ -326,5 +283,5 @@ def holds_bf16_only(tensor: torch.Tensor) -> bool:
     """Whether an fp32 tensor has many different elements, and all are numbers of bf16: their last 16 bits are 0."""
     if tensor.dtype != torch.float32 or tensor.is_meta:
         return False
-    codes = sample(tensor).contiguous().view(torch.int32)
+    codes = sample(tensor).view(torch.int32)
     return codes.numel() >= 256 and bool(((codes & 0xFFFF) == 0).all()) and codes.unique().numel() >= 64

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, in_order, listed
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
 from halfstep.integrations.doctor.setup import HALF, distinct, holds_bf16_only, nonfinite
 from halfstep.integrations.tensor_files import read_tensors
 
@@ -30,7 +30,7 @@ def examine_checkpoint(paths: Sequence[str | Path], progress: Callable[[float], 
     tensors = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
     total = sum(map(_bytes, tensors.values()))
     examined = f"{', '.join(map(str, paths))} with {count(len(tensors), 'tensor')}, {in_bytes(total or 1)}"
-    return in_order(examined, _findings(tensors, total or 1, progress))
+    return Diagnosis.of(examined, _findings(tensors, total or 1, progress))
 
 
 def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]) -> Iterator[Finding]:
@@ -57,8 +57,7 @@ def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callabl
         progress(done / total)
     if broken:
         first, value = next(iter(broken.items()))
-        stake = "a run that is resumed from it computes NaN"
-        yield find("values-not-finite", listed([*broken], "tensor"), what=f"{first} holds {value}", stake=stake)
+        yield find("values-not-finite", listed([*broken], "tensor"), what=f"{first} holds {value}")
     twice = [names for names in same.values() if len({tensors[name].data_ptr() for name in names}) > 1]
     # All elements of a constant tensor are the same, which says nothing.
     twice = [names for names in twice if bool((tensors[names[0]] != tensors[names[0]].flatten()[0]).any())]
@@ -75,9 +74,6 @@ def _findings(tensors: Mapping[str, torch.Tensor], total: int, progress: Callabl
                 values["stake"] = "unless they were rounded stochastically, they grew but never fell, and steps shrank"
             if finding == "state-was-rounded":
                 values["keys"] = " and ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-                values["stake"] = (
-                    "unless the optimizer holds them in bf16 or 8 bits: a resumed run differs from one that goes on"
-                )
             severity = "warning" if finding == "state-was-rounded" else None
             yield find(finding, listed(names, "tensor"), severity, **values)
 

@@ -14,8 +14,8 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
+from halfstep.integrations.scheduler import SkipCount
 from halfstep.integrations.trainers.folding import (
-    SkipCount,
     awaits_step,
     checked_scaler,
     clip_in_next_step,

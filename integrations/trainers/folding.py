@@ -107,28 +107,6 @@ def awaits_step(scaler: GradScaler) -> bool:
     )
 
 
-class SkipCount:
-    """Counts the steps that a scaler skipped, for code that asks after each step whether it was skipped.
-
-    Each skip is reported once. The host never waits: on a CPU a skip is reported for its own step, on a GPU one or two
-    steps later.
-    """
-
-    def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
-        self._reported = scaler.skips_known()
-        self._asked, self._answer = scaler._updates, False
-
-    def was_skipped(self) -> bool:
-        """Whether a skip became known since the last `update` of the scaler before this one."""
-        if self._scaler._updates != self._asked:
-            self._asked = self._scaler._updates
-            known = self._scaler.skips_known()
-            self._answer = known > self._reported
-            self._reported += self._answer
-        return self._answer
-
-
 def scaler_metrics(scaler: Any) -> dict[str, float]:
     """The loss scale, and the number of steps skipped since the start of the process as far as the host knows.
 

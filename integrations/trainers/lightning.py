@@ -18,13 +18,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.integrations.scheduler import SkipAwareScheduler
-from halfstep.integrations.trainers.folding import (
-    checked_scaler,
-    clip_in_next_step,
-    folds,
-    is_unscaled,
-    scaler_metrics,
-)
+from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, is_unscaled, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
 
 

@@ -8,30 +8,24 @@ the loss where a scaler is configured, clips in the step, and holds schedules wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torchtitan import trainer as theirs
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-from torchtitan.components.optimizer import LRSchedulersContainer as _LRSchedulersContainer
 from torchtitan.components.optimizer import OptimizersContainer as _OptimizersContainer
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from halfstep.integrations.optim import Adam, AdamW
-from halfstep.integrations.trainers.folding import (
-    SkipCount,
-    clip_in_next_step,
-    folds,
-    folds_all,
-    scaler_metrics,
-)
+from halfstep.integrations.scheduler import SkipAwareScheduler
+from halfstep.integrations.trainers.folding import clip_in_next_step, folds, folds_all, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
 
 REPLACED: dict[str, Callable[..., torch.optim.Optimizer]] = {"Adam": Adam, "AdamW": AdamW}
-PARAMETERS = {"params", "param_names"}  # entries of a group that are no options
+_clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_
 
 
 class OptimizersContainer(_OptimizersContainer):
@@ -87,10 +81,7 @@ class OptimizersContainer(_OptimizersContainer):
                 "Expected closure to be None, but got one: torchtitan's containers do not support closures"
             )
         for optimizer in self.optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
+            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:
             self.scaler.update()
 
@@ -116,39 +107,19 @@ class OptimizersContainer(_OptimizersContainer):
 
 def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
     """The state of one optimizer in a flat state of torchtitan, in which each option is stored for each parameter."""
-    states: dict[str, dict[str, Any]] = defaultdict(dict)
+    entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        if kind == "state":
-            name, _, entry = rest.rpartition(".")
-            states[name][entry] = value
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [
-        {
-            **{key: flat[f"param_groups.{group['param_names'][0]}.{key}"] for key in group.keys() - PARAMETERS},
-            "params": [numbers[name] for name in group["param_names"]],
+        if key.startswith("state."):
+            name, _, entry = key.removeprefix("state.").rpartition(".")
+            entries[name][entry] = value
+    nested: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for group in nested["param_groups"]:
+        names = group.pop("param_names")
+        nested["state"] |= {
+            index: entries[name] for index, name in zip(group["params"], names, strict=True) if name in entries
         }
-        for group in optimizer.param_groups
-    ]
-    return {"state": {numbers[name]: states[name] for name in names if name in states}, "param_groups": groups}
-
-
-class LRSchedulersContainer(_LRSchedulersContainer):
-    """torchtitan's container of schedules, which a skipped step does not advance."""
-
-    _skips: SkipCount | None = None
-
-    @classmethod
-    def adopt(cls, container: _LRSchedulersContainer, scaler: GradScaler) -> None:
-        """Make torchtitan's container into one of this class."""
-        container.__class__ = cls  # its configuration names torchtitan's class, and the checkpointer holds this object
-        container._skips = SkipCount(scaler)
-
-    def step(self) -> None:
-        """Step the schedules, unless the step of the optimizers was skipped."""
-        if self._skips is None or not self._skips.was_skipped():
-            super().step()
+        group.update({key: flat[f"param_groups.{names[0]}.{key}"] for key in group.keys() - {"params"}})
+    return nested
 
 
 class ScaledLoss(BaseLoss):
@@ -167,22 +138,13 @@ class ScaledLoss(BaseLoss):
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """The options of the `halfstep.GradScaler` of a `Trainer`."""
+    """The options of the `halfstep.GradScaler` of a `Trainer`, with its names and defaults."""
 
     init_scale: float = 2.0**16
-    """The initial scale."""
-
     growth_factor: float = 2.0
-    """Factor by which the scale grows after growth_interval steps without overflow."""
-
     backoff_factor: float = 0.5
-    """Factor by which the scale shrinks after an overflow."""
-
     growth_interval: int = 2000
-    """Number of consecutive steps without overflow before the scale grows."""
-
     hysteresis: int = 1
-    """Number of overflows before the scale shrinks."""
 
 
 class Trainer(theirs.Trainer):
@@ -212,33 +174,32 @@ class Trainer(theirs.Trainer):
                 "Expected pipeline_parallel_degree to be 1 with a scaler, but got "
                 f"{config.parallelism.pipeline_parallel_degree}: train in bf16, which needs no scaler"
             )
-        given = config.optimizer
-        if type(given) is _OptimizersContainer.Config:
-            config.optimizer = OptimizersContainer.Config(
-                **{one.name: getattr(given, one.name) for one in fields(given)}
-            )
+        if type(config.optimizer) is _OptimizersContainer.Config:
+            options = {field.name: getattr(config.optimizer, field.name) for field in fields(config.optimizer)}
+            config.optimizer = OptimizersContainer.Config(**options)
         super().__init__(config)
         if config.scaler is None:
             return
         self.scaler = self.optimizers.scaler = GradScaler(self.device.type, **asdict(config.scaler))
-        LRSchedulersContainer.adopt(self.lr_schedulers, self.scaler)
+        schedules = self.lr_schedulers.schedulers
+        schedules[:] = [SkipAwareScheduler(schedule, self.scaler) for schedule in schedules]
         if isinstance(self.loss_fn, ChunkedLossWrapper):  # it runs a backward for each chunk
             self.loss_fn.loss_fn = ScaledLoss(self.loss_fn.loss_fn, self.scaler)
         else:
             self.loss_fn = ScaledLoss(self.loss_fn, self.scaler)
+        self.metrics_processor.log = partial(self._log, self.metrics_processor.log)
+
+    def _log(self, log: Callable[..., None], *args: Any, extra_metrics: Any = None, **kwargs: Any) -> None:
+        log(*args, extra_metrics={**(extra_metrics or {}), **scaler_metrics(self.scaler)}, **kwargs)
 
     def train_step(self, data_iterator: Any) -> None:
         """One step; see `torchtitan.trainer.Trainer.train_step`."""
-        log = self.metrics_processor.log
-
-        def log_with_scaler(*args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
-            log(*args, extra_metrics={**(extra_metrics or {}), **scaler_metrics(self.scaler)}, **kwargs)
-
-        with (
-            _in_place_of(theirs.dist_utils, "clip_grad_norm_", self.optimizers.clip_grad_norm_),
-            _in_place_of(self.metrics_processor, "log", log_with_scaler),
-        ):
+        # torchtitan calls this function of a module, and offers no hook.
+        before, theirs.dist_utils.clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_, self.optimizers.clip_grad_norm_
+        try:
             super().train_step(data_iterator)
+        finally:
+            theirs.dist_utils.clip_grad_norm_ = before
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the trainer, with that of the scaler."""
@@ -250,21 +211,3 @@ class Trainer(theirs.Trainer):
         super().load_state_dict(state_dict)
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict["scaler"])
-
-
-_clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_
-
-
-@contextmanager
-def _in_place_of(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Replace a function that a method of torchtitan calls, and for which it offers no hook."""
-    own = vars(owner)
-    before = own.get(name)
-    own[name] = replacement
-    try:
-        yield
-    finally:
-        if before is None:
-            del own[name]
-        else:
-            own[name] = before

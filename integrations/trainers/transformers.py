@@ -17,21 +17,8 @@ from halfstep.integrations.trainers.folding import scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
 
 REPLACED = ("adamw_torch", "adamw_torch_fused")  # the latter is the default of TrainingArguments
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": "8bit"}
-
-
-def _none(text: str) -> str | None:
-    return None if text == "None" else text
-
-
-# How `optim_args` is read.
-OPTIONS: dict[str, Any] = {
-    "master_weights": _none,
-    "state_dtype": lambda text: DTYPES.get(text.removeprefix("torch."), text),
-    "rounding": str,
-    "seed": int,
-    "amsgrad": lambda text: text == "True",
-}
+OPTIONS = ("master_weights", "state_dtype", "rounding", "seed", "amsgrad")  # of halfstep.AdamW, in `optim_args`
+WORDS = {"None": None, "True": True, "False": False, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def options_in(text: str | None) -> dict[str, Any]:
@@ -40,16 +27,16 @@ def options_in(text: str | None) -> dict[str, Any]:
     Raises:
         ValueError: an option is not known, or is not written as ``name=value``.
     """
-    found = {}
-    for part in filter(None, (one.strip() for one in (text or "").split(","))):
-        name, equals, value = (one.strip() for one in part.partition("="))
-        if name not in OPTIONS or not equals:
+    options: dict[str, Any] = {}
+    for part in filter(None, (text or "").replace(" ", "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in OPTIONS or not value:
             raise ValueError(
                 f"Expected optim_args to be name=value, separated by commas, with the names {', '.join(OPTIONS)}, but "
                 f"got {part!r}: set learning rate, betas, eps and weight decay in TrainingArguments"
             )
-        found[name] = OPTIONS[name](value)
-    return found
+        options[name] = WORDS.get(value.removeprefix("torch."), int(value) if value.isdecimal() else value)
+    return options
 
 
 class TrainerMixin:

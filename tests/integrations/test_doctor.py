@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,10 @@ def test_the_text_of_a_finding() -> None:
     model = _net(BF16)
     found = doctor(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     assert str(found).split("\n")[:4] == [
-        "Sequential of 4 parameters, torch.optim.AdamW: 2 findings",
+        "Sequential of 4 parameters, AdamW of torch: 2 findings",
         "error: moments-in-16-bits",
         "  where   4 parameters: 0.weight, 0.bias, 1.weight, ...",
-        "  what    exp_avg_sq in bf16, rounded to nearest",
+        "  what    exp_avg and exp_avg_sq in bf16, rounded to nearest",
     ]
     assert found.findings[0].stake.endswith("; 1.13 KiB now, 2.26 KiB in fp32")
     assert found.as_dict()["findings"][1]["name"] == "decay-lost" and not found.ok
@@ -83,39 +84,31 @@ def test_arguments_that_cannot_be_examined() -> None:
         )
 
 
-def test_which_libraries_the_optimizer_and_the_scaler_are_from() -> None:
-    model = _net()
-    theirs, ours = torch.optim.AdamW(model.parameters()), halfstep.AdamW(model.parameters())
-    assert doctor(model, theirs).examined == "Sequential of 4 parameters, torch.optim.AdamW"
-    assert doctor(model, OptimWrapper(ours), halfstep.GradScaler("cpu")).examined == (
-        "Sequential of 4 parameters, halfstep.AdamW, halfstep.GradScaler"
-    )
-
-
-def test_a_scaler_is_examined_in_what_holds_it() -> None:
+def test_optimizers_and_scalers_are_examined_in_what_holds_them() -> None:
     model = _net()
     optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
     collapsed = torch.amp.GradScaler("cpu", init_scale=0.0)
-    for scaler in (collapsed, NativeScaler(collapsed), Precision(collapsed), Precision(NativeScaler(collapsed))):
+    for scaler in (collapsed, NativeScaler(collapsed), Precision(NativeScaler(collapsed))):
         assert doctor(model, optimizer, scaler).names == ["scale-collapsed"]
     assert doctor(model, AmpOptimWrapper(optimizer, collapsed)).names == ["scale-collapsed"]
-    assert doctor(_net(torch.float16), None, NativeScaler(torch.amp.GradScaler("cpu"))).names == [
-        "fp16-weights-with-torch-scaler"
-    ]
+    wrapped = OptimWrapper(halfstep.AdamW(model.parameters()))
+    assert doctor(model, wrapped, halfstep.GradScaler("cpu")).examined == (
+        "Sequential of 4 parameters, AdamW of halfstep, GradScaler of halfstep"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- cases
 
 
-@pytest.mark.parametrize("name", doctor_cases.HEALTHY)
-def test_no_false_alarm(name: str) -> None:
-    assert doctor_cases.HEALTHY[name].told() == []
+@pytest.mark.parametrize("case", doctor_cases.HEALTHY, ids=lambda case: case.name)
+def test_no_false_alarm(case: doctor_cases.Case) -> None:
+    assert case.told() == []
 
 
 @pytest.mark.parametrize("case", doctor_cases.BREAKS, ids=str)
 def test_a_broken_loop_is_told(case: doctor_cases.Case) -> None:
     names = case.told()
-    assert case.name in names if case.name is not None else names == []
+    assert case.name in names
     # Steps do not show these to be copies.
     assert names.count("optimizer-of-other-parameters") == (3 if case.name == "optimizer-of-other-parameters" else 0)
 
@@ -123,16 +116,14 @@ def test_a_broken_loop_is_told(case: doctor_cases.Case) -> None:
 # ----------------------------------------------------------------------------------------------------- NaN and infinity
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.complex64])
 def test_one_value_that_is_not_finite_is_named(dtype: torch.dtype, value: float) -> None:
     """Wherever it is: every element is read."""
-    torch.manual_seed(0)
     model = nn.ModuleDict({"first": nn.Linear(8, 8), "last": nn.Linear(512, 513)}).to(dtype)
-    optimizer = halfstep.AdamW(model.parameters()) if dtype == BF16 else torch.optim.SGD(model.parameters())
     model["last"].weight.data[511, 510] = value
-    (found,) = (one for one in doctor(model, optimizer).findings if one.name == "values-not-finite")
-    assert (found.severity, found.where) == ("error", "1 tensor: last.weight")
+    (found,) = doctor(model, halfstep.AdamW(model.parameters()) if dtype == BF16 else None).findings
+    assert (found.name, found.severity, found.where) == ("values-not-finite", "error", "1 tensor: last.weight")
     assert found.what == f"{'NaN' if math.isnan(value) else 'Inf'} in weights"
     assert "halfstep.integrations.doctor.first_nonfinite(model)" in found.remedy
 
@@ -147,7 +138,7 @@ def test_where_nan_is() -> None:
     model[0].bias.grad[0] = math.inf  # type: ignore[index, union-attr]
     (found,) = doctor(model, optimizer).findings
     assert found.where == "3 tensors: 1.running_var, 0.bias, 0.weight"
-    assert found.what == "NaN in buffers and exp_avg; Inf in gradients"
+    assert found.what == "NaN in buffers, Inf in gradients, NaN in exp_avg"
 
 
 def test_nan_in_the_scales_of_moments_in_8_bits() -> None:
@@ -208,49 +199,36 @@ def test_a_model_without_an_optimizer_and_on_meta_tensors() -> None:
     assert doctor(model, torch.optim.AdamW(model.parameters())).names == ["moments-in-16-bits", "decay-lost"]
 
 
-def test_under_a_default_dtype(default_bf16: None) -> None:
-    assert doctor_cases.plain("Net()", "Net().float()").told() == []
-
-
 # ---------------------------------------------------------------------------------------------------- what watch leaves
 
 
+def _trained(watching: bool) -> list[torch.Tensor]:
+    model = _net()
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))
+    with pytest.raises(KeyError), watch(model, optimizer, scaler, schedule) if watching else nullcontext():
+        assert (dict(vars(torch.nn.utils.clip_grad)) != before[2]) == watching
+        for step in range(3):
+            inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+        raise KeyError
+    assert (set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))) == before
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def test_watch_changes_no_bit_and_leaves_nothing_behind() -> None:
-    states = []
-    for watching in (False, True):
-        model = _net()
-        optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        clip = torch.nn.utils.clip_grad._clip_grads_with_norm_  # type: ignore[attr-defined]
-        before = set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))
-
-        def train(
-            model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler, schedule: Any = schedule
-        ) -> None:
-            for step in range(3):
-                inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-                scaler.scale(model(inputs).square().mean()).backward()
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                schedule.step()
-                optimizer.zero_grad()
-
-        if watching:
-            with pytest.raises(KeyError), watch(model, optimizer, scaler, schedule):
-                train()
-                assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is not clip  # type: ignore[attr-defined]
-                raise KeyError
-        else:
-            train()
-        assert (set(vars(scaler)), set(vars(schedule)), dict(vars(torch.nn.utils.clip_grad))) == before
-        assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-        assert not any(module._forward_pre_hooks for module in model.modules())
-        assert all(not one._post_accumulate_grad_hooks for one in model.parameters())
-        states.append([one.detach().clone() for one in model.parameters()])
-    assert all(map(torch.equal, *states))
+    assert all(map(torch.equal, _trained(watching=False), _trained(watching=True)))
 
 
 # ------------------------------------------------------------------------------------------------------ first_nonfinite
@@ -323,8 +301,8 @@ def test_a_healthy_checkpoint(tmp_path: Path) -> None:
 
 
 CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
-    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "computes NaN"),
-    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "computes NaN"),
+    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "is NaN or Inf"),
+    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "is NaN or Inf"),
     ({"state__exp_avg_sq": torch.tensor([1.0, -1e-9])}, "negative-second-moment", "is NaN"),
     ({"state__exp_avg_sq": torch.ones(4, dtype=BF16)}, "moments-in-16-bits", "steps shrank"),
     ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),

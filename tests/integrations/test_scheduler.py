@@ -63,24 +63,18 @@ def test_the_rates_are_those_of_the_steps_that_were_taken(name: str) -> None:
             control.step()
         assert schedule.get_last_lr() == control.get_last_lr()
         assert [group["lr"] for group in one.optimizer.param_groups] == control.get_last_lr()
-    assert schedule.state_dict().keys() == control.state_dict().keys()
-    assert schedule.optimizer is one.optimizer
-    for attribute in ("last_epoch", "base_lrs", "_step_count", "_last_lr", "total_steps", "_schedulers"):
-        assert hasattr(schedule, attribute) == hasattr(control, attribute)
-        if hasattr(control, attribute) and attribute != "_schedulers":
-            assert getattr(schedule, attribute) == getattr(control, attribute)
+    assert schedule.state_dict().keys() == control.state_dict().keys() and schedule.optimizer is one.optimizer
+    assert getattr(schedule, "last_epoch", None) == getattr(control, "last_epoch", None)
 
 
-@pytest.mark.parametrize("combine", ["SequentialLR", "ChainedScheduler"])
-def test_it_may_stand_inside_of_other_schedulers(combine: str) -> None:
+@pytest.mark.parametrize(
+    "combine",
+    [lambda o, parts: lr_scheduler.SequentialLR(o, parts, [2]), lambda o, parts: lr_scheduler.ChainedScheduler(parts)],
+)
+def test_it_may_stand_inside_of_other_schedulers(combine: Any) -> None:
     def combined(training: Training, wrap: Any) -> LRScheduler:
         o = training.optimizer
-        parts = [wrap(lr_scheduler.ConstantLR(o, 0.5, 3)), wrap(lr_scheduler.ExponentialLR(o, 0.9))]
-        return (
-            lr_scheduler.SequentialLR(o, parts, [2])
-            if combine == "SequentialLR"
-            else lr_scheduler.ChainedScheduler(parts)
-        )
+        return combine(o, [wrap(lr_scheduler.ConstantLR(o, 0.5, 3)), wrap(lr_scheduler.ExponentialLR(o, 0.9))])
 
     one, other = Training(), Training()
     schedule = combined(one, lambda part: SkipAwareScheduler(part, one.scaler))
@@ -119,16 +113,6 @@ def test_calls_before_the_next_update_do_as_the_first() -> None:
     assert epochs == [2, 2, 4]
 
 
-def test_a_disabled_scaler_skips_nothing() -> None:
-    training = Training()
-    training.scaler = halfstep.GradScaler("cpu", enabled=False)
-    schedule = SkipAwareScheduler(lr_scheduler.StepLR(training.optimizer, 1), training.scaler)
-    for _ in range(3):
-        training.step()
-        schedule.step()
-    assert schedule.last_epoch == 3
-
-
 def test_attributes_are_written_where_they_are_read() -> None:
     training = Training()
     inner = lr_scheduler.StepLR(training.optimizer, 1)
@@ -136,7 +120,6 @@ def test_attributes_are_written_where_they_are_read() -> None:
     schedule._step_count += 1
     schedule.base_lrs = [3.0]
     assert (inner._step_count, inner.base_lrs) == (2, [3.0])
-    assert set(vars(schedule)) == {"scheduler", "scaler", "_skips_counted", "_updates_seen", "_holds"}
 
 
 def test_every_method_of_torchs_base_class_is_the_wrapped_schedulers() -> None:

@@ -32,6 +32,7 @@ from trainer_tools import (
     network,
     same_bits,
     scaler_for,
+    seen,
     state_of,
 )
 
@@ -133,10 +134,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     accelerator.save_state(place)
     rest = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
     found = {key: value + rest[key] for key, value in found.items()}
-    found["sharded"] = any(hasattr(one, "full_tensor") for one in model.parameters())
-    found["masters"] = masters_of(optimizer.optimizer)
-    found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
-    found["state"], found["log"] = state_of(optimizer.optimizer), logged(tracker.kept)
+    found |= {**seen(model.parameters(), optimizer.optimizer), "log": logged(tracker.kept)}
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_model(model, place + "-export")

@@ -35,9 +35,9 @@ from trainer_tools import (
     full,
     gradients,
     logged,
-    masters_of,
     network,
     same_bits,
+    seen,
     state_of,
 )
 
@@ -195,13 +195,10 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     ]
     return {
         "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32)),
-        "sharded": all(hasattr(one, "full_tensor") for one in model.parameters()),
+        **seen(model.parameters(), trainer.optimizers[0]),
         "rates": model.rates,
         "skipped": model.skipped,
         "unwritten": model.unwritten,
-        "masters": masters_of(trainer.optimizers[0]),
-        "weights": sorted({str(one.dtype) for one in model.parameters()}),
-        "state": state_of(trainer.optimizers[0]),
         "log": logged(merged),
         "exported": same_bits(dict(saved), held),
         "resumed": {
@@ -333,11 +330,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     held = {name: full(one) for name, one in model.state_dict().items()}
     trained = network().to(WEIGHTS.get(kind, torch.float32))
     trained.load_state_dict(held)
-    found.update(
-        state=state_of(inner), masters=masters_of(inner), fit=fit_of(trained, WEIGHTS.get(kind, torch.float32))
-    )
-    found["weights"] = sorted({str(one.dtype) for one in model.parameters()})
-    found["sharded"] = all(hasattr(one, "full_tensor") for one in model.parameters())
+    found |= {**seen(model.parameters(), inner), "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32))}
     fabric.save(folder / "fabric-last.ckpt", state)
     found["exported"] = same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
     norms, rates = found["norms"][SAVED:], found["rates"][SAVED:]

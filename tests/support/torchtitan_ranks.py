@@ -29,6 +29,7 @@ from trainer_tools import (
     logged,
     masters_of,
     same_bits,
+    seen,
     state_of,
 )
 
@@ -218,13 +219,11 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
     (optimizer,) = trainer.optimizers.optimizers
     found = {
         **trainer.found,
+        **seen(trainer.model_parts[0].parameters(), optimizer),
         "fit": [one["loss_metrics/global_avg_loss"] for one in (trainer.kept[0], trainer.kept[-1])],
         "norms": [one["grad_norm"] for one in trainer.kept],
         "log": logged(trainer.kept),
-        "masters": masters_of(optimizer),
-        "weights": sorted({str(one.dtype) for one in trainer.model_parts[0].parameters()}),
         "sharded": all(2 * one.to_local().numel() == one.numel() for one in trainer.model_parts[0].parameters()),
-        "state": state_of(optimizer),
         "before": before,
     }
     again = trainer_of(folder, kind, seed=1, checkpoint={"last_save_model_only": True, "load_step": SAVED})

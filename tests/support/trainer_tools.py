@@ -126,6 +126,17 @@ def masters_of(optimizer: Any) -> list[str]:
     return sorted({str(state["master"].dtype) for state in optimizer.state.values() if "master" in state})
 
 
+def seen(parameters: Iterable[Any], optimizer: Any) -> dict[str, Any]:
+    """What the tests compare of weights and their optimizer after a run."""
+    weights = list(parameters)
+    return {
+        "sharded": all(hasattr(weight, "full_tensor") for weight in weights),
+        "masters": masters_of(optimizer),
+        "weights": sorted({str(weight.dtype) for weight in weights}),
+        "state": state_of(optimizer),
+    }
+
+
 @contextmanager
 def broken_backward(parameters: Iterable[torch.Tensor], broken: bool) -> Iterator[None]:
     """Put an Inf into a gradient of this rank inside the backward, before ranks add theirs."""

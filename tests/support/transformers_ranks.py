@@ -37,6 +37,7 @@ from trainer_tools import (
     masters_of,
     same_bits,
     scaler_for,
+    seen,
     state_of,
 )
 
@@ -158,17 +159,14 @@ def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     held = {name: full(one) for name, one in sorted(trainer.model.state_dict().items())}
     saved = load_file(exported)
     return {
-        "sharded": all(hasattr(one, "full_tensor") for one in trainer.model.parameters()),
+        **seen(trainer.model.parameters(), trainer.optimizer.optimizer),
         "fit": [one["loss"] for one in history][:: max(1, len(history) - 1)],  # the first rank logs
         "norms": [float(one["grad_norm"]) for one in history],
         "log": logged(history),
         "skipped": trainer.seen.skipped,
         "rates": trainer.seen.rates,
         "unwritten": [bool(one) for one in trainer.seen.unwritten],
-        "masters": masters_of(trainer.optimizer.optimizer),
-        "weights": sorted({str(one.dtype) for one in trainer.model.parameters()}),
         "groups": [group["weight_decay"] for group in trainer.optimizer.param_groups],
-        "state": state_of(trainer.optimizer.optimizer),
         "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
     }
 

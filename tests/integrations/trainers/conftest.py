@@ -29,3 +29,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
         return {**runs, **{name: [result] for name, result in alone.items()}}
 
     return of
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, results: Callable[[str], dict[str, list[Any]]]) -> dict[str, list[Any]]:
+    """The results of each rank, by run, of the library after which a module of tests is named."""
+    return results(request.path.stem.removeprefix("test_"))

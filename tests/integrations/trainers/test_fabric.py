@@ -28,13 +28,6 @@ lightning_ranks = imported("lightning_ranks")
 ours = imported("halfstep.integrations.trainers.fabric")
 
 
-@pytest.fixture(scope="module")
-def found(results: Any) -> dict[str, list[Any]]:
-    """The results of each rank, by run."""
-    runs: dict[str, list[Any]] = results("fabric")
-    return runs
-
-
 def ready(precision: str, make: Any = halfstep.AdamW) -> tuple[Any, Any, Any]:
     scaler = halfstep.GradScaler("cpu", init_scale=SCALE) if precision.startswith("16") else None
     fabric = ours.Fabric(accelerator="cpu", devices=1, precision=precision, scaler=scaler)

@@ -28,13 +28,6 @@ lightning_ranks = imported("lightning_ranks")
 ours = imported("halfstep.integrations.trainers.lightning")
 
 
-@pytest.fixture(scope="module")
-def found(results: Any) -> dict[str, list[Any]]:
-    """The results of each rank, by run."""
-    runs: dict[str, list[Any]] = results("lightning")
-    return runs
-
-
 def test_checkpoints_of_the_plugins_of_lightning_load(found: dict[str, list[Any]]) -> None:
     """With torch's scaler, in both directions."""
     (rank,) = found["checkpoints"]

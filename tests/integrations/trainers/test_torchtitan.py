@@ -31,13 +31,6 @@ ours = imported("halfstep.integrations.trainers.torchtitan")
 optimizers = imported("torchtitan.components.optimizer")
 
 
-@pytest.fixture(scope="module")
-def found(results: Any) -> dict[str, list[Any]]:
-    """The results of each rank, by run."""
-    runs: dict[str, list[Any]] = results("torchtitan")
-    return runs
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_a_checkpoint_of_two_ranks_loads_on_one(found: dict[str, list[Any]], kind: str) -> None:
     one = found[f"{kind} saved by two, loaded by 1"]

@@ -32,13 +32,6 @@ transformers_ranks = imported("transformers_ranks")
 ours = imported("halfstep.integrations.trainers.transformers")
 
 
-@pytest.fixture(scope="module")
-def found(results: Any) -> dict[str, list[Any]]:
-    """The results of each rank, by run."""
-    runs: dict[str, list[Any]] = results("transformers")
-    return runs
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_without_clipping_the_norm_is_logged_and_nothing_written(found: dict[str, list[Any]], kind: str) -> None:
     (rank,), (clipped,) = found[f"{kind} without clipping"], found[f"one process {kind}"]
