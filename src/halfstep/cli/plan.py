@@ -46,7 +46,7 @@ from halfstep.numerics.planning import (
 )
 from halfstep.numerics.planning.changes import Way
 from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
-from halfstep.numerics.planning.sharding import MIRRORED, keeps_rows
+from halfstep.numerics.planning.sharding import MIRRORED
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 OF_A_SHAPE = (
@@ -241,7 +241,7 @@ def compared(
         if min(counts) // arguments["tensor_parallel"] < 2:
             raise ValueError(f"gpus is {min(counts)}; strategies differ only on 2 or more data-parallel GPUs")
         row = layout(arguments["optimizer"], arguments["precision"], moments=arguments["moments"])
-        fitting = [name for name, how in STRATEGIES.items() if keeps_rows(how) or not row.needs_rows]
+        fitting = [name for name, how in STRATEGIES.items() if how.keeps_rows or not row.needs_rows]
         names = strategies or [name for name in fitting if name != "single"]
         for name in names:
             one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
@@ -253,7 +253,7 @@ def compared(
     compute = layout("torch", arguments["precision"]).compute.name
     same = (arguments["precision"], "fp32" if compute == "fp32" else f"amp-{compute}")
     one_of("strategy", arguments["strategy"] or "single", STRATEGIES)
-    cuts_rows = not keeps_rows(STRATEGIES[arguments["strategy"] or "single"])
+    cuts_rows = not STRATEGIES[arguments["strategy"] or "single"].keeps_rows
     rows = [
         row
         for row in LAYOUTS

@@ -26,7 +26,7 @@ from halfstep.numerics.planning import (
     work,
 )
 from halfstep.numerics.planning.models import parameters_of
-from halfstep.numerics.planning.sharding import assigned, keeps_rows
+from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -595,7 +595,7 @@ def test_every_row_plans_under_every_strategy() -> None:
     for row in LAYOUTS:
         whole = plan(64 * BILLION, precision=row.precision, optimizer=row.optimizer)
         for name, strategy in STRATEGIES.items():
-            if row.needs_rows and not keeps_rows(strategy):
+            if row.needs_rows and not strategy.keeps_rows:
                 continue
             gpus = 1 if name == "single" else 8
             made = plan(

@@ -33,7 +33,6 @@ from halfstep.numerics.planning import (
 )
 from halfstep.numerics.planning.layouts import GRADIENTS
 from halfstep.numerics.planning.models import NORMS, QK_NORMS
-from halfstep.numerics.planning.sharding import keeps_rows
 
 EXAMPLE = {
     **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
@@ -506,7 +505,7 @@ def _comparison(state: State) -> dict[str, Any]:
         options.pop("strategy", None)
         if not _assignable(options):
             row = _row(state)
-            fitting = [name for name, how in STRATEGIES.items() if keeps_rows(how) or row is None or not row.needs_rows]
+            fitting = [name for name, how in STRATEGIES.items() if how.keeps_rows or row is None or not row.needs_rows]
             options["strategy"] = ",".join(name for name in fitting if name not in ("single", "zero1-torch"))
             unassigned = f" zero1-torch is left out with more than {_MOST_ASSIGNED:,} GPUs; halfstep plan has it."
     plans = _content({**options, "compare": what})["plans"]
