@@ -112,14 +112,17 @@ def ring(ranks: int) -> Fraction:
 
 
 def assigned(sizes: Sequence[int], ways: int) -> list[list[int]]:
-    """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank."""
-    loads = [(0, rank) for rank in range(ways)]
-    given: list[list[int]] = [[] for _ in range(ways)]
+    """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank.
+
+    Ranks after the last one that holds a parameter are left out.
+    """
+    loads = [(0, rank) for rank in range(min(ways, len(sizes)))]
+    owned: list[list[int]] = [[] for _ in loads]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, rank = heapq.heappop(loads)
-        given[rank].append(index)
+        owned[rank].append(index)
         heapq.heappush(loads, (load + sizes[index], rank))
-    return given
+    return owned
 
 
 @dataclass(frozen=True)
