@@ -173,9 +173,8 @@ class Sharding:
             every = [(size, 1, row) for size, count, row in whole for _ in range(count)]
             owned = assigned([size for size, _, _ in every], ways)
             loads = [sum(every[index][0] for index in indices) for indices in owned]
-            return Shards(
-                whole, whole, tuple(every[i] for i in owned[loads.index(max(loads)) if rank is None else rank])
-            )
+            rank = loads.index(max(loads)) if rank is None else rank
+            return Shards(whole, whole, tuple(every[index] for index in owned[rank]) if rank < len(owned) else ())
         if by != "rows":
             flat = [(one.elements, one.count) for one in units] if by == "units" else [each[1:] for each in tensors]
             parts = tuple((-(-size // ways), count, 0) for size, count in flat)
