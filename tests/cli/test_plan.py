@@ -13,7 +13,6 @@ import torch
 import halfstep
 from halfstep.__main__ import main as halfstep_main
 from halfstep.cli import numbers, plan_picture
-from halfstep.cli import plan as command
 from halfstep.numerics.planning import OPTIMIZERS, STRATEGIES, Transformer, plan
 
 SHAPE = ["--layers", "12", "--hidden", "768", "--heads", "12", "--vocab", "40512", "--seq", "512"]
@@ -224,15 +223,13 @@ def test_every_part_has_its_colour() -> None:
                 moments="fp16" if optimizer == "te-master" else None, amsgrad=optimizer == "torch",
                 checkpointing="full",
             )  # fmt: skip
-            content = command.content_of([("one", made)])["plans"][0]
-            assert sum(plan_picture.stack(content).values()) == made.totals.peak
+            assert sum(plan_picture.stack(made.as_dict()).values()) == made.totals.peak
             drawn |= {part.name for part in made.parts}
     adapters = plan(model=model, gpus=8, strategy="fsdp", lora=8)
-    content = command.content_of([("one", adapters)])["plans"][0]
-    assert sum(plan_picture.stack(content).values()) == adapters.totals.peak
+    assert sum(plan_picture.stack(adapters.as_dict()).values()) == adapters.totals.peak
     assert drawn | {part.name for part in adapters.parts} == coloured
     hosted = plan(7e9, gpus=8, strategy="zero2", offload=True)
-    shown = plan_picture.stack(command.content_of([("one", hosted)])["plans"][0])
+    shown = plan_picture.stack(hosted.as_dict())
     assert sum(shown.values()) == hosted.totals.peak and "moments" not in shown
     assert len({colour for _, colour, _ in plan_picture.MEMORY_KINDS}) == len(plan_picture.MEMORY_KINDS)
 

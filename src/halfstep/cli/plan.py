@@ -42,7 +42,6 @@ from halfstep.numerics.planning import (
     usable,
     ways_to_fit,
 )
-from halfstep.numerics.planning.changes import Way
 from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
 from halfstep.numerics.planning.sharding import MIRRORED
 
@@ -164,7 +163,7 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
     return ", ".join(parts), plan(**{**arguments, **changes, "offload": arguments["offload"] and able})
 
 
-def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None) -> dict[str, Any]:
+def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None = None) -> dict[str, Any]:
     """The JSON of a plan, with the card, whether the plan fits, MFU and HFU."""
     content: dict[str, Any] = {**made.as_dict(), "card": None, "mfu": None, "hfu": None}
     if gpu is not None:
@@ -174,32 +173,6 @@ def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: f
             content["mfu"] = made.mfu(step_ms / 1e3, gpu.flops)
             content["hfu"] = made.hfu(step_ms / 1e3, gpu.flops)
     return content
-
-
-def content_of(
-    plans: Sequence[tuple[str, Plan]],
-    compare: str | None = None,
-    gpu: Card | None = None,
-    reserve: Fraction | int = Fraction(1, 10),
-    step_ms: float | None = None,
-    largest: tuple[str, Plan | None] | None = None,
-    ways: Sequence[Way] = (),
-) -> dict[str, Any]:
-    """The content of ``--json``, which docs/planning.md describes."""
-    found = None
-    if largest is not None:
-        what, best = largest
-        found = {"what": what, "plan": None if best is None else _with_card(best, gpu, reserve, None)}
-    return {
-        "halfstep": __version__,
-        "compare": compare,
-        "plans": [{"label": label, **_with_card(made, gpu, reserve, step_ms)} for label, made in plans],
-        "fit": found,
-        "ways": [
-            {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
-            for way in ways
-        ],
-    }
 
 
 def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
@@ -214,7 +187,7 @@ def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
 
 
 def planned(given: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]:
-    """The content of ``--json`` for the options of the command; `with_ways`, with the ways to fit.
+    """The content of ``--json``, which docs/planning.md describes; `with_ways`, with the ways to fit.
 
     Raises:
         ValueError: an option is refused.
@@ -235,19 +208,30 @@ def planned(given: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]
         raise ValueError(f"--step-ms with a card of unknown speed, {gpu.name}; give a --card by name")
     if given.step_ms is not None and "model" not in arguments and (given.batch is None or given.seq is None):
         raise ValueError("--step-ms with --params only; give --batch and --seq too, or a shape")
-    largest, ways = None, []
-    if given.compare is not None:
-        plans = compared(given.compare, arguments, gpus, [name for name in strategies if name])
-    else:
+    if given.compare is None:
         made = plan(**arguments)
         plans = [(f"{made.layout.name}, {made.strategy.name}", made)]
-        if with_ways and gpu is not None:
-            ways = ways_to_fit(usable(gpu, given.reserve), **arguments)
-    if given.fit != "none" and gpu is not None:
-        if given.compare is not None:
-            raise ValueError("--fit with --compare; give one of them")
-        largest = (given.fit, fit(given.fit, usable(gpu, given.reserve), **arguments))
-    return content_of(plans, given.compare, gpu, given.reserve, given.step_ms, largest, ways)
+    else:
+        plans = compared(given.compare, arguments, gpus, [name for name in strategies if name])
+    if given.fit != "none" and given.compare is not None:
+        raise ValueError("--fit with --compare; give one of them")
+    found, ways = None, []
+    if gpu is not None and given.compare is None:
+        memory = usable(gpu, given.reserve)
+        ways = ways_to_fit(memory, **arguments) if with_ways else []
+        if given.fit != "none":
+            best = fit(given.fit, memory, **arguments)
+            found = {"what": given.fit, "plan": None if best is None else _with_card(best, gpu, given.reserve)}
+    return {
+        "halfstep": __version__,
+        "compare": given.compare,
+        "plans": [{"label": label, **_with_card(made, gpu, given.reserve, given.step_ms)} for label, made in plans],
+        "fit": found,
+        "ways": [
+            {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
+            for way in ways
+        ],
+    }
 
 
 def _plan(given: argparse.Namespace) -> int:
