@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
-from halfstep.numerics.planning.models import Transformer, Unit, parameters_of, tensors_of
+from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
 
 LEAST_CODED = 4096  # elements of the smallest parameter whose moments integrations/optim keeps in 8 bits
 
@@ -159,10 +159,7 @@ class Sharding:
         """The local tensors of a rank; of the one that holds most if `rank` is None."""
         by, ways = self.strategy.by, self.ways
         tensors = [(tensor, tensor.elements, count) for tensor, count in tensors_of(units)]
-        whole = tuple(
-            (size, count, size if not self.shaped else tensor.row if size >= LEAST_CODED else 0)
-            for tensor, size, count in tensors
-        )
+        whole = tuple((size, count, self._row(tensor)) for tensor, size, count in tensors)
         if ways == 1 or by == "nothing":
             return Shards(whole, whole, whole)
         if by == "flat" or (by == "parameters" and not self.shaped):
@@ -170,7 +167,8 @@ class Sharding:
             part = ((size, 1, 0 if self.shaped else size),)
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
-            every = [(size, 1, row) for size, count, row in whole for _ in range(count)]
+            # In the order of the model, which decides among parameters of the same size.
+            every = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
             owned = assigned([size for size, _, _ in every], ways)
             loads = [sum(every[index][0] for index in indices) for indices in owned]
             rank = loads.index(max(loads)) if rank is None else rank
@@ -189,6 +187,11 @@ class Sharding:
             padded.append((length * chunk, count, row))
             states.append((length * rows, count, row if self.shaped else length * rows))
         return Shards(tuple(padded), tuple(padded), tuple(states))
+
+    def _row(self, tensor: Tensor) -> int:
+        if not self.shaped:
+            return tensor.elements
+        return tensor.row if tensor.elements >= LEAST_CODED else 0
 
     def padded(self, units: Sequence[Unit]) -> int:
         """The number of elements of gathered weights and unreduced gradients: all, and the padding of shards."""
