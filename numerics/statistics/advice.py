@@ -119,11 +119,7 @@ class ScaleAdvice:
         return text
 
     def picture(self, path: str | Path) -> None:
-        """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
+        """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter."""
         shown("advice_picture", self, path)
 
 
@@ -279,8 +275,7 @@ def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: i
 def _fits_bf16(found: Statistics, share: float) -> bool:
     """Whether bf16 holds the unscaled gradients.
 
-    bf16 overflows inside its topmost binade. All of that binade counts as too large, because the classes of these
-    counts may belong to a format that overflows at another fraction.
+    It overflows inside its topmost binade, all of which counts as too large: these classes may be of another format.
     """
     form = formats["bf16"]
     curves = _curves(found, form)

@@ -226,8 +226,7 @@ class Statistics(Sequence[Row]):
     def scale(self) -> float:
         """The factor by which the elements were multiplied."""
         self.read()
-        assert isinstance(self._scale, float)
-        return self._scale
+        return float(self._scale)
 
     def _row(self, name: str, dtype: str, counts: np.ndarray) -> Row:
         errors = largest = None
@@ -277,15 +276,13 @@ class Statistics(Sequence[Row]):
                 f"Expected scale to be {self.scale} times a power of two, but got {scale!r}: count again for other "
                 "scales"
             )
-        shift = exponent - 1
         cells = self.counts[:, :CELLS].reshape(len(self), ROWS, CLASSES)
         moved = np.zeros_like(cells)
         moved[:, ZERO:] = cells[:, ZERO:]
-        where = (np.arange(ZERO) + shift).clip(0, ZERO - 1)
+        rows = (np.arange(ZERO) + exponent - 1).clip(0, ZERO - 1)
         # The exponents of elements that have left fp32's range are not known, so they stay in the outermost rows.
-        where[0], where[-1] = 0, ZERO - 1
-        for place, new in enumerate(where):
-            moved[:, new] += cells[:, place]
+        rows[0], rows[-1] = 0, ZERO - 1
+        np.add.at(moved, (slice(None), rows), cells[:, :ZERO])
         counts = moved.reshape(len(self), CELLS)
         return _counted(self.names, self._dtypes, self.format, float(np.float32(scale)), counts)
 
@@ -325,19 +322,11 @@ class Statistics(Sequence[Row]):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": self.format.name,
-            "scale": self.scale,
-            "total": self.total.as_dict(),
-            "tensors": [row.as_dict() for row in self],
-        }
+        counted = {"total": self.total.as_dict(), "tensors": [row.as_dict() for row in self]}
+        return {"format": self.format.name, "scale": self.scale, **counted}
 
     def table(self, limit: int | None = None) -> str:
-        """A table of at most 80 columns: the worst tensors first, the total last; shares in %.
-
-        Args:
-            limit: how many tensors; None: all.
-        """
+        """A table of at most 80 columns: the `limit` worst tensors first (None: all), the total last; shares in %."""
         text: str = shown("statistics_table", self, limit)
         return text
 
@@ -349,11 +338,7 @@ class Statistics(Sequence[Row]):
         return f"<Statistics of {len(self)} tensors in {self.format.name}>"
 
     def picture(self, path: str | Path) -> None:
-        """Draw exponents under the format's range, and bars of the worst tensors, into a file (PNG, SVG or PDF).
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
+        """Draw exponents under the format's range, and bars of the worst tensors: PNG, SVG or PDF, with matplotlib."""
         shown("statistics_picture", self, path)
 
 
