@@ -278,20 +278,20 @@ def layout(
 
 
 def _with_moments(row: Layout, moments: str) -> Layout:
-    given = [name.strip() for name in moments.split(",")]
+    names = [name.strip() for name in moments.split(",")]
     if not row.moments_allowed:
         raise ValueError(
             f"moments is {moments!r}, but the format of the moments of optimizer {row.optimizer!r} is fixed; leave "
             "moments out"
         )
-    if len(given) not in (1, 2):
+    if len(names) not in (1, 2):
         raise ValueError(f"Expected moments to be one format, or two separated by a comma, but got {moments!r}")
-    for name in given:
+    for name in names:
         one_of("moments", name, row.moments_allowed)
-    if row.optimizer.startswith("halfstep") and given[0] != given[-1]:
+    if row.optimizer.startswith("halfstep") and names[0] != names[-1]:
         raise ValueError(
             f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}: choose one of "
             f"{', '.join(row.moments_allowed)} for both moments"
         )
-    first, second = STORED_FORMATS[given[0]], STORED_FORMATS[given[-1]]
+    first, second = STORED_FORMATS[names[0]], STORED_FORMATS[names[-1]]
     return replace(row, exp_avg=first, exp_avg_sq=SECOND_MOMENTS.get(second.name, second))

@@ -315,9 +315,9 @@ class _Training:
                 one_of(name, value, GRADIENTS)
 
     def _check_model(self) -> None:
-        given = [name for name in ("params", "model", "units") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"Expected one of params, model and units, but got {' and '.join(given) or 'none'}")
+        passed = [name for name in ("params", "model", "units") if getattr(self, name) is not None]
+        if len(passed) != 1:
+            raise ValueError(f"Expected one of params, model and units, but got {' and '.join(passed) or 'none'}")
         t, model = self.tensor_parallel, self.model
         if self.units is not None and t > 1:
             raise ValueError(

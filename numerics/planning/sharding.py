@@ -174,7 +174,7 @@ class Sharding:
             rank = loads.index(max(loads)) if rank is None else rank
             return Shards(whole, whole, tuple(every[index] for index in owned[rank]) if rank < len(owned) else ())
         if by != "rows":
-            flat = [(one.elements, one.count) for one in units] if by == "units" else [each[1:] for each in tensors]
+            flat = [(unit.elements, unit.count) for unit in units] if by == "units" else [each[1:] for each in tensors]
             parts = tuple((-(-size // ways), count, 0) for size, count in flat)
             return Shards(parts, parts, parts)
         padded: list[Local] = []
@@ -245,7 +245,7 @@ class Sharding:
         scattered = sent("reduce-scatter", "gradients", once)
         if not self.strategy.gathers:
             return scattered, sent("all-gather", "weights", once, ways, 1)
-        roots = [one for one in units if one.root] if by in ("rows", "units") and len(units) > 1 else []
+        roots = [unit for unit in units if unit.root] if by in ("rows", "units") and len(units) > 1 else []
         kept = self.padded(roots)
         note = "the root unit stays gathered" if kept else ""
         forward = sent("all-gather", "weights, forward", once)

@@ -282,7 +282,7 @@ class Statistics(Sequence[Row]):
         rows = (np.arange(ZERO) + exponent - 1).clip(0, ZERO - 1)
         # The exponents of elements that have left fp32's range are not known, so they stay in the outermost rows.
         rows[0], rows[-1] = 0, ZERO - 1
-        np.add.at(moved, (slice(None), rows), cells[:, :ZERO])
+        np.add.at(moved.swapaxes(0, 1), rows, cells[:, :ZERO].swapaxes(0, 1))
         counts = moved.reshape(len(self), CELLS)
         return _counted(self.names, self._dtypes, self.format, float(np.float32(scale)), counts)
 

@@ -49,27 +49,27 @@ SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 NOT_OF_PLAN = ("card", "reserve", "step_ms", "fit", "compare")  # options of a plan that `plan` does not take
 
 
-def shape(given: argparse.Namespace) -> Transformer | None:
+def shape(options: argparse.Namespace) -> Transformer | None:
     """The transformer that the options describe; None if they give a number of parameters only.
 
     Raises:
         ValueError: the shape is incomplete, or there are options of a shape without one.
     """
-    sizes = {name: getattr(given, name) for name in SHAPE if getattr(given, name) is not None}
+    sizes = {name: getattr(options, name) for name in SHAPE if getattr(options, name) is not None}
     changing = [option for option in OPTIONS["Model"] if option.name not in ("model", "params", *SHAPE)]
-    changing = [option for option in changing if getattr(given, option.dest) not in (None, False)]
-    changes = {each.field or each.dest: each.sets if each.flag else getattr(given, each.dest) for each in changing}
-    if given.model is not None:
-        published = MODELS.get(given.model.lower())
-        if published is None and not (given.model.endswith(".json") or Path(given.model).exists()):
-            meant = instead(given.model.lower(), MODELS, listed=False)
+    changing = [option for option in changing if getattr(options, option.dest) not in (None, False)]
+    changes = {each.field or each.dest: each.sets if each.flag else getattr(options, each.dest) for each in changing}
+    if options.model is not None:
+        published = MODELS.get(options.model.lower())
+        if published is None and not (options.model.endswith(".json") or Path(options.model).exists()):
+            meant = instead(options.model.lower(), MODELS, listed=False)
             raise ValueError(
-                f"Expected --model to be the name of a published shape, but got {given.model!r}: {meant}halfstep plan "
-                "--help lists them; for others pass the path of a config.json of Hugging Face, "
+                f"Expected --model to be the name of a published shape, but got {options.model!r}: {meant}halfstep "
+                "plan --help lists them; for others pass the path of a config.json of Hugging Face, "
                 "or --layers, --hidden, --heads, --vocab and --seq"
             )
         sizes.pop("seq", None)
-        return replace(published or from_config(given.model), **sizes, **changes)
+        return replace(published or from_config(options.model), **sizes, **changes)
     if not sizes.keys() - {"seq"}:
         if changes:
             typed = ", ".join(f"--{option.name}" for option in changing)
@@ -81,20 +81,26 @@ def shape(given: argparse.Namespace) -> Transformer | None:
     return Transformer(**sizes, **changes)
 
 
-def _arguments(given: argparse.Namespace) -> dict[str, Any]:
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `plan`."""
-    model = shape(given)
-    if model is None and given.params is None:
+    model = shape(options)
+    if model is None and options.params is None:
         raise ValueError(
             "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transformer"
         )
-    if model is not None and given.params is not None and abs(model.parameters - given.params) > 0.1 * model.parameters:
-        raise ValueError(f"--params is {given.params:,}, but the shape has {model.parameters:,}; leave one of them out")
+    if (
+        model is not None
+        and options.params is not None
+        and abs(model.parameters - options.params) > 0.1 * model.parameters
+    ):
+        raise ValueError(
+            f"--params is {options.params:,}, but the shape has {model.parameters:,}; leave one of them out"
+        )
     names = {option.dest for option in OF_A_PLAN.values() if option not in OPTIONS["Model"]} - {*NOT_OF_PLAN}
-    arguments = {name: getattr(given, name) for name in names}
+    arguments = {name: getattr(options, name) for name in names}
     if model is None:
-        return {**arguments, "params": given.params}
-    return {**arguments, "model": model, "batch": 1 if given.batch is None else given.batch}
+        return {**arguments, "params": options.params}
+    return {**arguments, "model": model, "batch": 1 if options.batch is None else options.batch}
 
 
 def compared(
@@ -163,15 +169,15 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
     return ", ".join(parts), plan(**{**arguments, **changes, "offload": arguments["offload"] and able})
 
 
-def _with_card(made: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None = None) -> dict[str, Any]:
+def _with_card(result: Plan, gpu: Card | None, reserve: Fraction | int, step_ms: float | None = None) -> dict[str, Any]:
     """The JSON of a plan, with the card, whether the plan fits, MFU and HFU."""
-    content: dict[str, Any] = {**made.as_dict(), "card": None, "mfu": None, "hfu": None}
+    content: dict[str, Any] = {**result.as_dict(), "card": None, "mfu": None, "hfu": None}
     if gpu is not None:
-        left = usable(gpu, reserve) - made.totals.peak
+        left = usable(gpu, reserve) - result.totals.peak
         content["card"] = {**asdict(gpu), "usable": usable(gpu, reserve), "left": left, "fits": left >= 0}
         if step_ms is not None and gpu.flops is not None:
-            content["mfu"] = made.mfu(step_ms / 1e3, gpu.flops)
-            content["hfu"] = made.hfu(step_ms / 1e3, gpu.flops)
+            content["mfu"] = result.mfu(step_ms / 1e3, gpu.flops)
+            content["hfu"] = result.hfu(step_ms / 1e3, gpu.flops)
     return content
 
 
@@ -186,47 +192,49 @@ def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
     return options
 
 
-def planned(given: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]:
+def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]:
     """The content of ``--json``, which docs/planning.md describes; `with_ways`, with the ways to fit.
 
     Raises:
         ValueError: an option is refused.
     """
-    gpus, strategies = given.gpus, given.strategy.split(",") if given.strategy else [None]
+    gpus, strategies = options.gpus, options.strategy.split(",") if options.strategy else [None]
     for name, values in (("--gpus", gpus), ("--strategy", strategies)):
-        if len(values) > 1 and given.compare != "strategies":
+        if len(values) > 1 and options.compare != "strategies":
             text = ",".join(map(str, values))
             raise ValueError(f"{name} is {text}; give one value, or add --compare strategies to plan each")
-    arguments = {**_arguments(given), "gpus": gpus[0], "strategy": strategies[0]}
-    gpu = None if given.card is None else card(given.card)
-    one_of("--fit", given.fit, FITS)
+    arguments = {**_arguments(options), "gpus": gpus[0], "strategy": strategies[0]}
+    gpu = None if options.card is None else card(options.card)
+    one_of("--fit", options.fit, FITS)
     if gpu is None:
-        for name, wanted in (("--fit", given.fit != "none"), ("--step-ms", given.step_ms is not None)):
+        for name, wanted in (("--fit", options.fit != "none"), ("--step-ms", options.step_ms is not None)):
             if wanted:
                 raise ValueError(f"{name} without a card; give --card, one of {', '.join(CARDS)}")
-    if given.step_ms is not None and gpu is not None and gpu.flops is None:
+    if options.step_ms is not None and gpu is not None and gpu.flops is None:
         raise ValueError(f"--step-ms with a card of unknown speed, {gpu.name}; give a --card by name")
-    if given.step_ms is not None and "model" not in arguments and (given.batch is None or given.seq is None):
+    if options.step_ms is not None and "model" not in arguments and (options.batch is None or options.seq is None):
         raise ValueError("--step-ms with --params only; give --batch and --seq too, or a shape")
-    if given.compare is None:
-        made = plan(**arguments)
-        plans = [(f"{made.layout.name}, {made.strategy.name}", made)]
+    if options.compare is None:
+        result = plan(**arguments)
+        plans = [(f"{result.layout.name}, {result.strategy.name}", result)]
     else:
-        plans = compared(given.compare, arguments, gpus, [name for name in strategies if name])
-    if given.fit != "none" and given.compare is not None:
+        plans = compared(options.compare, arguments, gpus, [name for name in strategies if name])
+    if options.fit != "none" and options.compare is not None:
         raise ValueError("--fit with --compare; give one of them")
-    found, ways = None, []
-    if gpu is not None and given.compare is None:
-        memory = usable(gpu, given.reserve)
+    largest, ways = None, []
+    if gpu is not None and options.compare is None:
+        memory = usable(gpu, options.reserve)
         ways = ways_to_fit(memory, **arguments) if with_ways else []
-        if given.fit != "none":
-            best = fit(given.fit, memory, **arguments)
-            found = {"what": given.fit, "plan": None if best is None else _with_card(best, gpu, given.reserve)}
+        if options.fit != "none":
+            best = fit(options.fit, memory, **arguments)
+            largest = {"what": options.fit, "plan": None if best is None else _with_card(best, gpu, options.reserve)}
     return {
         "halfstep": __version__,
-        "compare": given.compare,
-        "plans": [{"label": label, **_with_card(made, gpu, given.reserve, given.step_ms)} for label, made in plans],
-        "fit": found,
+        "compare": options.compare,
+        "plans": [
+            {"label": label, **_with_card(result, gpu, options.reserve, options.step_ms)} for label, result in plans
+        ],
+        "fit": largest,
         "ways": [
             {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
             for way in ways
@@ -234,40 +242,40 @@ def planned(given: argparse.Namespace, with_ways: bool = True) -> dict[str, Any]
     }
 
 
-def _plan(given: argparse.Namespace) -> int:
-    wants_page = given.page is not None or given.open
-    others = [each for options in OPTIONS.values() for each in options if each.name not in ("page", "open", "port")]
-    if wants_page and all(getattr(given, option.dest) == option.default for option in others):
-        return _page(given)
-    content = planned(given)
-    if given.json:
+def _plan(options: argparse.Namespace) -> int:
+    wants_page = options.page is not None or options.open
+    others = [each for group in OPTIONS.values() for each in group if each.name not in ("page", "open", "port")]
+    if wants_page and all(getattr(options, option.dest) == option.default for option in others):
+        return _page(options)
+    content = planned(options)
+    if options.json:
         print(json.dumps(content, indent=2, ensure_ascii=False))
     else:
         from halfstep.cli import plan_tables
 
-        show(*plan_tables.shown(content, shape_over_params(given)))
-    if given.out is not None:
+        show(*plan_tables.shown(content, shape_over_params(options)))
+    if options.out is not None:
         from halfstep.cli import plan_picture
 
-        plan_picture.draw(given.out, content)
-    return _page(given) if wants_page else 0
+        plan_picture.draw(options.out, content)
+    return _page(options) if wants_page else 0
 
 
-def _page(given: argparse.Namespace) -> int:
+def _page(options: argparse.Namespace) -> int:
     """Serve the planner with the given settings, or write it to a file. Returns the exit status."""
     from halfstep.cli.pages.planner import settings
     from halfstep.cli.pages.server import serve, write
 
-    state, stream = settings(given) or None, sys.stderr if given.json else sys.stdout
-    if given.page in (None, True):
-        return serve("planner", state, given.port, given.open, stream)
-    say(write(Path(given.page), "planner", state, given.open), stream)
+    state, stream = settings(options) or None, sys.stderr if options.json else sys.stdout
+    if options.page in (None, True):
+        return serve("planner", state, options.port, options.open, stream)
+    say(write(Path(options.page), "planner", state, options.open), stream)
     return 0
 
 
-def shape_over_params(given: argparse.Namespace) -> int | None:
+def shape_over_params(options: argparse.Namespace) -> int | None:
     """The number of parameters that was given in addition to a shape."""
-    return None if shape(given) is None else given.params
+    return None if shape(options) is None else options.params
 
 
 def main(argv: Sequence[str]) -> int:

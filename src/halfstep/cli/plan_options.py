@@ -169,14 +169,14 @@ OF_A_PLAN = {
 @cache
 def parser() -> Parser:
     """The parser of the command line."""
-    made = Parser(
+    result = Parser(
         "plan",
         usage="halfstep plan MODEL [OPTIONS]",
         description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params, "
         "--model or the shape of a transformer; activations and gathered units are counted only for a shape.",
     )
     for title, options in OPTIONS.items():
-        group = made.add_argument_group(title)
+        group = result.add_argument_group(title)
         for option in options:
             option.add(group.add_argument)
-    return made
+    return result

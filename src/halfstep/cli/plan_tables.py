@@ -39,18 +39,18 @@ def bytes_each(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _headline(made: dict[str, Any]) -> str:
+def _headline(plan: dict[str, Any]) -> str:
     """Model, layout and strategy in one line."""
-    settings, each = made["settings"], made["layout"]["bytes_per_parameter"]
+    settings, each = plan["settings"], plan["layout"]["bytes_per_parameter"]
     ways = [settings["strategy"]]
     ways += [f"groups of {settings['shard']}"] if settings["shard"] else []
     ways += [f"tensor parallel {settings['tensor_parallel']}"] if settings["tensor_parallel"] > 1 else []
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
     placed = gpus if ways == ["single"] else f"{', '.join(ways)} on {gpus}"
-    return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each); {placed}"
+    return f"{plan['parameters']:,} parameters; {plan['layout']['name']} ({each:g} B each); {placed}"
 
 
-def _parts(made: dict[str, Any]) -> list[Any]:
+def _parts(plan: dict[str, Any]) -> list[Any]:
     rows: list[Sequence[Any]] = [
         (
             part["name"],
@@ -60,9 +60,9 @@ def _parts(made: dict[str, Any]) -> list[Any]:
             _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
             part["note"],
         )
-        for part in made["parts"]
+        for part in plan["parts"]
     ]
-    totals = made["totals"]
+    totals = plan["totals"]
     phases = totals["backward"] or totals["step"]
     sums = [
         ("always", totals["state"], "weights, gradients, states, buckets", True),
@@ -76,10 +76,10 @@ def _parts(made: dict[str, Any]) -> list[Any]:
         style = "strong" if name in ("peak", "always") else ""
         rows += [(text(name, style), "", "", text(size(value), style), "", note)] if shown else []
     header = ("part", "B/param", "÷", "per GPU", "when", "")
-    return [text(_headline(made), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
+    return [text(_headline(plan), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
 
 
-def _messages(made: dict[str, Any]) -> list[Any]:
+def _messages(plan: dict[str, Any]) -> list[Any]:
     rows = [
         (
             each["what"],
@@ -89,64 +89,64 @@ def _messages(made: dict[str, Any]) -> list[Any]:
             bytes_each(each["per_parameter"]),
             size(each["bytes"]),
         )
-        for each in made["communication"]
+        for each in plan["communication"]
     ]
     header = ("what", "operation", "GPUs", "times", "B/param", "in all")
     title = text("Sent by each GPU in a step", "strong")
     return ["", title, "", Table(header, rows, {2, 3, 4, 5}, ruled=True)] if rows else []
 
 
-def _work(made: dict[str, Any]) -> list[str]:
-    work, gpu = made["work"], made["card"]
+def _work(plan: dict[str, Any]) -> list[str]:
+    work, gpu = plan["work"], plan["card"]
     said = []
     if work is not None:
         again = work["hardware"] - work["training"]
         more = f", and {_decimal(again, 'FLOP')} recomputed for checkpointing" if again else ""
         about = "" if work["exact"] else "≈ "
         said.append(f"Work of a step: {about}{_decimal(work['training'], 'FLOP')} per GPU{more}.")
-    crossing = sum(one["bytes"] for one in made["communication"] if one["name"].startswith("copy "))
+    crossing = sum(each["bytes"] for each in plan["communication"] if each["name"].startswith("copy "))
     if crossing:
         times = " and ".join(f"{digits(crossing / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
         said.append(f"{size(crossing)} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
-    moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
-    offloaded = gpu is not None and made["settings"]["offload"]
+    moved = f"The optimizer's step moves at least {size(plan['step_traffic'])}"
+    offloaded = gpu is not None and plan["settings"]["offload"]
     if offloaded:
         moved += ", in the host's memory"
     if gpu is None or gpu["bandwidth"] is None:  # a card of which only the memory is known
         return [*said, moved + "."]
     if not offloaded:
-        moved += f": {digits(1e3 * made['step_traffic'] / gpu['bandwidth'])} ms at {gpu['bandwidth'] / 1e12:g} TB/s"
+        moved += f": {digits(1e3 * plan['step_traffic'] / gpu['bandwidth'])} ms at {gpu['bandwidth'] / 1e12:g} TB/s"
     said.append(moved + ".")
     if work is not None:
         peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense 16-bit peak"
         said.append(f"{peak}, the work takes {digits(1e3 * (work['hardware'] / gpu['flops']))} ms.")
-    if made["mfu"] is not None:
-        said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
-        if made["hfu"] > 1:
+    if plan["mfu"] is not None:
+        said.append(f"MFU {plan['mfu']:.3f}, HFU {plan['hfu']:.3f}; 0.5 and above is good.")
+        if plan["hfu"] > 1:
             said.append("HFU above 1 exceeds the card's peak: check the time, the batch and the card.")
     return said
 
 
-def verdict(made: dict[str, Any]) -> str:
+def verdict(plan: dict[str, Any]) -> str:
     """Whether a plan fits its card, in one sentence."""
-    gpu = made["card"]
+    gpu = plan["card"]
     left = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
     return f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {left}."
 
 
 def _verdict(content: dict[str, Any]) -> list[Any]:
     """The verdict and, if a plan does not fit, the smallest changes with which it does."""
-    (made,) = content["plans"]
-    if made["card"] is None:
+    (plan,) = content["plans"]
+    if plan["card"] is None:
         return []
-    shown: list[Any] = [text(verdict(made), "good" if made["card"]["fits"] else "bad"), ""]
+    shown: list[Any] = [text(verdict(plan), "good" if plan["card"]["fits"] else "bad"), ""]
     if content["ways"]:
         shown.append("The smallest changes with which it fits, any one of these:")
         for way in content["ways"]:
             shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
             shown += [f"    {cost}" for cost in way["costs"]]
         shown.append("")
-    elif not made["card"]["fits"]:
+    elif not plan["card"]["fits"]:
         shown += ["No combination of four of the changes that this command knows makes it fit.", ""]
     return shown
 
@@ -160,10 +160,10 @@ def typed(options: dict[str, str | None]) -> str:
 NOTHING_FITS = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}
 
 
-def _fit(found: dict[str, Any] | None) -> list[str]:
-    if found is None:
+def _fit(largest: dict[str, Any] | None) -> list[str]:
+    if largest is None:
         return []
-    what, best = found["what"], found["plan"]
+    what, best = largest["what"], largest["plan"]
     if best is None:
         return [f"{NOTHING_FITS[what].capitalize()} fits."]
     parameters, at = f"{best['parameters']:,} parameters", size(best["totals"]["peak"])
@@ -176,26 +176,26 @@ def _fit(found: dict[str, Any] | None) -> list[str]:
 
 def _comparison(content: dict[str, Any]) -> list[Any]:
     plans = content["plans"]
-    unit, name = unit_of(max(made["totals"]["peak"] for made in plans), 30)
+    unit, name = unit_of(max(plan["totals"]["peak"] for plan in plans), 30)
     counts = numbers_of_gpus(content)
-    scaled, hosted = len(counts) > 1, any(made["totals"]["host"] for made in plans)
+    scaled, hosted = len(counts) > 1, any(plan["totals"]["host"] for plan in plans)
     header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * scaled]
     header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
     right = range(1, len(header))
     header += ["fits"] * (plans[0]["card"] is not None)
     rows: list[Sequence[str]] = []
-    for made in plans:
-        totals, settings = made["totals"], made["settings"]
-        by_name = {part["name"]: part["bytes"] for part in made["parts"]}
+    for plan in plans:
+        totals, settings = plan["totals"], plan["settings"]
+        by_name = {part["name"]: part["bytes"] for part in plan["parts"]}
         states = sum(by_name.get(state, 0) for state in STATES)
         gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
-        cells = [by_name["weights"], gradients, states, totals["state"], totals["peak"], made["bytes_sent"]]
+        cells = [by_name["weights"], gradients, states, totals["state"], totals["peak"], plan["bytes_sent"]]
         cells += [totals["host"]] * hosted
-        fits = [] if made["card"] is None else ["yes" if made["card"]["fits"] else "no"]
+        fits = [] if plan["card"] is None else ["yes" if plan["card"]["fits"] else "no"]
         groups = f", shard {settings['shard']}" if settings["shard"] else ""
-        first = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [made["label"]]
+        first = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
         rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
-        if scaled and settings["gpus"] == counts[-1] and made is not plans[-1]:
+        if scaled and settings["gpus"] == counts[-1] and plan is not plans[-1]:
             rows.append([""] * len(header))
     shared = plans[0]["settings"]["strategy"] if content["compare"] == "layouts" else plans[0]["layout"]["name"]
     if not scaled:  # otherwise the numbers of GPUs have a column
@@ -206,7 +206,7 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
 
 def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
     """The numbers of GPUs of the plans, without repetitions."""
-    return list(dict.fromkeys(made["settings"]["gpus"] for made in content["plans"]))
+    return list(dict.fromkeys(plan["settings"]["gpus"] for plan in content["plans"]))
 
 
 def gpus_of(content: dict[str, Any]) -> str:
@@ -227,19 +227,19 @@ def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list
     """
     if content["compare"] is not None:
         return _comparison(content)
-    (made,) = content["plans"]
-    return [*_verdict(content), *_parts(made), *_messages(made), "", *sentences(content, shape_over_params)]
+    (plan,) = content["plans"]
+    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content, shape_over_params)]
 
 
 def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
     """What is said of a plan below its tables. The arguments are those of `shown`."""
-    (made,) = content["plans"]
-    notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
-    said = [*notes, *_work(made), *_fit(content["fit"])]
-    if shape_over_params is not None and shape_over_params != made["parameters"]:
-        said.append(f"--params {shape_over_params:,} is not used: the shape has {made['parameters']:,}.")
-    if made["layout"]["note"]:
-        said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
-    if made["settings"]["model"] is None:
+    (plan,) = content["plans"]
+    notes = [f"{each['what'].capitalize()}: {each['note']}." for each in plan["communication"] if each["note"]]
+    said = [*notes, *_work(plan), *_fit(content["fit"])]
+    if shape_over_params is not None and shape_over_params != plan["parameters"]:
+        said.append(f"--params {shape_over_params:,} is not used: the shape has {plan['parameters']:,}.")
+    if plan["layout"]["note"]:
+        said.append(f"{plan['layout']['name']}: {plan['layout']['note']}.")
+    if plan["settings"]["model"] is None:
         said.append("Activations and gathered units are not included: they are unknown without a shape.")
     return said
