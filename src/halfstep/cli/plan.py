@@ -72,7 +72,8 @@ def shape(options: argparse.Namespace) -> Transformer | None:
         return replace(published or from_config(options.model), **sizes, **changes)
     if not sizes.keys() - {"seq"}:
         if changes:
-            typed = ", ".join(f"--{option.name}" for option in changing)
+            names = sorted((option.name for option in changing), key=lambda name: name.startswith("no-"))
+            typed = ", ".join(f"--{name}" for name in names)
             raise ValueError(f"{typed} without a shape; give --model, or {', '.join('--' + n for n in SHAPE)}")
         return None
     missing = [f"--{name}" for name in SHAPE if name not in sizes]
