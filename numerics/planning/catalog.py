@@ -124,10 +124,18 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
         if not isinstance(config, Mapping):
             raise ValueError(f"Expected {path} to hold a JSON object: pass a config.json of Hugging Face")
     name = str(config.get("model_type"))
-    get = partial(_size, config)
+
+    def get(key: str, default: int | None = None) -> int:
+        """A size. Without a default, the file must have it."""
+        if default is not None and config.get(key) is None:
+            return default
+        if key not in config:
+            raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
+        return whole(key, config[key])
+
     if name == "gpt2":
-        inner = None if config.get("n_inner") is None else get("n_inner")
         layers, hidden, heads, vocab, seq = map(get, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
+        inner = None if config.get("n_inner") is None else get("n_inner")
         tied = config.get("tie_word_embeddings") is not False
         return Transformer(layers, hidden, heads, vocab, seq, ffn=inner, tied=tied)
     if name not in _FAMILIES:
@@ -152,15 +160,9 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
             raise ValueError("Expected all blocks to have experts, but some have not: give the shape as numbers")
         ffn = get("moe_intermediate_size")
         more |= {"experts": get("num_experts"), "active_experts": get("num_experts_per_tok")}
-    kv_heads = heads if config.get("num_key_value_heads") is None else get("num_key_value_heads")
-    layers, hidden, vocab = get("num_hidden_layers"), get("hidden_size"), get("vocab_size")
-    return _shape(family, layers, hidden, heads, kv_heads, ffn, vocab, get("max_position_embeddings"), **more)
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    if key not in config:
-        raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
-    return whole(key, config[key])
+    kv_heads, layers, hidden = get("num_key_value_heads", heads), get("num_hidden_layers"), get("hidden_size")
+    vocab, seq = get("vocab_size"), get("max_position_embeddings")
+    return _shape(family, layers, hidden, heads, kv_heads, ffn, vocab, seq, **more)
 
 
 # ---------------------------------------------------------------------------------------------------------- cards
@@ -171,20 +173,20 @@ RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does n
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU: `memory` in bytes, dense 16-bit `flops` per second, memory `bandwidth` in bytes per second, if known."""
+    """One GPU."""
 
     name: str
-    memory: int
-    flops: float | None
-    bandwidth: float | None
+    memory: int  # bytes
+    flops: float | None  # dense, 16-bit, per second; if known
+    bandwidth: float | None  # of the memory, bytes per second; if known
     source: str
 
 
-def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> list[Card]:
-    return [
-        Card(name, memory * GIB, round(tflops * 1e12), round(bandwidth * 1e9), f"{maker} {source}")
+def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> dict[str, Card]:
+    return {
+        name: Card(name, memory * GIB, round(tflops * 1e12), round(bandwidth * 1e9), f"{maker} {source}")
         for name, memory, tflops, bandwidth, source in rows
-    ]
+    }
 
 
 # Memory in GB, dense 16-bit matrix TFLOP/s (bf16 unless the source says fp16) and memory bandwidth in GB/s, from
@@ -192,8 +194,7 @@ def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> list[Card]:
 # "141 GB" offers 139.8 GiB, an L40S of "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for products added in
 # fp32.
 CARDS = {
-    card.name: card
-    for card in _cards(
+    **_cards(
         "NVIDIA",
         ("a100-40", 40, 312, 1555, "A100 datasheet, 40GB SXM"),
         ("a100-80", 80, 312, 2039, "A100 datasheet, 80GB SXM"),
@@ -213,13 +214,13 @@ CARDS = {
         ("rtx4090", 24, 165.2, 1008, "Ada architecture whitepaper, RTX 4090"),
         ("rtx5080", 16, 112.6, 960, "RTX Blackwell architecture whitepaper, RTX 5080"),
         ("rtx5090", 32, 209.5, 1792, "RTX Blackwell architecture whitepaper, RTX 5090"),
-    )
-    + _cards(
+    ),
+    **_cards(
         "AMD Instinct",
         ("mi250x", 128, 383, 3276.8, "MI250X datasheet"),
         ("mi300x", 192, 1307.4, 5300, "MI300X datasheet"),
         ("mi325x", 256, 1307.4, 6000, "MI325X datasheet"),
-    )
+    ),
 }
 
 

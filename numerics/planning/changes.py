@@ -30,17 +30,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Way:
-    """Changes that make a training fit.
+    """Changes that make a training fit."""
 
-    Attributes:
-        options: the arguments of `plan` that change; ``flash`` is that of the model.
-        texts: for each change, what it is and what it costs.
-        plan: the plan with the changes.
-    """
-
-    options: dict[str, Any]
-    texts: tuple[str, ...]
-    plan: Plan
+    options: dict[str, Any]  # the arguments of `plan` that change; ``flash`` is that of the model
+    texts: tuple[str, ...]  # for each change, what it is and what it costs
+    plan: Plan  # with the changes
 
 
 def ways_to_fit(memory: int, most: int = 5, **arguments: Any) -> list[Way]:
@@ -146,26 +140,24 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
     ]
 
 
+# Layouts of halfstep, by the weights' precision: arguments, text and effort.
+_EXACT = {"precision": "bf16", "moments": None, "master": None}
+_BF16_LAYOUTS: tuple[tuple[dict[str, Any], str, int], ...] = (
+    ({**_EXACT, "optimizer": "halfstep"}, "bf16 weights with exact fp32 masters", 1),
+    ({**_EXACT, "optimizer": "halfstep-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
+    ({**_EXACT, "optimizer": "halfstep-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
+    ({**_EXACT, "optimizer": "halfstep-stochastic-8bit"}, "no masters, stochastic rounding, moments in 8 bits", 5),
+)
+_FP16_LAYOUTS: tuple[tuple[dict[str, Any], str, int], ...] = (
+    ({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1),
+)
+
+
 def _layouts(before: Plan) -> Iterator[Change]:
     """Layouts of halfstep with fewer bytes per parameter."""
-    listed: list[tuple[dict[str, Any], str, int]]
-    if before.settings["precision"] == "fp16":
-        listed = [({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1)]
-    else:
-        exact: dict[str, Any] = {"precision": "bf16", "moments": None, "master": None}
-        listed = [
-            ({**exact, "optimizer": "halfstep"}, "bf16 weights with exact fp32 masters", 1),
-            ({**exact, "optimizer": "halfstep-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
-            ({**exact, "optimizer": "halfstep-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
-            (
-                {**exact, "optimizer": "halfstep-stochastic-8bit"},
-                "no masters, stochastic rounding, moments in 8 bits",
-                5,
-            ),
-        ]
-    per_parameter = before.layout.per_parameter(before.settings["amsgrad"])
-    for options, text, effort in listed:
+    amsgrad = before.settings["amsgrad"]
+    for options, text, effort in _FP16_LAYOUTS if before.settings["precision"] == "fp16" else _BF16_LAYOUTS:
         row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options.get("moments"))
-        if row.per_parameter(before.settings["amsgrad"]) < per_parameter:
+        if row.per_parameter(amsgrad) < before.layout.per_parameter(amsgrad):
             changes = {name: value for name, value in options.items() if before.settings[name] != value}
             yield Change(changes, f"{text}: {float(row.per_parameter()):.2f} bytes per parameter", effort)

@@ -16,21 +16,20 @@ NORMS, QK_NORMS = ("layer", "rms"), ("", "head", "width")
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter.
-
-    Attributes:
-        name: name of the parameter.
-        shape: its shape.
-        kind: "matrix", "bias", "norm" or "embedding", which decides whether autocast makes a 16-bit copy.
-    """
+    """One parameter."""
 
     name: str
     shape: tuple[int, ...]
-    kind: str = "matrix"
+    kind: str = "matrix"  # or "bias", "norm", "embedding"
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements in a row, an index of dimension 0; 0 for a vector."""
+        return math.prod(self.shape[1:]) if len(self.shape) > 1 else 0
 
     @property
     def cast(self) -> bool:
@@ -40,19 +39,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together: a block, or the root, which holds the parameters outside all blocks.
-
-    Args:
-        name: the name of the unit.
-        tensors: its parameters, in the order of the model.
-        count: number of such units in the model.
-        root: whether it is the root, which FSDP2 keeps gathered between forward and backward.
-    """
+    """Parameters that FSDP gathers together: a block, or the root, which holds the parameters outside all blocks."""
 
     name: str
-    tensors: tuple[Tensor, ...]
-    count: int = 1
-    root: bool = False
+    tensors: tuple[Tensor, ...]  # in the order of the model
+    count: int = 1  # such units in the model
+    root: bool = False  # which FSDP2 keeps gathered between forward and backward
 
     @property
     def elements(self) -> int:

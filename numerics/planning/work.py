@@ -8,9 +8,8 @@ Needs no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning.models import Transformer, parameters_of
@@ -95,20 +94,13 @@ def layer_activations(
     sequence_parallel: bool = False,
     scores: bool = True,
 ) -> int:
-    """Bytes that one block saves for the backward on one GPU.
+    """Bytes that one block saves for the backward on one of `tensor_parallel` GPUs.
 
     From Korthikanti et al., Reducing activation recomputation in large transformer models (2022), §4. With two bytes
     per element, one per element of a dropout mask, an MLP of width 4·h, and without the statistics of norms, this is
-    s·b·h·(34 + 5·a·s/h) on one GPU and s·b·h·(10 + 24/t + 5·a·s/(h·t)) on t GPUs. With sequence parallelism everything
-    is divided by t.
-
-    Args:
-        model: the transformer.
-        batch, seq: number and length of the sequences.
-        width: bytes of an activation.
-        tensor_parallel: GPUs that share every layer.
-        sequence_parallel: whether they also shard norms and dropouts.
-        scores: whether the scores, their dropout and its mask are saved. Selective checkpointing recomputes them.
+    s·b·h·(34 + 5·a·s/h) on one GPU and s·b·h·(10 + 24/t + 5·a·s/(h·t)) on t GPUs. With sequence parallelism, which
+    also shards norms and dropouts, everything is divided by t. Without `scores`, the scores, their dropout and its mask
+    are recomputed (selective checkpointing). `width`: bytes of an activation.
     """
     tokens, t, h = batch * seq, tensor_parallel, model.hidden
     masks = 2 * tokens * h if model.dropout else 0
@@ -124,19 +116,12 @@ def layer_activations(
     return (replicated + sharded) // t if sequence_parallel else replicated + sharded // t
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes saved for the backward.
+class Activations(NamedTuple):
+    """Bytes saved for the backward."""
 
-    Attributes:
-        saved: by all blocks in the forward.
-        recomputed: by the blocks that are recomputed at one time in the backward.
-        ends: outside the blocks.
-    """
-
-    saved: int
-    recomputed: int
-    ends: int
+    saved: int  # by all blocks in the forward
+    recomputed: int  # by the blocks that are recomputed at one time in the backward
+    ends: int  # outside the blocks
 
 
 def activations(
@@ -149,28 +134,17 @@ def activations(
     sequence_parallel: bool = False,
     checkpointing: str = "none",
 ) -> Activations:
-    """Activations of a forward pass on one GPU.
+    """Activations of a forward pass on one GPU; see `layer_activations`.
 
-    Args:
-        model, batch, seq, width, tensor_parallel, sequence_parallel: see `layer_activations`.
-        checkpointing: ``"none"``; ``"selective"`` recomputes the scores (Korthikanti et al., §5); ``"full"`` saves only
-            the input of each block, and recomputes the activations of one block at a time; ``"sqrt"`` saves the input
-            of every ⌈√L⌉-th block, and recomputes ⌈√L⌉ blocks at a time (Chen et al., Training deep nets with sublinear
-            memory cost, 2016).
-
-    Raises:
-        ValueError: `checkpointing` is unknown, or `tensor_parallel` does not divide a size of the model.
+    Checkpointing ``"selective"`` recomputes the scores (Korthikanti et al., §5). ``"full"`` saves only the input of
+    each block, and recomputes one block at a time. ``"sqrt"`` saves the input of every ⌈√L⌉-th block, and recomputes
+    ⌈√L⌉ blocks at a time (Chen et al., Training deep nets with sublinear memory cost, 2016).
     """
     one_of("checkpointing", checkpointing, CHECKPOINTING)
     model.check_parallel(tensor_parallel, sequence_parallel)
-
-    options: dict[str, Any] = {
-        "width": width,
-        "tensor_parallel": tensor_parallel,
-        "sequence_parallel": sequence_parallel,
-    }
-    layer = partial(layer_activations, model, batch, seq, **options)
-    share = tensor_parallel if sequence_parallel else 1
+    t, parallel = tensor_parallel, sequence_parallel
+    layer = partial(layer_activations, model, batch, seq, width=width, tensor_parallel=t, sequence_parallel=parallel)
+    share = t if parallel else 1
     hidden_states = width * batch * seq * model.hidden // share
     # The inputs of the last norm and of the head, and the dropout mask of the embedding.
     ends = hidden_states * (2 if model.final_norm else 1)

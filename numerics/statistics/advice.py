@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,59 +32,53 @@ from halfstep.numerics.statistics.named_tensors import named_tensors
 from halfstep.numerics.statistics.updates import UpdateLoss, last_updates, lost_updates
 
 EXPONENTS = np.arange(-126, 127)  # log2 of the scales that are compared: those that GradScaler allows
+_ONE = 126  # the index of the scale 1
+_AS_DICT = (
+    *("format", "scale", "low", "high", "below", "above", "share", "headroom", "lost", "verdict", "needs_master"),
+    *("updates", "notes"),
+)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The parameter that limits the interval of scales on one side.
-
-    Attributes:
-        name: The name of the parameter.
-        scale: The first scale outside of the interval, a factor of two beyond its end.
-        share: The share of the parameter's finite nonzero elements that is lost at this scale.
-    """
+    """The parameter that limits the interval of scales on one side."""
 
     name: str
-    scale: float
-    share: float
+    scale: float  # the first scale outside of the interval, a factor of two beyond its end
+    share: float  # of the parameter's finite nonzero elements that is lost at this scale
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The losses at every scale 2^EXPONENTS, as int64 (tensors, scales)."""
+
+    flushed: np.ndarray  # elements that are flushed to zero
+    subnormal: np.ndarray  # elements that become subnormal
+    overflow: np.ndarray  # elements that overflow
+    numbers: np.ndarray  # int64 (tensors,): finite nonzero elements
 
 
 @dataclass(frozen=True)
 class ScaleAdvice:
-    """A recommended loss scale and its reasons, as returned by `advise_scale`.
+    """A recommended loss scale and its reasons, as returned by `advise_scale`."""
 
-    Attributes:
-        format: The format of the gradients.
-        scale: The recommended loss scale, a power of two.
-        low: The smallest scale at which no tensor loses more than `share` of its elements.
-        high: The largest scale at which nothing overflows. If it is below `low`, no scale is good enough.
-        below: The parameter that limits the scale from below; None if none does.
-        above: The parameter that limits the scale from above; None if none does.
-        share: The accepted share of elements flushed to zero, as passed to `advise_scale`.
-        headroom: The bits by which gradients can grow before they overflow, as passed to `advise_scale`.
-        lost: The share of all finite nonzero elements that are flushed at `scale`.
-        verdict: ``"unscaled"`` (the format suffices without loss scaling), ``"scaled"`` (with loss scaling), ``"bf16"``
-            (the format's range is too small, but that of bf16 suffices) or ``"neither"``.
-        statistics: The statistics of the gradients at `scale`.
-        updates: By name of a format, the updates that would be lost if weights were kept in it without a master; empty
-            if no updates were passed.
-        notes: Remarks about the gradients.
-        curves: The losses at every scale.
-    """
-
-    format: Format
-    scale: float
-    low: float
-    high: float
-    below: Limit | None
-    above: Limit | None
-    share: float
+    format: Format  # of the gradients
+    scale: float  # the recommended loss scale, a power of two
+    low: float  # the smallest scale at which no tensor loses more than `share` of its elements
+    high: float  # the largest scale at which nothing overflows. If it is below `low`, no scale is good enough
+    below: Limit | None  # the parameter that limits the scale from below; None if none does
+    above: Limit | None  # the parameter that limits the scale from above; None if none does
+    share: float  # as passed to `advise_scale`
     headroom: int
-    lost: float
+    lost: float  # the share of all finite nonzero elements that are flushed at `scale`
+    # "unscaled" (the format suffices without loss scaling), "scaled" (with loss scaling), "bf16" (the format's range is
+    # too small, but that of bf16 suffices) or "neither"
     verdict: str
-    statistics: Statistics = field(repr=False)
+    statistics: Statistics = field(repr=False)  # of the gradients at `scale`
+    # By name of a format, the updates that would be lost if weights were kept in it without a master; empty if no
+    # updates were passed.
     updates: dict[str, list[UpdateLoss]] = field(repr=False)
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # about the gradients
     curves: Curves = field(repr=False)
 
     @property
@@ -112,57 +106,21 @@ class ScaleAdvice:
 
     def as_dict(self) -> dict[str, Any]:
         """The recommendation as a dict that can be written as JSON."""
-        limits = {
-            name: limit and {"name": limit.name, "scale": limit.scale, "share": limit.share}
-            for name, limit in (("below", self.below), ("above", self.above))
-        }
         updates = {
             name: {"lost": self.updates_lost(name), "parameters": {one.name: one.share for one in found}}
             for name, found in self.updates.items()
         }
-        return {
-            "format": self.format.name,
-            "scale": self.scale,
-            "low": self.low,
-            "high": self.high,
-            **limits,
-            "share": self.share,
-            "headroom": self.headroom,
-            "lost": self.lost,
-            "verdict": self.verdict,
-            "needs_master": self.needs_master,
-            "updates": updates,
-            "notes": list(self.notes),
-        }
+        limits = {"below": self.below and asdict(self.below), "above": self.above and asdict(self.above)}
+        plain = {name: getattr(self, name) for name in _AS_DICT}
+        return plain | {"format": self.format.name, **limits, "updates": updates, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         text: str = shown("advice_text", self)
         return text
 
     def picture(self, path: str | Path) -> None:
-        """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter.
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
+        """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter."""
         shown("advice_picture", self, path)
-
-
-@dataclass(frozen=True)
-class Curves:
-    """The losses at every scale 2^EXPONENTS.
-
-    Attributes:
-        flushed: int64 (tensors, scales), the number of elements that are flushed to zero.
-        subnormal: int64 (tensors, scales), the number of elements that become subnormal.
-        overflow: int64 (tensors, scales), the number of elements that overflow.
-        numbers: int64 (tensors,), the number of finite nonzero elements.
-    """
-
-    flushed: np.ndarray
-    subnormal: np.ndarray
-    overflow: np.ndarray
-    numbers: np.ndarray
 
 
 def _curves(found: Statistics, format: Format) -> Curves:
@@ -265,28 +223,23 @@ def advise_scale(
     fits = curves.overflow.sum(0) == 0
     last, first = int(np.flatnonzero(fits)[-1]), int(np.flatnonzero(allowed.all(0))[0])
     best = _best(curves, last, first, headroom)
+    scale, low, high = (2.0 ** int(EXPONENTS[index]) for index in (best, first, last))
     verdict = "neither"
-    one = int(np.flatnonzero(EXPONENTS == 0)[0])
     if first <= last:
-        verdict = "unscaled" if first <= one <= last - headroom else "scaled"
+        verdict = "unscaled" if first <= _ONE <= last - headroom else "scaled"
     elif chosen.name != "bf16" and _fits_bf16(found, share):
         verdict = "bf16"
-    scale = 2.0 ** int(EXPONENTS[best])
-    if optimizer is not None:
-        names = gradients.named_parameters() if isinstance(gradients, torch.nn.Module) else ()
-        weights, changes = last_updates(optimizer, names)
-    elif updates is not None:
-        weights, changes = named_tensors(parameters, "parameters"), named_tensors(updates, "updates")
-    else:
-        weights, changes = {}, {}
-    measured = {
-        of: lost_updates(weights, changes, formats[of]) for of in dict.fromkeys(("bf16", chosen.name)) if changes
-    }
+    measured: dict[str, list[UpdateLoss]] = {}
+    if optimizer is not None or updates is not None:
+        if optimizer is not None:
+            names = gradients.named_parameters() if isinstance(gradients, torch.nn.Module) else ()
+            weights, changes = last_updates(optimizer, names)
+        else:
+            weights, changes = named_tensors(parameters, "parameters"), named_tensors(updates, "updates")
+        names_of_formats = dict.fromkeys(("bf16", chosen.name)) if changes else ()
+        measured = {name: lost_updates(weights, changes, formats[name]) for name in names_of_formats}
     return ScaleAdvice(
-        format=chosen,
-        scale=scale,
-        low=2.0 ** int(EXPONENTS[first]),
-        high=2.0 ** int(EXPONENTS[last]),
+        *(chosen, scale, low, high),
         below=_limit(found.names, curves.flushed, curves.numbers, first - 1),
         above=_limit(found.names, curves.overflow, curves.numbers, last + 1),
         share=share,
@@ -307,8 +260,7 @@ def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
         return first  # losing no more than the accepted share matters more than the whole headroom
     flushed, subnormal = (counts.sum(0)[: limit + 1] for counts in (curves.flushed, curves.subnormal))
     good = np.flatnonzero((flushed == flushed[-1]) & (subnormal + flushed == subnormal[-1] + flushed[-1]))
-    one = int(np.flatnonzero(EXPONENTS == 0)[0])
-    return one if one in good else int(good[0] + good[-1]) // 2
+    return _ONE if _ONE in good else int(good[0] + good[-1]) // 2
 
 
 def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: int) -> Limit | None:
@@ -323,15 +275,13 @@ def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: i
 def _fits_bf16(found: Statistics, share: float) -> bool:
     """Whether bf16 holds the unscaled gradients.
 
-    bf16 overflows inside its topmost binade. All of that binade counts as too large, because the classes of these
-    counts may belong to a format that overflows at another fraction.
+    It overflows inside its topmost binade, all of which counts as too large: these classes may be of another format.
     """
     form = formats["bf16"]
     curves = _curves(found, form)
-    one = int(np.flatnonzero(EXPONENTS == 0)[0])
     cells = found.at(1.0).counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)
     too_large = int(cells[:, form.emax - LOWEST : ZERO].sum())
-    return too_large == 0 and bool((curves.flushed[:, one] <= share * curves.numbers).all())
+    return too_large == 0 and bool((curves.flushed[:, _ONE] <= share * curves.numbers).all())
 
 
 def _notes(found: Statistics) -> tuple[str, ...]:

@@ -81,78 +81,42 @@ def checked_scale(name: str, scale: Any) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The counts of one tensor, or of all tensors together.
+    """The counts of one tensor, or of all tensors together. Each element is of exactly one of the `KINDS`."""
 
-    Attributes:
-        name: The name of the tensor; "total" for all tensors together.
-        dtype: The dtype of the tensor, such as "float32"; "" for all tensors together.
-        format: The format for which the elements were counted.
-        scale: The factor by which the elements were multiplied.
-        cells: int64 (286, 3), the counts by exponent (280 rows, from -151 on), zeros, infinities and NaNs, and by the
-            class of the fraction; see kernels/statistics.py.
-        errors: int64 (194,), the histogram of the relative rounding errors; None if they were not counted.
-        largest_error: The largest relative rounding error, rounded to fp32; None if errors were not counted.
-    """
-
-    name: str
-    dtype: str
-    format: Format
-    scale: float
+    name: str  # "total" for all tensors together
+    dtype: str  # such as "float32"; "" for all tensors together
+    format: Format  # for which the elements were counted
+    scale: float  # by which the elements were multiplied
+    # int64 (286, 3), the counts by exponent (280 rows, from -151 on), zeros, infinities and NaNs, and by the class of
+    # the fraction; see kernels/statistics.py.
     cells: np.ndarray = field(repr=False)
-    errors: np.ndarray | None = field(repr=False)
-    largest_error: float | None
+    errors: np.ndarray | None = field(repr=False)  # int64 (194,), a histogram of the relative rounding errors
+    largest_error: float | None  # rounded to fp32; None, as `errors`, if errors were not counted
+    elements: int = field(init=False)  # for a sharded tensor those of this rank, for a sparse tensor the stored ones
+    zero: int = field(init=False)  # elements that are zero, infinite or NaN before they are scaled and rounded
+    infinite: int = field(init=False)
+    nan: int = field(init=False)
+    flushed: int = field(init=False)  # nonzero, but rounds to zero: at most half the smallest number of the format
+    subnormal: int = field(init=False)  # below the smallest normal number, not flushed, kept with fewer bits
+    overflow: int = field(init=False)  # finite, but rounds beyond the largest number: to infinity, or its replacement
+    normal: int = field(init=False)  # rounds to a number of the format with its full precision
 
-    @property
-    def elements(self) -> int:
-        """The number of elements: for a sharded tensor those of this rank, for a sparse tensor the stored ones."""
-        return int(self.cells.sum())
-
-    @property
-    def zero(self) -> int:
-        """The number of elements that are zero before they are scaled and rounded."""
-        return int(self.cells[ZERO].sum())
-
-    @property
-    def infinite(self) -> int:
-        """The number of elements that are infinite before they are scaled and rounded."""
-        return int(self.cells[INFINITE].sum())
-
-    @property
-    def nan(self) -> int:
-        """The number of elements that are NaN."""
-        return int(self.cells[NOT_A_NUMBER].sum())
-
-    @property
-    def flushed(self) -> int:
-        """The number of nonzero elements that round to zero: at most half the smallest number of the format."""
-        tie = self.format.emin - self.format.mantissa - 1 - LOWEST
-        return int(self.cells[:tie].sum() + self.cells[tie, 0])
-
-    @property
-    def subnormal(self) -> int:
-        """The number of elements below the smallest normal number that are not flushed, kept with fewer bits."""
-        return int(self.cells[: self.format.emin - LOWEST].sum()) - self.flushed
-
-    @property
-    def overflow(self) -> int:
-        """The number of finite elements that round beyond the largest number: to infinity, or to its replacement."""
-        top = self.format.emax - LOWEST
-        return int(self.cells[top, 2] + self.cells[top + 1 : ZERO].sum())
-
-    @property
-    def normal(self) -> int:
-        """The number of elements that round to numbers of the format with its full precision."""
-        return int(self.cells[:ZERO].sum()) - self.flushed - self.subnormal - self.overflow
+    def __post_init__(self) -> None:
+        by_row, form = self.cells.sum(1), self.format
+        tie, normal, top = (exponent - LOWEST for exponent in (form.emin - form.mantissa - 1, form.emin, form.emax))
+        flushed = by_row[:tie].sum() + self.cells[tie, 0]
+        subnormal = by_row[:normal].sum() - flushed
+        overflow = self.cells[top, 2] + by_row[top + 1 : ZERO].sum()
+        counts = {
+            **{"elements": by_row.sum(), "zero": by_row[ZERO], "infinite": by_row[INFINITE]},
+            **{"nan": by_row[NOT_A_NUMBER], "flushed": flushed, "subnormal": subnormal, "overflow": overflow},
+            "normal": by_row[:ZERO].sum() - flushed - subnormal - overflow,
+        }
+        for name, count in counts.items():
+            object.__setattr__(self, name, int(count))
 
     def share(self, kind: str) -> float:
-        """The share of the elements that are of one kind, from 0 to 1; 0 for a tensor without elements.
-
-        Args:
-            kind: "zero", "flushed", "subnormal", "normal", "overflow", "infinite" or "nan".
-
-        Raises:
-            ValueError: `kind` is none of these.
-        """
+        """The share of the elements of one of the `KINDS`, from 0 to 1; 0 for a tensor without elements."""
         if kind not in KINDS:
             raise ValueError(f"Expected kind to be one of {', '.join(map(repr, KINDS))}, but got {kind!r}")
         count: int = getattr(self, kind)
@@ -174,18 +138,12 @@ class Row:
         return {int(place) + LOWEST: int(counts[place]) for place in np.flatnonzero(counts)}
 
     def error_quantile(self, q: float) -> tuple[float, float]:
-        """Bounds of the q-quantile of the relative rounding error |y - round(y)| / |y|.
+        """Bounds of the q-quantile of the relative rounding error |y - round(y)| / |y|, low <= quantile < high.
 
         The quantile is the least error that at least a share of `q` of the elements does not exceed. Zeros and
         elements that overflow have no error; elements that are flushed have an error of 1. The bounds are the ends of
-        the histogram's bin, of which there are eight per octave.
-
-        Args:
-            q: The share, from 0 to 1.
-
-        Returns:
-            ``(low, high)`` with low <= quantile < high; twice the quantile itself if it is 0 or 1; twice NaN if no
-            element has an error.
+        the histogram's bin, of which there are eight per octave; twice the quantile itself if it is 0 or 1; twice NaN
+        if no element has an error.
 
         Raises:
             ValueError: `q` is not from 0 to 1, or errors were not counted.
@@ -225,12 +183,8 @@ class Statistics(Sequence[Row]):
     """Where tensors fall in a format, as counted by `statistics`.
 
     A sequence with one `Row` per tensor, in the order in which they were given. ``found["name"]`` is the row of one
-    tensor, and ``found.total`` that of all tensors together. Reading anything but `names` and `format` waits for the
-    device, once.
-
-    Attributes:
-        names: The names of the tensors.
-        format: The format for which they were counted.
+    tensor, and ``found.total`` that of all tensors together. Reading anything but `names`, those of the tensors, and
+    `format`, that for which they were counted, waits for the device, once.
     """
 
     def __init__(
@@ -272,8 +226,7 @@ class Statistics(Sequence[Row]):
     def scale(self) -> float:
         """The factor by which the elements were multiplied."""
         self.read()
-        assert isinstance(self._scale, float)
-        return self._scale
+        return float(self._scale)
 
     def _row(self, name: str, dtype: str, counts: np.ndarray) -> Row:
         errors = largest = None
@@ -323,25 +276,19 @@ class Statistics(Sequence[Row]):
                 f"Expected scale to be {self.scale} times a power of two, but got {scale!r}: count again for other "
                 "scales"
             )
-        shift = exponent - 1
         cells = self.counts[:, :CELLS].reshape(len(self), ROWS, CLASSES)
         moved = np.zeros_like(cells)
         moved[:, ZERO:] = cells[:, ZERO:]
-        where = (np.arange(ZERO) + shift).clip(0, ZERO - 1)
+        rows = (np.arange(ZERO) + exponent - 1).clip(0, ZERO - 1)
         # The exponents of elements that have left fp32's range are not known, so they stay in the outermost rows.
-        where[0], where[-1] = 0, ZERO - 1
-        for place, new in enumerate(where):
-            moved[:, new] += cells[:, place]
-        return self._with(moved.reshape(len(self), CELLS), float(np.float32(scale)))
+        rows[0], rows[-1] = 0, ZERO - 1
+        np.add.at(moved.swapaxes(0, 1), rows, cells[:, :ZERO].swapaxes(0, 1))
+        counts = moved.reshape(len(self), CELLS)
+        return _counted(self.names, self._dtypes, self.format, float(np.float32(scale)), counts)
 
     def relabelled(self, scale: float) -> Statistics:
         """The same counts with another scale, for gradients that were already scaled when they were counted."""
-        return self._with(self.counts, scale)
-
-    def _with(self, counts: np.ndarray, scale: float) -> Statistics:
-        made = Statistics(self.names, self._dtypes, self.format, scale, [])
-        made._counts = counts
-        return made
+        return _counted(self.names, self._dtypes, self.format, scale, self.counts)
 
     def __add__(self, other: Statistics) -> Statistics:
         """Add the counts of two statistics by name, such as those of two ranks or of two steps.
@@ -354,11 +301,9 @@ class Statistics(Sequence[Row]):
                 f"Expected statistics of the same format, scale and choice of errors, {self.format.name} at "
                 f"{self.scale}, but got {other.format.name} at {other.scale}"
             )
-        dtypes = {
-            **dict(zip(other.names, other._dtypes, strict=True)),
-            **dict(zip(self.names, self._dtypes, strict=True)),
-        }
-        names = [*self.names, *(name for name in other.names if name not in self.names)]
+        pairs = [*zip(self.names, self._dtypes, strict=True), *zip(other.names, other._dtypes, strict=True)]
+        names = list(dict.fromkeys(name for name, _ in pairs))
+        dtypes = dict(reversed(pairs))  # of a name in both, that of this one
         counts = np.zeros((len(names), self.counts.shape[1]), dtype=np.int64)
         for part in (self, other):
             rows = [names.index(name) for name in part.names]
@@ -366,9 +311,7 @@ class Statistics(Sequence[Row]):
             counts[rows] += part.counts
             if counts.shape[1] > CELLS:
                 counts[rows, -1] = most
-        made = Statistics(names, [dtypes[name] for name in names], self.format, self.scale, [])
-        made._counts = counts
-        return made
+        return _counted(names, [dtypes[name] for name in names], self.format, self.scale, counts)
 
     # -------------------------------------------------------------------------------------------------------- showing
 
@@ -379,19 +322,11 @@ class Statistics(Sequence[Row]):
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": self.format.name,
-            "scale": self.scale,
-            "total": self.total.as_dict(),
-            "tensors": [row.as_dict() for row in self],
-        }
+        counted = {"total": self.total.as_dict(), "tensors": [row.as_dict() for row in self]}
+        return {"format": self.format.name, "scale": self.scale, **counted}
 
     def table(self, limit: int | None = None) -> str:
-        """A table of at most 80 columns: the worst tensors first, the total last; shares in %.
-
-        Args:
-            limit: how many tensors; None: all.
-        """
+        """A table of at most 80 columns: the `limit` worst tensors first (None: all), the total last; shares in %."""
         text: str = shown("statistics_table", self, limit)
         return text
 
@@ -403,12 +338,17 @@ class Statistics(Sequence[Row]):
         return f"<Statistics of {len(self)} tensors in {self.format.name}>"
 
     def picture(self, path: str | Path) -> None:
-        """Draw exponents under the format's range, and bars of the worst tensors, into a file (PNG, SVG or PDF).
-
-        Raises:
-            ImportError: matplotlib is missing.
-        """
+        """Draw exponents under the format's range, and bars of the worst tensors: PNG, SVG or PDF, with matplotlib."""
         shown("statistics_picture", self, path)
+
+
+def _counted(
+    names: Sequence[str], dtypes: Sequence[str], format: Format, scale: float, counts: np.ndarray
+) -> Statistics:
+    """Statistics of counts that are on the host."""
+    made = Statistics(names, dtypes, format, scale, [])
+    made._counts = counts
+    return made
 
 
 # -------------------------------------------------------------------------------------------------------------- public

@@ -12,9 +12,7 @@ from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
-_WIDENED = (
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
-)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 
 def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
@@ -109,7 +107,7 @@ def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
                 f"{format.name}: convert the tensor with .float()"
             )
         return values
-    if values.dtype in _WIDENED:
+    if values.dtype in _FP8:
         return values.float()
     if values.dtype not in DTYPE_CODES:
         raise TypeError(

@@ -21,17 +21,11 @@ from halfstep.numerics.scaling.topology import local
 
 @dataclass(frozen=True)
 class UpdateLoss:
-    """The number of updates of one parameter that a format loses.
-
-    Attributes:
-        name: the name of the parameter.
-        updates: number of nonzero updates.
-        lost: number of those below half a unit in the last place of the weight.
-    """
+    """The number of updates of one parameter that a format loses."""
 
     name: str
-    updates: int
-    lost: int
+    updates: int  # nonzero ones
+    lost: int  # of these, those below half a unit in the last place of the weight
 
     @property
     def share(self) -> float:
@@ -64,8 +58,7 @@ def lost_updates(
     Raises:
         ValueError: an update has no weight, or another shape than its weight.
     """
-    found: list[UpdateLoss] = []
-    pending: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+    pending: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, update in updates.items():
         if name not in weights:
             raise ValueError(
@@ -77,12 +70,13 @@ def lost_updates(
                 f"Expected updates[{name!r}] to have the shape of its weight, {tuple(weight.shape)}, but got "
                 f"{tuple(change.shape)}"
             )
-        names, counts = pending.setdefault(weight.device, ([], []))
-        names.append(name)
-        counts.append(count_lost(weight, change.to(weight.device), format))
-    for names, counts in pending.values():
-        rows = torch.stack(counts).tolist()
-        found += [UpdateLoss(name, total, lost) for name, (total, lost) in zip(names, rows, strict=True)]
+        counts = count_lost(weight, change.to(weight.device), format)
+        pending.setdefault(weight.device, {})[name] = counts
+    found = [
+        UpdateLoss(name, total, lost)
+        for counts in pending.values()
+        for name, (total, lost) in zip(counts, torch.stack([*counts.values()]).tolist(), strict=True)
+    ]
     return sorted(found, key=lambda one: -one.share)
 
 

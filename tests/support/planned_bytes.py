@@ -25,97 +25,10 @@ import halfstep
 from halfstep.integrations import ddp
 
 WORLD = 2
-# Odd rows, so that shards are uneven; a bias of one element, of which rank 1 has none.
-BLOCKS = ((7, 5), (5, 7), (7, 5))
-CODED_BLOCKS = ((33, 200), (200, 33), (33, 200))  # matrices of more than 4,096 elements
-
-
-class Block(nn.Module):
-    def __init__(self, rows: int, columns: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(columns, rows)
-        self.norm = nn.LayerNorm(rows)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)).tanh()
-
-
-class Model(nn.Module):
-    def __init__(self, blocks: tuple[tuple[int, int], ...] = BLOCKS) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(rows, columns) for rows, columns in blocks)
-        self.head = nn.Linear(blocks[-1][0], 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype, columns: int = BLOCKS[0][1]) -> None:
-    model(torch.randn(4, columns, dtype=dtype)).float().square().mean().backward()
-    optimizer.step()
-
-
-def under_fsdp2(
-    dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer], blocks: tuple[tuple[int, int], ...] = BLOCKS
-) -> dict[str, int]:
-    model = Model(blocks).to(dtype)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = make(model.parameters())
-    step(model, optimizer, dtype, blocks[0][1])
-    return counted(model.parameters(), optimizer)
-
-
-def under_fsdp1() -> dict[str, int]:
-    model = FullyShardedDataParallel(
-        Model(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), use_orig_params=False
-    )
-    optimizer = torch.optim.AdamW(model.parameters())
-    step(model, optimizer, torch.float32)
-    return counted(model.parameters(), optimizer)
-
-
-def under_zero1(
-    dtype: torch.dtype,
-    kind: type[torch.optim.Optimizer],
-    blocks: tuple[tuple[int, int], ...] = BLOCKS,
-    **options: Any,
-) -> dict[str, int]:
-    model = DistributedDataParallel(Model(blocks).to(dtype))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3, **options)
-    step(model, optimizer, dtype, blocks[0][1])
-    return counted(model.parameters(), optimizer.optim)
-
-
-def under_ddp(view: bool) -> dict[str, int]:
-    """Bytes of weights, gradients and buckets, and of reductions. Shared storages count once."""
-    model = DistributedDataParallel(Model().bfloat16(), gradient_as_bucket_view=view)
-    optimizer = halfstep.AdamW(model.parameters())
-    buckets: list[torch.Tensor] = []
-
-    def keep(state, bucket):  # DDP compares annotations with its classes, and here they are text
-        buckets.append(bucket.buffer())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, keep)
-    for _ in range(2):  # the buckets are rebuilt after the first backward
-        buckets.clear()
-        optimizer.zero_grad()
-        step(model, optimizer, torch.bfloat16)
-    gradients = [p.grad for p in model.parameters()]
-    made = counted(model.parameters(), optimizer)
-    made["gradients and buckets"] = storage_bytes([*gradients, *buckets])
-    made["reduced"] = sum(bucket.numel() * bucket.element_size() for bucket in buckets)
-    return made
-
-
-# Every strategy trains this one. Five positions are uneven shards, and a norm's eight elements even ones.
+# Every strategy trains this one. Five positions are uneven shards, of which the last of four ranks has none, and the
+# eight elements of a norm even ones.
 SHAPE = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 6, "seq": 5}
+CODED = {**SHAPE, "hidden": 40}  # matrices of more than 4,096 elements, and smaller ones
 BATCH = 3
 
 
@@ -173,15 +86,22 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
             model.register_comm_hook(None, ddp.HOOKS[hook])
         return model, ours(model.parameters())
 
-    def zero1() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = DistributedDataParallel(GPT().bfloat16())
-        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=halfstep.AdamW, lr=1e-3)
+    def zero1(
+        shape: dict[str, int] = SHAPE,
+        dtype: torch.dtype = torch.bfloat16,
+        kind: type[torch.optim.Optimizer] = halfstep.AdamW,
+        **options: Any,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(GPT(shape).to(dtype))
+        return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3, **options)
 
-    def sharded(dtype: torch.dtype, **policy: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = GPT().to(dtype)
+    def sharded(
+        dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Any = SHAPE, **policy: Any
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = GPT(shape).to(dtype)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **policy)
-        return fully_shard(model, mesh=mesh, **policy), ours(model.parameters())
+        return fully_shard(model, mesh=mesh, **policy), make(model.parameters())
 
     def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
         device, units = torch.device("cpu"), ModuleWrapPolicy({Layer})
@@ -195,16 +115,54 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         return model, ours(model.parameters())
 
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    coded = partial(ours, state_dtype="8bit")
     return {
         "ddp": partial(replicated, torch.bfloat16),
         "ddp, fp32": partial(replicated, torch.float32),
         "ddp, fp32 sent as fp16": partial(replicated, torch.float32, "fp16"),
         "ddp, fp32 sent as bf16": partial(replicated, torch.float32, "bf16"),
         "zero1-torch": zero1,
+        "zero1-torch, 8bit": partial(zero1, CODED, state_dtype="8bit"),
+        "zero1-torch, torch": partial(zero1, SHAPE, torch.float32, torch.optim.AdamW),
         "fsdp": partial(sharded, torch.bfloat16),
+        "fsdp, fp16": partial(sharded, torch.float16),
+        "fsdp, 8bit": partial(sharded, torch.bfloat16, coded, CODED),
+        "fsdp, torch": partial(sharded, torch.float32, torch.optim.AdamW),
         "fsdp, fp32 gathered as bf16": partial(sharded, torch.float32, mp_policy=mixed),
         "fsdp1": fsdp1,
         "tensor parallel": tensor_parallel,
+    }
+
+
+def backward(model: nn.Module, scaler: halfstep.GradScaler) -> None:
+    tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
+    with loss_parallel():  # which changes nothing without a head that is divided
+        logits = model(tokens[:, :-1]).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        scaler.scale(loss).backward()
+
+
+def under_ddp(view: bool) -> dict[str, int]:
+    """Bytes of gradients, of these and buckets, and of reductions. Shared storages count once."""
+    model = DistributedDataParallel(GPT().bfloat16(), gradient_as_bucket_view=view)
+    buckets: list[torch.Tensor] = []
+
+    def keep(state, bucket):  # DDP compares annotations with its classes, and here they are text
+        buckets.append(bucket.buffer())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, keep)
+    for _ in range(2):  # the buckets are rebuilt after the first backward
+        buckets.clear()
+        model.zero_grad()
+        backward(model, halfstep.GradScaler("cpu"))
+    gradients = [p.grad for p in model.parameters()]
+    reduced = sum(bucket.numel() * bucket.element_size() for bucket in buckets)
+    return {
+        **{"gradients": storage_bytes(gradients), "gradients and buckets": storage_bytes([*gradients, *buckets])},
+        "reduced": reduced,
     }
 
 
@@ -212,14 +170,10 @@ def one_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> dic
     """The bytes on a rank after its third step, and every collective of that step, with clipping and a loss scale."""
     model, optimizer = make()
     scaler = halfstep.GradScaler("cpu", init_scale=4.0)
-    tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
     for _ in range(3):  # DDP builds its buckets in the first, and optimizers their states
         with Messages() as seen:
             optimizer.zero_grad()
-            with loss_parallel():  # which changes nothing without a head that is divided
-                logits = model(tokens[:, :-1]).float()
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                scaler.scale(loss).backward()
+            backward(model, scaler)
             scaler.clip_grad_norm_(optimizer, 1.0)
             scaler.step(optimizer)
             scaler.update()
@@ -239,20 +193,9 @@ def joined(rank: int, world: int, port: int) -> Iterator[None]:
 
 
 def on_two() -> dict[str, Any]:
-    result = {
-        "fsdp split": under_fsdp2(torch.bfloat16, halfstep.AdamW),
-        "fsdp full": under_fsdp2(torch.float16, halfstep.AdamW),
-        "fsdp torch": under_fsdp2(torch.float32, torch.optim.AdamW),
-        "fsdp 8bit": under_fsdp2(torch.bfloat16, partial(halfstep.AdamW, state_dtype="8bit"), CODED_BLOCKS),
-        "fsdp1": under_fsdp1(),
-        "zero1 split": under_zero1(torch.bfloat16, halfstep.AdamW),
-        "zero1 8bit": under_zero1(torch.bfloat16, halfstep.AdamW, CODED_BLOCKS, state_dtype="8bit"),
-        "zero1 torch": under_zero1(torch.float32, torch.optim.AdamW),
-        "ddp": under_ddp(view=False),
-        "ddp view": under_ddp(view=True),
-    }
     made = strategies(init_device_mesh("cpu", (WORLD,)))
-    return {**result, "strategies": {name: one_step(make) for name, make in made.items()}}
+    buckets = {"ddp": under_ddp(view=False), "ddp view": under_ddp(view=True)}
+    return {**buckets, "strategies": {name: one_step(make) for name, make in made.items()}}
 
 
 def on_four() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from counted_bytes import Message
 
 from halfstep.numerics.planning import Plan, Transformer, plan
 
+MODEL, CODED = Transformer(**planned_bytes.SHAPE), Transformer(**planned_bytes.CODED)
 _FP32 = {"precision": "fp32"}
 # The arguments of `plan` beside the model; on two GPUs unless they say otherwise.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -20,7 +21,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ddp, fp32 sent as fp16": {"strategy": "ddp", "compress": "fp16", **_FP32},
     "ddp, fp32 sent as bf16": {"strategy": "ddp", "compress": "bf16", **_FP32},
     "zero1-torch": {"strategy": "zero1-torch"},
+    "zero1-torch, 8bit": {"strategy": "zero1-torch", "moments": "8bit", "model": CODED},
+    "zero1-torch, torch": {"strategy": "zero1-torch", "optimizer": "torch-fused", **_FP32},
     "fsdp": {"strategy": "fsdp"},
+    "fsdp, fp16": {"strategy": "fsdp", "precision": "fp16"},
+    "fsdp, 8bit": {"strategy": "fsdp", "moments": "8bit", "model": CODED},
+    "fsdp, torch": {"strategy": "fsdp", "optimizer": "torch-fused", **_FP32},
     "fsdp, fp32 gathered as bf16": {"strategy": "fsdp", "precision": "amp-bf16"},
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
@@ -31,14 +37,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp on 4": {"strategy": "fsdp", "gpus": 4},
     "fsdp1 on 4": {"strategy": "fsdp1", "gpus": 4},
 }
-MODEL = Transformer(**planned_bytes.SHAPE)
 
 
 def made_for(name: str, rank: int) -> Plan:
     """The plan for the training of `planned_bytes.one_step`. `rank`: the global rank."""
-    options = {"gpus": 2, **OPTIONS[name]}
+    options = {"gpus": 2, "model": MODEL, **OPTIONS[name]}
     ways = options.get("shard", options["gpus"]) if options.get("strategy", "ddp") != "ddp" else 1
-    return plan(model=MODEL, batch=planned_bytes.BATCH, rank=rank % ways, **options)
+    return plan(batch=planned_bytes.BATCH, rank=rank % ways, **options)
 
 
 def planned_memory(made: Plan) -> dict[str, int]:

@@ -34,40 +34,35 @@ def _decimal(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-def _bytes_each(value: float | None) -> str:
+def bytes_each(value: float | None) -> str:
+    """Bytes per parameter, if there are."""
     return "" if value is None else f"{value:.4g}"
 
 
-def headline(made: dict[str, Any]) -> str:
+def _headline(plan: dict[str, Any]) -> str:
     """Model, layout and strategy in one line."""
-    settings = made["settings"]
-    gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
-    if settings["gpus"] == 1 and settings["strategy"] == "single":
-        return f"{_counted(made)}; 1 GPU"
+    settings, each = plan["settings"], plan["layout"]["bytes_per_parameter"]
     ways = [settings["strategy"]]
     ways += [f"groups of {settings['shard']}"] if settings["shard"] else []
     ways += [f"tensor parallel {settings['tensor_parallel']}"] if settings["tensor_parallel"] > 1 else []
-    return f"{_counted(made)}; {', '.join(ways)} on {gpus}"
+    gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
+    placed = gpus if ways == ["single"] else f"{', '.join(ways)} on {gpus}"
+    return f"{plan['parameters']:,} parameters; {plan['layout']['name']} ({each:g} B each); {placed}"
 
 
-def _counted(made: dict[str, Any]) -> str:
-    each = made["layout"]["bytes_per_parameter"]
-    return f"{made['parameters']:,} parameters; {made['layout']['name']} ({each:g} B each)"
-
-
-def _parts(made: dict[str, Any]) -> list[Any]:
+def _parts(plan: dict[str, Any]) -> list[Any]:
     rows: list[Sequence[Any]] = [
         (
             part["name"],
-            _bytes_each(part["per_parameter"]),
+            bytes_each(part["per_parameter"]),
             str(part["divisor"]) if part["divisor"] > 1 else "",
             ("" if part["exact"] else "≈ ") + size(part["bytes"]),
             _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
             part["note"],
         )
-        for part in made["parts"]
+        for part in plan["parts"]
     ]
-    totals = made["totals"]
+    totals = plan["totals"]
     phases = totals["backward"] or totals["step"]
     sums = [
         ("always", totals["state"], "weights, gradients, states, buckets", True),
@@ -81,84 +76,79 @@ def _parts(made: dict[str, Any]) -> list[Any]:
         style = "strong" if name in ("peak", "always") else ""
         rows += [(text(name, style), "", "", text(size(value), style), "", note)] if shown else []
     header = ("part", "B/param", "÷", "per GPU", "when", "")
-    return [text(headline(made), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
+    return [text(_headline(plan), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
 
 
-def _messages(made: dict[str, Any]) -> list[Any]:
+def _messages(plan: dict[str, Any]) -> list[Any]:
     rows = [
         (
             each["what"],
             each["name"],
             str(each["ranks"]) if each["ranks"] > 1 else "",
             str(each["times"]),
-            _bytes_each(each["per_parameter"]),
+            bytes_each(each["per_parameter"]),
             size(each["bytes"]),
         )
-        for each in made["communication"]
+        for each in plan["communication"]
     ]
     header = ("what", "operation", "GPUs", "times", "B/param", "in all")
     title = text("Sent by each GPU in a step", "strong")
     return ["", title, "", Table(header, rows, {2, 3, 4, 5}, ruled=True)] if rows else []
 
 
-def _work(made: dict[str, Any]) -> list[str]:
-    work, gpu = made["work"], made["card"]
+def _work(plan: dict[str, Any]) -> list[str]:
+    work, gpu = plan["work"], plan["card"]
     said = []
     if work is not None:
         again = work["hardware"] - work["training"]
-        said.append(
-            f"Work of a step: {'' if work['exact'] else '≈ '}{_decimal(work['training'], 'FLOP')} per GPU"
-            + (f", and {_decimal(again, 'FLOP')} recomputed for checkpointing." if again else ".")
-        )
-    crossing = [
-        one["bytes"] for one in made["communication"] if one["name"] in ("copy to the host", "copy from the host")
-    ]
+        more = f", and {_decimal(again, 'FLOP')} recomputed for checkpointing" if again else ""
+        about = "" if work["exact"] else "≈ "
+        said.append(f"Work of a step: {about}{_decimal(work['training'], 'FLOP')} per GPU{more}.")
+    crossing = sum(each["bytes"] for each in plan["communication"] if each["name"].startswith("copy "))
     if crossing:
-        times = " and ".join(f"{digits(sum(crossing) / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
-        said.append(f"{size(sum(crossing))} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
-    moved = f"The optimizer's step moves at least {size(made['step_traffic'])}"
-    if gpu is not None and made["settings"]["offload"]:
+        times = " and ".join(f"{digits(crossing / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
+        said.append(f"{size(crossing)} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
+    moved = f"The optimizer's step moves at least {size(plan['step_traffic'])}"
+    offloaded = gpu is not None and plan["settings"]["offload"]
+    if offloaded:
         moved += ", in the host's memory"
     if gpu is None or gpu["bandwidth"] is None:  # a card of which only the memory is known
         return [*said, moved + "."]
-    if made["settings"]["offload"]:
-        said.append(moved + ".")
-    else:
-        milliseconds = 1e3 * made["step_traffic"] / gpu["bandwidth"]
-        said.append(f"{moved}: {digits(milliseconds)} ms at {gpu['bandwidth'] / 1e12:g} TB/s.")
+    if not offloaded:
+        moved += f": {digits(1e3 * plan['step_traffic'] / gpu['bandwidth'])} ms at {gpu['bandwidth'] / 1e12:g} TB/s"
+    said.append(moved + ".")
     if work is not None:
-        seconds = work["hardware"] / gpu["flops"]
         peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense 16-bit peak"
-        said.append(f"{peak}, the work takes {digits(1e3 * seconds)} ms.")
-    if made["mfu"] is not None:
-        said.append(f"MFU {made['mfu']:.3f}, HFU {made['hfu']:.3f}; 0.5 and above is good.")
-        if made["hfu"] > 1:
+        said.append(f"{peak}, the work takes {digits(1e3 * (work['hardware'] / gpu['flops']))} ms.")
+    if plan["mfu"] is not None:
+        said.append(f"MFU {plan['mfu']:.3f}, HFU {plan['hfu']:.3f}; 0.5 and above is good.")
+        if plan["hfu"] > 1:
             said.append("HFU above 1 exceeds the card's peak: check the time, the batch and the card.")
     return said
 
 
-def verdict(made: dict[str, Any]) -> str:
+def verdict(plan: dict[str, Any]) -> str:
     """Whether a plan fits its card, in one sentence."""
-    gpu = made["card"]
+    gpu = plan["card"]
     left = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
     return f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {left}."
 
 
 def _verdict(content: dict[str, Any]) -> list[Any]:
     """The verdict and, if a plan does not fit, the smallest changes with which it does."""
-    (made,) = content["plans"]
-    if made["card"] is None:
+    (plan,) = content["plans"]
+    if plan["card"] is None:
         return []
-    shown: list[Any] = [text(verdict(made), "good" if made["card"]["fits"] else "bad"), ""]
-    if made["card"]["fits"]:
-        return shown
-    if not content["ways"]:
-        return [*shown, "No combination of four of the changes that this command knows makes it fit.", ""]
-    shown.append("The smallest changes with which it fits, any one of these:")
-    for way in content["ways"]:
-        shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
-        shown += [f"    {cost}" for cost in way["costs"]]
-    return [*shown, ""]
+    shown: list[Any] = [text(verdict(plan), "good" if plan["card"]["fits"] else "bad"), ""]
+    if content["ways"]:
+        shown.append("The smallest changes with which it fits, any one of these:")
+        for way in content["ways"]:
+            shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
+            shown += [f"    {cost}" for cost in way["costs"]]
+        shown.append("")
+    elif not plan["card"]["fits"]:
+        shown += ["No combination of four of the changes that this command knows makes it fit.", ""]
+    return shown
 
 
 def typed(options: dict[str, str | None]) -> str:
@@ -167,54 +157,56 @@ def typed(options: dict[str, str | None]) -> str:
     return " ".join([*words, *(f"(without --{name})" for name, value in options.items() if value is None)])
 
 
-def _fit(found: dict[str, Any] | None) -> list[str]:
-    if found is None:
+NOTHING_FITS = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}
+
+
+def _fit(largest: dict[str, Any] | None) -> list[str]:
+    if largest is None:
         return []
-    best = found["plan"]
+    what, best = largest["what"], largest["plan"]
     if best is None:
-        smallest = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}
-        return [f"{smallest[found['what']].capitalize()} fits."]
-    value = {
-        "params": f"{best['parameters']:,} parameters",
-        "layers": f"{best['settings']['model'] and best['settings']['model']['layers']} layers",
-        "batch": f"a micro-batch of {best['settings']['batch']}",
-    }[found["what"]]
-    more = f" ({best['parameters']:,} parameters)" if found["what"] == "layers" else ""
-    note = ", activations not counted" if found["what"] == "params" else ""
-    return [f"The largest that fits: {value}{more}, at {size(best['totals']['peak'])}{note}."]
+        return [f"{NOTHING_FITS[what].capitalize()} fits."]
+    parameters, at = f"{best['parameters']:,} parameters", size(best["totals"]["peak"])
+    if what == "params":
+        return [f"The largest that fits: {parameters}, at {at}, activations not counted."]
+    if what == "layers":
+        return [f"The largest that fits: {best['settings']['model']['layers']} layers ({parameters}), at {at}."]
+    return [f"The largest that fits: a micro-batch of {best['settings']['batch']}, at {at}."]
 
 
 def _comparison(content: dict[str, Any]) -> list[Any]:
     plans = content["plans"]
-    unit, name = unit_of(max(made["totals"]["peak"] for made in plans), 30)
+    unit, name = unit_of(max(plan["totals"]["peak"] for plan in plans), 30)
     counts = numbers_of_gpus(content)
-    hosted = any(made["totals"]["host"] for made in plans)
-    header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * (len(counts) > 1)]
+    scaled, hosted = len(counts) > 1, any(plan["totals"]["host"] for plan in plans)
+    header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * scaled]
     header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
     right = range(1, len(header))
     header += ["fits"] * (plans[0]["card"] is not None)
     rows: list[Sequence[str]] = []
-    for made in plans:
-        by_name = {part["name"]: part["bytes"] for part in made["parts"]}
+    for plan in plans:
+        totals, settings = plan["totals"], plan["settings"]
+        by_name = {part["name"]: part["bytes"] for part in plan["parts"]}
         states = sum(by_name.get(state, 0) for state in STATES)
         gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
-        cells = [by_name["weights"], gradients, states, made["totals"]["state"], made["totals"]["peak"]]
-        cells += [made["bytes_sent"], *[made["totals"]["host"]] * hosted]
-        fits = [] if made["card"] is None else ["yes" if made["card"]["fits"] else "no"]
-        settings = made["settings"]
-        first = [made["label"]]
-        if len(counts) > 1:
-            groups = f", shard {settings['shard']}" if settings["shard"] else ""
-            first = [settings["strategy"] + groups, f"{settings['gpus']:,}"]
+        cells = [by_name["weights"], gradients, states, totals["state"], totals["peak"], plan["bytes_sent"]]
+        cells += [totals["host"]] * hosted
+        fits = [] if plan["card"] is None else ["yes" if plan["card"]["fits"] else "no"]
+        groups = f", shard {settings['shard']}" if settings["shard"] else ""
+        first = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
         rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
-        if len(counts) > 1 and settings["gpus"] == counts[-1] and made is not plans[-1]:
+        if scaled and settings["gpus"] == counts[-1] and plan is not plans[-1]:
             rows.append([""] * len(header))
-    return [text(f"{_common(content)}, {name}", "strong"), "", Table(header, rows, right, ruled=True)]
+    shared = plans[0]["settings"]["strategy"] if content["compare"] == "layouts" else plans[0]["layout"]["name"]
+    if not scaled:  # otherwise the numbers of GPUs have a column
+        shared = gpus_of(content) if shared == "single" else f"{shared} on {gpus_of(content)}"
+    title = f"{plans[0]['parameters']:,} parameters; {shared}; per GPU, {name}"
+    return [text(title, "strong"), "", Table(header, rows, right, ruled=True)]
 
 
 def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
     """The numbers of GPUs of the plans, without repetitions."""
-    return list(dict.fromkeys(made["settings"]["gpus"] for made in content["plans"]))
+    return list(dict.fromkeys(plan["settings"]["gpus"] for plan in content["plans"]))
 
 
 def gpus_of(content: dict[str, Any]) -> str:
@@ -226,16 +218,6 @@ def gpus_of(content: dict[str, Any]) -> str:
 STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
-def _common(content: dict[str, Any]) -> str:
-    first = content["plans"][0]
-    settings = first["settings"]
-    gpus = gpus_of(content)
-    shared = settings["strategy"] if content["compare"] == "layouts" else first["layout"]["name"]
-    if len(numbers_of_gpus(content)) > 1:  # these have a column
-        return f"{first['parameters']:,} parameters; {shared}; per GPU"
-    return f"{first['parameters']:,} parameters; {gpus if shared == 'single' else f'{shared} on {gpus}'}; per GPU"
-
-
 def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list[Any]:
     """The content of ``--json`` as tables and sentences.
 
@@ -245,19 +227,19 @@ def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list
     """
     if content["compare"] is not None:
         return _comparison(content)
-    (made,) = content["plans"]
-    return [*_verdict(content), *_parts(made), *_messages(made), "", *sentences(content, shape_over_params)]
+    (plan,) = content["plans"]
+    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content, shape_over_params)]
 
 
 def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
     """What is said of a plan below its tables. The arguments are those of `shown`."""
-    (made,) = content["plans"]
-    notes = [f"{each['what'].capitalize()}: {each['note']}." for each in made["communication"] if each["note"]]
-    said = [*notes, *_work(made), *_fit(content["fit"])]
-    if shape_over_params is not None and shape_over_params != made["parameters"]:
-        said.append(f"--params {shape_over_params:,} is not used: the shape has {made['parameters']:,}.")
-    if made["layout"]["note"]:
-        said.append(f"{made['layout']['name']}: {made['layout']['note']}.")
-    if made["settings"]["model"] is None:
+    (plan,) = content["plans"]
+    notes = [f"{each['what'].capitalize()}: {each['note']}." for each in plan["communication"] if each["note"]]
+    said = [*notes, *_work(plan), *_fit(content["fit"])]
+    if shape_over_params is not None and shape_over_params != plan["parameters"]:
+        said.append(f"--params {shape_over_params:,} is not used: the shape has {plan['parameters']:,}.")
+    if plan["layout"]["note"]:
+        said.append(f"{plan['layout']['name']}: {plan['layout']['note']}.")
+    if plan["settings"]["model"] is None:
         said.append("Activations and gathered units are not included: they are unknown without a shape.")
     return said

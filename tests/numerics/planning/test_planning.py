@@ -26,30 +26,19 @@ from halfstep.numerics.planning import (
     work,
 )
 from halfstep.numerics.planning.models import parameters_of
-from halfstep.numerics.planning.sharding import assigned, keeps_rows
+from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
 EXAMPLE: dict[str, Any] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 40512, "seq": 512, "final_norm": False}
 WORKED = Transformer(**EXAMPLE)
+LORA: dict[str, Any] = {"model": WORKED, "gpus": 2, "lora": 4}
 
 
 # ------------------------------------------------------------------------------------------------- bytes per parameter
 
 
-def test_adam_in_fp32_is_16_bytes() -> None:
-    made = plan(BILLION, precision="fp32", optimizer="torch")
-    assert {part.name: part.bytes for part in made.parts if part.counts} == {
-        "weights": 4 * BILLION,
-        "gradients": 4 * BILLION,
-        "exp_avg": 4 * BILLION,
-        "exp_avg_sq": 4 * BILLION,
-    }
-    assert made.totals.state == 16 * BILLION
-    assert f"{made.totals.state / 2**30:.1f}" == "14.9"
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 8, 64, 1000])
+@pytest.mark.parametrize("gpus", [1, 8, 1000])
 def test_zero_divides_adam_in_fp32(gpus: int) -> None:
     expected = {
         "zero1": 8 + Fraction(8, gpus),
@@ -64,63 +53,36 @@ def test_zero_divides_adam_in_fp32(gpus: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "options", "bytes_each"),
-    [
-        ("bf16", "halfstep-full", {}, 16),  # 2 + 2 + 4 + 8; 20 counts the master twice
-        ("fp16", "halfstep", {}, 16),
-        ("fp16", "deepspeed", {}, 16),
-        ("fp16", "apex-master", {}, 16),
-        ("bf16", "te-master", {}, 16),
-        ("bf16", "halfstep-full", {"gradients": "fp32"}, 18),
-        ("bf16", "halfstep", {}, 14),
-        ("bf16", "halfstep-split-bf16", {}, 10),
-        ("bf16", "halfstep-split24", {}, 13),
-        ("bf16", "halfstep-split-8bit", {}, Fraction(259, 32)),  # 2 + 2 + 2 + 2 + 3/32
-        ("bf16", "halfstep-split24-8bit", {}, Fraction(227, 32)),
-        ("bf16", "halfstep-stochastic", {"moments": "8bit"}, Fraction(195, 32)),
-        ("fp32", "torch-fused-bf16", {}, 12),
-        ("bf16", "deepspeed-bf16", {}, 10),
-        ("bf16", "halfstep-split24-bf16", {}, 9),
-        ("bf16", "halfstep", {"moments": "bf16"}, 10),
-        ("bf16", "te-remainder", {}, 14),
-        ("bf16", "te-remainder-bf16", {}, 10),
-        ("bf16", "halfstep-stochastic", {}, 12),
-        ("bf16", "halfstep-stochastic-bf16", {}, 8),
-        ("fp32", "halfstep", {}, 16),
-        ("bf16", "torch", {}, 8),
-        ("bf16", "apex", {}, 12),
-        ("bf16", "te-master", {"moments": "fp8,fp16"}, 11),
-        ("bf16", "te-master", {"moments": "bf16", "master": "fp16"}, 10),
-        ("fp32", "te-master", {}, 20),
-        ("bf16", "flashoptim-24", {}, Fraction(57, 8)),  # 2 + 2 + 1 + 2 · (1 + 2/32)
-        ("bf16", "flashoptim-32", {}, Fraction(65, 8)),
+    ("precision", "optimizer", "options", "bytes_each", "moved"),
+    [  # those of ours and of torch are in test_planning_reality.py and in docs/layouts.md
+        ("bf16", "halfstep-full", {"gradients": "fp32"}, 18, 30),
+        ("bf16", "halfstep", {"moments": "bf16"}, 10, 18),
+        ("bf16", "halfstep-stochastic", {"moments": "8bit"}, Fraction(195, 32), Fraction(163, 16)),
+        ("fp16", "apex-master", {}, 16, 28),
+        ("bf16", "apex", {}, 12, 22),
+        ("bf16", "te-master", {}, 16, 28),
+        ("bf16", "te-master", {"moments": "fp8,fp16"}, 11, 18),
+        ("bf16", "te-master", {"moments": "bf16", "master": "fp16"}, 10, 16),
+        ("fp32", "te-master", {}, 20, 32),
+        ("bf16", "te-remainder", {}, 14, 26),
+        ("bf16", "te-remainder-bf16", {}, 10, 18),
+        ("fp16", "deepspeed", {}, 16, 28),
+        ("bf16", "deepspeed-bf16", {}, 10, 16),
+        ("bf16", "flashoptim-24", {}, Fraction(57, 8), Fraction(49, 4)),  # 2 + 2 + 1 + 2 · (1 + 2/32)
+        ("bf16", "flashoptim-32", {}, Fraction(65, 8), Fraction(57, 4)),
     ],
 )
-def test_bytes_per_parameter(precision: str, optimizer: str, options: dict[str, str], bytes_each: Fraction) -> None:
-    assert plan(BILLION, precision=precision, optimizer=optimizer, **options).state_per_parameter == bytes_each
+def test_bytes_per_parameter_and_moved_by_a_step(
+    precision: str, optimizer: str, options: dict[str, str], bytes_each: Fraction, moved: Fraction
+) -> None:
+    made = plan(BILLION, precision=precision, optimizer=optimizer, **options)
+    assert (made.state_per_parameter, made.step_traffic) == (bytes_each, moved * BILLION)
+    assert layout(optimizer, precision, **options).moved_per_step() == moved
 
 
-@pytest.mark.parametrize(("optimizer", "least"), [("halfstep-split-8bit", 6), ("halfstep-split24-8bit", 5)])
-def test_moments_in_8_bits_with_steps_in_the_backward(optimizer: str, least: int) -> None:
-    made = plan(BILLION, optimizer=optimizer, step_in_backward=25 * 2**20)
-    assert made.totals.state == BILLION * least + 3 * BILLION // 32 and made.totals.backward == 25 * 2**20
-    assert plan(BILLION, optimizer=optimizer).totals.state == made.totals.state + 2 * BILLION
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp1"])
-def test_moments_in_8_bits_are_refused_where_rows_are_cut(strategy: str) -> None:
-    message = (
-        "Expected strategy to be single, ddp, zero1-torch, fsdp, hsdp with moments in 8 bits, whose blocks lie within "
-        f"rows of parameters, but got '{strategy}': choose one of these, or moments 'bf16'"
-    )
-    with pytest.raises(ValueError, match=message):
-        plan(BILLION, gpus=2, strategy=strategy, moments="8bit")
-
-
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_autocast_does_not_halve_weights_gradients_or_states(compute: str) -> None:
+def test_autocast_does_not_halve_weights_gradients_or_states() -> None:
     fp32 = plan(model=WORKED, batch=8, precision="fp32", optimizer="torch")
-    amp = plan(model=WORKED, batch=8, precision=f"amp-{compute}", optimizer="torch")
+    amp = plan(model=WORKED, batch=8, precision="amp-fp16", optimizer="torch")
     assert amp.totals.state == fp32.totals.state
     # Dropout's masks stay bytes, so activations are not quite halved.
     assert 0.5 < amp.part("activations").bytes / fp32.part("activations").bytes < 0.6
@@ -128,33 +90,6 @@ def test_autocast_does_not_halve_weights_gradients_or_states(compute: str) -> No
     biases = 12 * (3 + 1 + 4 + 1) * 768
     assert amp.part("cast weights").bytes == 2 * (matrices + biases)
     assert "cast weights" not in [part.name for part in fp32.parts]
-
-
-@pytest.mark.parametrize(
-    ("precision", "optimizer", "moved"),
-    [
-        ("fp32", "halfstep", 28),
-        ("bf16", "halfstep-full", 28),
-        ("bf16", "halfstep-split", 26),
-        ("bf16", "halfstep-split-bf16", 18),
-        ("bf16", "halfstep-split24", 24),
-        ("bf16", "halfstep-split24-bf16", 16),
-        ("bf16", "halfstep-split-8bit", Fraction(227, 16)),
-        ("bf16", "halfstep-split24-8bit", Fraction(195, 16)),
-        ("fp32", "torch-fused-bf16", 20),
-        ("bf16", "halfstep-stochastic", 22),
-        ("bf16", "halfstep-stochastic-bf16", 14),
-        ("bf16", "te-master", 28),
-        ("bf16", "te-remainder", 26),
-        ("bf16", "torch-fused", 14),
-        ("bf16", "apex", 22),
-        ("bf16", "flashoptim-24", Fraction(49, 4)),
-        ("bf16", "flashoptim-32", Fraction(57, 4)),
-    ],
-)
-def test_bytes_moved_by_a_step(precision: str, optimizer: str, moved: Fraction) -> None:
-    assert layout(optimizer, precision).moved_per_step() == moved
-    assert plan(BILLION, precision=precision, optimizer=optimizer).step_traffic == moved * BILLION
 
 
 def test_transformer_engines_small_states_have_scales_and_are_copied_to_fp32_in_a_step() -> None:
@@ -176,11 +111,6 @@ def test_o2_keeps_fp32_gradients_during_the_step() -> None:
     assert made.totals.step == 4 * BILLION and made.totals.peak == 20 * BILLION
 
 
-def test_amsgrad_keeps_one_more() -> None:
-    made = plan(BILLION, amsgrad=True, moments="bf16")
-    assert made.part("max_exp_avg_sq").bytes == 2 * BILLION and made.state_per_parameter == 12
-
-
 # --------------------------------------------------------------------------------------------------- the worked example
 
 
@@ -198,37 +128,26 @@ def test_the_worked_example() -> None:
     assert made.totals.peak > made.totals.state + 64 * 349_175_808 + 5_309_988_864
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("gpt2", 124_439_808),
-        ("gpt2-xl", 1_557_611_200),
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-3-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
-    ],
-)
-def test_published_parameter_counts(name: str, parameters: int) -> None:
-    assert MODELS[name].parameters == parameters
+def test_published_parameter_counts() -> None:
+    published = {"llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}
+    assert {name: MODELS[name].parameters for name in published} == published
 
 
-@pytest.mark.parametrize("t", [1, 2, 4, 12])
+@pytest.mark.parametrize("t", [1, 2, 4])
 def test_activations_are_the_papers(t: int) -> None:
     s, b, h, L, a = 512, 4, 768, 12, 12
-    found = work.activations(WORKED, b, s, tensor_parallel=t)
-    assert found.saved == s * b * h * L * (10 + Fraction(24, t) + Fraction(5 * a * s, h * t))
-    if t > 1:
-        found = work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True) if 512 % t == 0 else None
-        assert found is None or found.saved == s * b * h * L * (34 + Fraction(5 * a * s, h)) / t
+    scores = Fraction(5 * a * s, h)
+    assert work.activations(WORKED, b, s, tensor_parallel=t).saved == s * b * h * L * (10 + (24 + scores) / t)
+    selective = work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
+    assert selective.saved == s * b * h * L * (10 + Fraction(24, t))
+    parallel = work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=True)
+    assert parallel.saved == s * b * h * L * (34 + scores) / t
     whole = work.activations(WORKED, b, s, checkpointing="full")
-    for parallel in (False, True):
-        if t in (2, 4):
-            full = work.activations(WORKED, b, s, tensor_parallel=t, sequence_parallel=parallel, checkpointing="full")
-            # Only with sequence parallelism are a block's inputs, and what stands around the blocks, divided.
-            share = t if parallel else 1
-            assert (full.saved, full.ends) == (whole.saved // share, whole.ends // share)
-    found = work.activations(WORKED, b, s, tensor_parallel=t, checkpointing="selective")
-    assert found.saved == s * b * h * L * (10 + Fraction(24, t))
+    # Only with sequence parallelism are a block's inputs, and what stands around the blocks, divided.
+    for sequence_parallel, share in ((False, 1), (True, t)):
+        parts: dict[str, Any] = {"tensor_parallel": t, "sequence_parallel": sequence_parallel, "checkpointing": "full"}
+        full = work.activations(WORKED, b, s, **parts)
+        assert (full.saved, full.ends) == (whole.saved // share, whole.ends // share)
 
 
 def test_checkpointing_is_linear_in_inputs_and_then_in_the_root_of_the_depth() -> None:
@@ -280,9 +199,8 @@ def test_every_matrix_takes_two_flops_per_element_and_token(name: str) -> None:
     assert work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * scores)
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_training_flops_are_narayanans(accumulate: int) -> None:
-    b, s, h, L, V = 8, 512, 768, 12, 40512
+def test_training_flops_are_narayanans() -> None:
+    b, s, h, L, V, accumulate = 8, 512, 768, 12, 40512, 4
     made = plan(model=WORKED, batch=b, accumulate=accumulate, checkpointing="full")
     formula = 96 * b * s * L * h**2 * (1 + Fraction(s, 6 * h) + Fraction(V, 16 * L * h))
     assert made.work is not None and made.work.exact
@@ -314,7 +232,7 @@ def sent(strategy: str, gpus: int, **options: Any) -> Fraction:
     ).bytes_sent_per_parameter
 
 
-@pytest.mark.parametrize("gpus", [2, 8, 3])
+@pytest.mark.parametrize("gpus", [8, 3])
 def test_communication_per_parameter(gpus: int) -> None:
     ddp = 2 * Fraction(gpus - 1, gpus) * 4
     assert sent("ddp", gpus) == ddp
@@ -341,72 +259,31 @@ def test_hybrid_sharding_sends_shards_across_groups() -> None:
     assert plan(BILLION, precision="fp32", gpus=16, strategy="hsdp", shard=8).state_per_parameter == 2
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp1"])
-def test_the_root_unit_of_fsdp_is_gathered_once(strategy: str) -> None:
-    made = plan(model=WORKED, gpus=8, strategy=strategy, precision="fp32")
-    root = 2 * 40512 * 768 + 512 * 768
-    gathers = [c for c in made.communication if c.name == "all-gather"]
-    assert [c.bytes for c in gathers] == [
-        WORKED.parameters * 4 * 7 // 8,
-        (WORKED.parameters - root) * 4 * 7 // 8,
-    ]
-    # Autocast's weights are gathered in 16 bits.
-    amp = plan(model=WORKED, gpus=8, strategy=strategy, precision="amp-bf16")
-    assert amp.communication[0].bytes == WORKED.parameters * 2 * 7 // 8
-
-
 def test_padding_is_sent() -> None:
-    """Seven rows of five over four ranks are padded to eight, three elements to four; one flat tensor of 38 to 40."""
-    pieces = unit("all", [(7, 5), (3,)])
-    for strategy, elements in (("fsdp", 44), ("fsdp1", 40), ("zero1", 40), ("zero2", 40), ("zero3", 40)):
-        made = plan(units=[pieces], gpus=4, strategy=strategy, precision="fp32")
-        assert {message.bytes for message in made.communication} == {elements * 4 * 3 // 4}
-    assert plan(units=[pieces], gpus=4, precision="fp32").bytes_sent == 38 * 4 * 2 * 3 // 4
-    # The root's three elements are padded to four too, and gathered once.
-    pieces = [unit("block", [(7, 5)]), unit("root", [(3,)], root=True)]
-    forward, backward, _ = plan(units=pieces, gpus=4, strategy="fsdp", precision="fp32").communication
-    assert (forward.bytes, backward.bytes) == (44 * 4 * 3 // 4, 40 * 4 * 3 // 4)
-
-
-def test_tensor_parallel_sends_four_activations_per_layer() -> None:
-    made = plan(model=WORKED, gpus=4, tensor_parallel=4, batch=2)
-    reduced, around, loss = made.communication
-    assert reduced.bytes == 4 * 12 * (2 * 512 * 768 * 2) * 2 * 3 // 4
-    assert around.bytes == 2 * (2 * 512 * 768 * 2) * 2 * 3 // 4
-    assert loss.bytes == 3 * (2 * 512 * 4) * 2 * 3 // 4
-    cut = 12 * 12 * 768**2 + 2 * 40512 * 768 + 12 * (3 + 4) * 768
-    whole = 512 * 768 + 12 * (2 + 4) * 768
-    assert made.part("weights").bytes == 2 * (cut // 4 + whole)
-    assert plan(model=WORKED, gpus=8, tensor_parallel=4, batch=2).strategy.name == "ddp"
+    """Seven rows of five and three elements over four ranks: one flat tensor of 38 to 40, parameters to 36 and 4."""
+    for strategy in ("zero1", "zero2", "zero3"):
+        made = plan(units=[unit("all", [(7, 5), (3,)])], gpus=4, strategy=strategy, precision="fp32")
+        assert {message.bytes for message in made.communication} == {40 * 4 * 3 // 4}
+        assert made.part("exp_avg").bytes == 4 * 10
 
 
 # ---------------------------------------------------------------------------------------------------------- sharding
 
 
-def test_parameters_that_do_not_divide_are_rounded_up() -> None:
+def test_parameters_of_unknown_shapes_are_rounded_up() -> None:
     assert plan(10, gpus=4, strategy="fsdp", precision="fp32").part("weights").bytes == 3 * 4
     assert plan(10, gpus=4, strategy="zero1", precision="fp32").part("exp_avg").bytes == 3 * 4
-    # Seven rows over four ranks: two, two, two, one; three over four: the last has none.
-    pieces = unit("all", [(7, 5), (3,)])
-    held = [plan(units=[pieces], gpus=4, strategy="fsdp", precision="fp32", rank=r) for r in range(4)]
-    assert [made.part("exp_avg").bytes // 4 for made in held] == [11, 11, 11, 5]
-    assert [made.part("weights").bytes // 4 for made in held] == [11, 11, 11, 11]
-    assert plan(units=[pieces], gpus=4, strategy="fsdp1").part("exp_avg").bytes == 4 * 10
-    assert plan(units=[pieces], gpus=4, strategy="zero3").part("exp_avg").bytes == 4 * (9 + 1)
-    assert plan(units=[pieces], gpus=4, strategy="zero2").part("exp_avg").bytes == 4 * 10
 
 
 def test_whole_parameters_are_assigned_to_the_rank_with_least() -> None:
     assert assigned([5, 1, 9, 4, 4], 2) == [[2, 4], [0, 3, 1]]
-    held = unit("all", [(5,), (1,), (9,), (4,), (4,)])
+    # The rank that holds most is not always the first, and ranks beyond the parameters hold none.
+    pieces = [unit("all", [(5,), (4,), (3,)])]
     states = [
-        plan(units=[held], gpus=2, strategy="zero1-torch", precision="fp32", rank=rank).part("exp_avg").bytes // 4
-        for rank in (0, 1, None)
+        plan(units=pieces, gpus=gpus, strategy="zero1-torch", precision="fp32", rank=rank).part("exp_avg").bytes // 4
+        for gpus, rank in ((2, None), (2, 0), (2**40, None), (2**40, 2), (2**40, 3))
     ]
-    assert states == [13, 10, 13]
-    # The rank that holds most is not always the first.
-    later = plan(units=[unit("all", [(5,), (4,), (3,)])], gpus=2, strategy="zero1-torch", precision="fp32")
-    assert later.part("exp_avg").bytes == 4 * 7
+    assert states == [7, 5, 5, 3, 0]
 
 
 def test_a_second_gradient_is_divided_as_the_first_and_sent_instead_of_it() -> None:
@@ -425,13 +302,6 @@ def test_buckets_are_no_larger_than_the_gradients() -> None:
     large = plan(BILLION, gpus=2, precision="fp32", compress="bf16").part("compressed bucket").bytes
     assert large == 25 * 2**20 // 2
     assert "compressed bucket" not in [part.name for part in plan(10, gpus=2, compress="fp32").parts]
-
-
-def test_buckets_stand_beside_the_gradients_unless_they_are_views() -> None:
-    assert plan(10, gpus=2).part("buckets").bytes == 20
-    assert "buckets" not in [part.name for part in plan(10, gpus=2, bucket_view=True).parts]
-    assert "buckets" not in [part.name for part in plan(10, gpus=2, strategy="fsdp").parts]
-    assert plan(10, gpus=2).state_per_parameter == 14
 
 
 def test_gathered_units() -> None:
@@ -454,11 +324,8 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     # Weights come for every forward and backward, gradients go after each backward.
     twice = plan(BILLION, gpus=8, strategy="fsdp", offload=True, accumulate=2)
     assert [c.bytes for c in twice.communication[-2:]] == [2 * 2 * BILLION // 8, 4 * 2 * BILLION // 8]
-    # Ours keeps the weights on the GPU too, and gradients only until they are copied.
+    # Ours keeps the weights on the GPU too; tests/integrations/test_offload.py measures the rest.
     units = [unit("all", [(1000, 1000)] * 1000)]
-    mirrored = plan(units=units, offload=True)
-    assert mirrored.part("gradients").bytes == 2 * 25 * 2**20 + 2 * 10**6
-    assert mirrored.totals.state == 2 * BILLION and mirrored.totals.host == (2 + 2 + 10) * BILLION + 4 * 1000
     accumulated = plan(units=units, offload=True, accumulate=3).communication
     assert [(c.what, c.bytes // BILLION) for c in accumulated] == [("gradients", 6), ("weights", 2), ("weights", 2)]
     stepping = plan(units=units, offload=True, step_in_backward=2**20)
@@ -492,41 +359,13 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
         assert made.settings["step_in_backward"] == 100 and not made.part("gradients").exact
 
 
-def _refused(**arguments: Any) -> str:
-    with pytest.raises(ValueError) as raised:
-        plan(BILLION, step_in_backward=arguments.pop("step_in_backward", 2**20), **arguments)
-    return str(raised.value)
-
-
-def test_steps_in_the_backward_that_free_nothing_are_refused() -> None:
-    for strategy in ("zero1", "zero1-torch", "zero2", "zero3", "fsdp1"):
-        assert _refused(gpus=2, strategy=strategy) == (
-            f"Expected strategy to be single, ddp, fsdp, hsdp with step_in_backward, but got {strategy!r}, which keeps "
-            "all gradients"
-        )
-    assert _refused(optimizer="torch", precision="bf16") == (
-        "Expected optimizer to be one of halfstep's with step_in_backward, but got 'torch': leave step_in_backward out"
-    )
-    assert _refused(gpus=2, strategy="ddp", compress="bf16") == (
-        "Expected compress to be None with step_in_backward and strategy 'ddp', but got 'bf16': buckets are reduced in "
-        "the format of the gradients"
-    )
-    for options, got in (({"accumulate": 2}, "2 and None"), ({"accumulator": "fp32"}, "1 and 'fp32'")):
-        assert _refused(**options) == (
-            "Expected accumulate to be 1 and accumulator None with step_in_backward, since accumulated gradients exist "
-            f"until the last micro-batch, but got {got}"
-        )
-    assert "Expected step_in_backward to be" in _refused(step_in_backward=0)
-
-
 # --------------------------------------------------------------------------------------------------------------- fit
 
 
-@pytest.mark.parametrize("name", sorted(CARDS))
+@pytest.mark.parametrize("name", ["t4", "mi325x"])
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"precision": "fp32", "optimizer": "torch"},
         {"gpus": 8, "strategy": "fsdp"},
         {"gpus": 7, "strategy": "zero2", "optimizer": "deepspeed"},
         {"gpus": 2, "strategy": "ddp", "optimizer": "flashoptim-24"},
@@ -595,7 +434,7 @@ def test_every_row_plans_under_every_strategy() -> None:
     for row in LAYOUTS:
         whole = plan(64 * BILLION, precision=row.precision, optimizer=row.optimizer)
         for name, strategy in STRATEGIES.items():
-            if row.needs_rows and not keeps_rows(strategy):
+            if row.needs_rows and not strategy.keeps_rows:
                 continue
             gpus = 1 if name == "single" else 8
             made = plan(
@@ -657,6 +496,35 @@ def test_no_torch_is_needed() -> None:
         ({"model": WORKED, "gpus": 5, "tensor_parallel": 5}, "Expected tensor_parallel to divide heads, "),
         ({"units": [unit("a", [(2, 2)])], "gpus": 2, "tensor_parallel": 2}, "pass the units of one GPU instead"),
         ({"units": []}, "Expected units to contain parameters, but got none"),
+        *(
+            (
+                {"params": 1, "gpus": 2, "strategy": strategy, "moments": "8bit"},
+                "Expected strategy to be single, ddp, zero1-torch, fsdp, hsdp with moments in 8 bits, whose blocks lie "
+                f"within rows of parameters, but got '{strategy}': choose one of these, or moments 'bf16'",
+            )
+            for strategy in ("zero1", "zero2", "zero3", "fsdp1")
+        ),
+        *(
+            (
+                {"params": 1, "gpus": 2, "strategy": strategy, "step_in_backward": 9},
+                "Expected strategy to be single, ddp, fsdp, hsdp with step_in_backward, but got "
+                f"{strategy!r}, which keeps all gradients",
+            )
+            for strategy in ("zero1", "zero1-torch", "zero2", "zero3", "fsdp1")
+        ),
+        ({"params": 1, "step_in_backward": 0}, "Expected step_in_backward to be an integer of at least 1, but got 0"),
+        ({"params": 1, "optimizer": "torch", "step_in_backward": 9}, "but got 'torch': leave step_in_backward out"),
+        (
+            {"params": 1, "gpus": 2, "compress": "bf16", "step_in_backward": 9},
+            "Expected compress to be None with step_in_backward and strategy 'ddp', but got 'bf16': buckets are",
+        ),
+        ({"params": 1, "accumulate": 2, "step_in_backward": 9}, "the last micro-batch, but got 2 and None"),
+        ({"params": 1, "accumulator": "fp32", "step_in_backward": 9}, "the last micro-batch, but got 1 and 'fp32'"),
+        ({"params": 1, "lora": 4}, "Expected model with lora, whose adapters stand beside its matrices, but got None"),
+        ({**LORA, "strategy": "zero2"}, "Expected strategy to be single, ddp, fsdp, hsdp with lora, but got 'zero2'"),
+        ({**LORA, "tensor_parallel": 2}, "Expected tensor_parallel to be 1 with lora, but got 2: leave one of them"),
+        ({**LORA, "offload": True}, "Expected offload to be False with lora, but got True: leave one of them out"),
+        ({**LORA, "step_in_backward": 9}, "Expected step_in_backward to be None with lora, but got 9: leave one of"),
     ],
     ids=str,
 )
@@ -721,29 +589,3 @@ def test_adapters_are_planned_beside_frozen_weights() -> None:
     block = sum(one.elements for one in model.units_with_adapters(8) if not one.root)
     assert shards.part("gathered weights").bytes == 2 * (root + 2 * block)
     assert shards.part("unreduced gradients").bytes == 4 * added // 32
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"params": 1e9},
-            "Expected model with lora, whose adapters stand beside its matrices, but got None: pass model",
-        ),
-        (
-            {"strategy": "zero2", "gpus": 2},
-            "Expected strategy to be single, ddp, fsdp, hsdp with lora, but got 'zero2'",
-        ),
-        (
-            {"gpus": 2, "tensor_parallel": 2},
-            "Expected tensor_parallel to be 1 with lora, but got 2: leave one of them out",
-        ),
-        ({"offload": True}, "Expected offload to be False with lora, but got True: leave one of them out"),
-        ({"step_in_backward": 9}, "Expected step_in_backward to be None with lora, but got 9: leave one of them out"),
-    ],
-)
-def test_adapters_that_are_not_planned(arguments: dict[str, Any], message: str) -> None:
-    given = arguments if "params" in arguments else {"model": MODELS["llama-2-7b"], **arguments}
-    with pytest.raises(ValueError) as raised:
-        plan(lora=4, **given)
-    assert str(raised.value) == message

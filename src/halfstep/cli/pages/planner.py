@@ -8,32 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
-from functools import cache
 from typing import Any
 
 from halfstep.cli import numbers
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
+from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.cli.plan_tables import digits, sentences, size, typed, verdict
-from halfstep.numerics.planning import (
-    CARDS,
-    CHECKPOINTING,
-    LAYOUTS,
-    MODELS,
-    OPTIMIZERS,
-    PRECISIONS,
-    STRATEGIES,
-    Layout,
-    Strategy,
-    Transformer,
-)
-from halfstep.numerics.planning.layouts import GRADIENTS
-from halfstep.numerics.planning.models import NORMS, QK_NORMS
-from halfstep.numerics.planning.sharding import keeps_rows
+from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, sentences, size, typed, verdict
+from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Layout, Transformer
 
 EXAMPLE = {
     **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
@@ -42,97 +26,21 @@ EXAMPLE = {
 # Colours of the kinds of memory on a dark ground; on a light one they are those of `halfstep plan --out`.
 DARK = ("#3d8fd1", "#e69f00", "#9fd8f7", "#2a9d8f", "#cc79a7", "#f0e442", "#ec7a45", "#a8a8a8", "#ffffff")
 _COLOURS = {name: [light, dark] for (name, light, _), dark in zip(MEMORY_KINDS, DARK, strict=True)}
-_MOST_ASSIGNED = 65536  # GPUs; ZeroRedundancyOptimizer assigns whole parameters to one GPU after another
-_LEAST_ASSIGNED = 512  # the width of models, of which so many layers fit that assigning them takes seconds
+_LEAST_ASSIGNED = 512  # width; of narrower models so many layers fit that ZeroRedundancyOptimizer's rule takes seconds
 _PHASES = {"always": "always", "backward": "forward, backward", "step": "step"}
-_NOT_OF_THE_PLAN = ("help", "json", "out", "page", "open", "port")
-
-# Title, fields, and fields that are folded; each field with its label.
-FIELDS: tuple[tuple[str, dict[str, str], dict[str, str]], ...] = (
-    (
-        "Model",
-        {"model": "Model", "params": "Parameters", "layers": "Layers", "hidden": "Width", "heads": "Heads",
-         "vocab": "Vocabulary"},
-        {"ffn": "Width of the MLP", "kv-heads": "Heads of keys", "head-dim": "Width of a head", "norm": "Norm",
-         "qk-norm": "Norm of queries and keys", "block-norms": "Norms of a block", "experts": "Experts",
-         "active-experts": "Active experts", "gated": "Gated MLP", "no-biases": "No biases",
-         "qkv-biases": "Biases of queries, keys, values", "no-final-norm": "No final norm",
-         "no-positions": "No learned positions", "tied": "Tied head", "no-dropout": "No dropout",
-         "flash": "Flash attention"},
-    ),
-    (
-        "GPUs",
-        {"gpus": "GPUs", "card": "Card", "strategy": "Strategy", "shard": "GPUs of a group",
-         "offload": "Offload to host"},
-        {"tensor-parallel": "Tensor parallel", "sequence-parallel": "Sequence parallel", "compress": "Format sent",
-         "bucket-view": "Gradients are bucket views", "reserve": "Reserve", "rank": "Rank planned"},
-    ),
-    (
-        "Layout",
-        {"optimizer": "Optimizer", "precision": "Precision", "moments": "Moments", "lora": "LoRA rank"},
-        {"gradients": "Gradients", "accumulator": "Accumulator", "master": "Master", "amsgrad": "AMSGrad"},
-    ),
-    (
-        "Step",
-        {"batch": "Batch per GPU", "seq": "Sequence", "checkpointing": "Checkpointing"},
-        {"accumulate": "Micro-batches", "loss-chunks": "Chunks of the loss",
-         "step-in-backward": "Step in backward (bytes)", "step-ms": "Measured step (ms)"},
-    ),
-)  # fmt: skip
 _SET_BY_LAYOUTS = ("moments", "master", "gradients", "step-in-backward")
-_WIDE = ("model", "strategy", "optimizer")
 _CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published model
-_FLAGS = {
-    **{"gated": ("gated", True), "no-biases": ("biases", False), "no-final-norm": ("final_norm", False)},
-    **{"no-positions": ("positions", False), "tied": ("tied", True), "no-dropout": ("dropout", False)},
-    **{"flash": ("flash", True), "qkv-biases": ("biases", "qkv")},
-}
-_SHAPE = ("layers", "hidden", "heads", "vocab", *FIELDS[0][2])
+_SIZES = ("layers", "hidden", "heads", "vocab")
+_SHAPE = [option for option in OPTIONS["Model"] if option.name not in ("model", "params")]
+FIELDS = {option.name: option for options in OPTIONS.values() for option in options if option.label}
 
 State = dict[str, str]
 
 
-# ------------------------------------------------------------------------------------------------------------ options
-
-
-@cache
-def _parser() -> Any:
-    return command.parser()
-
-
-@cache
-def _options() -> dict[str, argparse.Action]:
-    """The options of a plan by all of their names."""
-    actions = [action for action in _parser()._actions if action.dest not in _NOT_OF_THE_PLAN]
-    return {name[2:]: action for action in actions for name in action.option_strings}
-
-
-def _name(action: argparse.Action) -> str:
-    return action.option_strings[0][2:]
-
-
-def _written(value: Any) -> str:
-    """The value of an option as its text."""
-    if isinstance(value, Fraction):  # a share of a card, whose decimals end
-        return f"{Decimal(100 * value.numerator) / Decimal(value.denominator):f}%"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _default(name: str) -> str:
-    value = _options()[name].default
-    return "" if value is None or value is False else _written(value)
-
-
 def settings(options: argparse.Namespace) -> State:
     """The options of a command line that are not the defaults, as a state."""
-    state = {}
-    for action in dict.fromkeys(_options().values()):
-        value = getattr(options, action.dest)
-        if value != action.default:
-            in_bytes = action.type is numbers.share_or_bytes and not isinstance(value, Fraction)
-            text = "" if value is True else f"{Decimal(value).scaleb(-6):f}MB" if in_bytes else _written(value)
-            state[_name(action)] = text
-    return state
+    values = {option: getattr(options, option.dest) for option in OF_A_PLAN.values()}
+    return {option.name: option.text(value) for option, value in values.items() if value != option.default}
 
 
 def _parsed(state: State) -> argparse.Namespace:
@@ -142,19 +50,21 @@ def _parsed(state: State) -> argparse.Namespace:
         ValueError: an option or its value is refused.
     """
     for name in state:
-        if name not in _options():
+        if name not in OF_A_PLAN:
             raise ValueError(f"unknown option --{name}")
-    words = [f"--{name}={text}" if text else f"--{name}" for name, text in state.items()]
     try:
-        options: argparse.Namespace = _parser().parse(words)
+        return parser().parse([f"--{name}={text}" if text else f"--{name}" for name, text in state.items()])
     except UsageError as error:
         raise ValueError(str(error).partition("; see halfstep plan --help")[0]) from error
-    return options
 
 
 def _content(state: State, with_ways: bool = True) -> dict[str, Any]:
     """The JSON of ``halfstep plan`` for a state."""
     return command.planned(_parsed(state), with_ways)
+
+
+def _default(name: str) -> str:
+    return OF_A_PLAN[name].text(OF_A_PLAN[name].default)
 
 
 def _chosen(state: State, name: str) -> str:
@@ -174,17 +84,19 @@ def _integer(text: str, default: int) -> int:
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
 
-    def listed(labels: dict[str, str]) -> list[dict[str, Any]]:
-        actions = _options()
-        return [
-            {
-                **{"name": name, "label": label, "help": (actions[name].help or "").replace("%%", "%")},
-                **{"flag": actions[name].nargs == 0, "wide": name in _WIDE},
-            }
-            for name, label in labels.items()
-        ]
+    def field(option: Option) -> dict[str, Any]:
+        text, wide = option.help.replace("%%", "%"), option.name in ("model", "strategy", "optimizer")
+        return {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
 
-    return [{"title": title, "fields": listed(first), "more": listed(more)} for title, first, more in FIELDS]
+    return [
+        {
+            "title": title,
+            "fields": [field(option) for option in options if not option.folded],
+            "more": [field(option) for option in options if option.folded],
+        }
+        for title, options in OPTIONS.items()
+        if options[0].label
+    ]
 
 
 def _preset(state: State) -> Transformer | None:
@@ -205,73 +117,60 @@ def _same(names: Any, default: str = "") -> list[list[str]]:
     return [*([["", default]] if default else []), *([name, name] for name in names)]
 
 
-def _described(how: Strategy) -> str:
-    return how.text if how.text.startswith(how.name) else f"{how.name}: {how.text}"
-
-
 def _choices(state: State) -> dict[str, list[list[Any]]]:
     """The choices of each select: values and texts, or labels of groups and such lists."""
-    row = _row(state)
+    row, card, precision = _row(state), state.get("card", ""), _chosen(state, "precision")
     moments = list(row.moments_allowed) if row else []
     if not _chosen(state, "optimizer").startswith("halfstep"):
         moments += [f"{first},{second}" for first in moments for second in moments if second != first]
-    precision = _chosen(state, "precision")
     rows = {row.optimizer: row for row in LAYOUTS if row.precision == precision}
     optimizers = [[name, f"{name}: {float(row.per_parameter()):g} B"] for name, row in rows.items()]
+    cards = [[each.name, f"{each.name}, {each.memory / 2**30:g} GiB"] for each in CARDS.values()]
+    cards += [[card, card]] if card and card.lower() not in CARDS else []  # a size, such as "24GiB"
+    strategies = [[s.name, s.text if s.text.startswith(s.name) else f"{s.name}: {s.text}"] for s in STRATEGIES.values()]
     return {
+        **{each.name: _same(each.choices, each.unset) for each in FIELDS.values() if each.choices},
         "model": _same([*MODELS, _CUSTOM, _NUMBER]),
-        "norm": _same(NORMS, "default"),
-        "qk-norm": _same(QK_NORMS[1:], "none"),
-        "card": [
-            ["", "none"],
-            *([card.name, f"{card.name}, {card.memory / 2**30:g} GiB"] for card in CARDS.values()),
-            *([own, own] for own in [state.get("card", "")] if own and own.lower() not in CARDS),  # a size, "24GiB"
-        ],
-        "strategy": [["", "default"], *([how.name, _described(how)] for how in STRATEGIES.values())],
+        "card": [["", "none"], *cards],
+        "strategy": [["", "default"], *strategies],
         "optimizer": [
             ["bytes per parameter", optimizers],
             [f"not in {precision}", _same(name for name in OPTIMIZERS if name not in rows)],
         ],
-        "precision": _same(PRECISIONS),
         "moments": _same(moments, "default"),
         "master": _same(row.master_allowed if row else (), "default"),
-        "gradients": _same(GRADIENTS, "default"),
-        "accumulator": _same(GRADIENTS, "none"),
-        "compress": _same(GRADIENTS, "as gradients"),
-        "checkpointing": _same(CHECKPOINTING),
-    }  # fmt: skip
+    }
 
 
 def _controls(state: State) -> dict[str, dict[str, Any]]:
     """The value of each field, and what else of it depends on the state: choices, placeholder, hidden, fixed."""
     preset, sort, choices = _preset(state), _sort(state), _choices(state)
-    hidden = {name: sort == _NUMBER for name in (*_SHAPE, "lora", "checkpointing")}
-    hidden |= {name: sort != _CUSTOM for name in ("layers", "hidden", "heads", "vocab")}
+    hidden = {name: sort == _NUMBER for name in (*(option.name for option in _SHAPE), "lora", "checkpointing")}
+    hidden |= {name: sort != _CUSTOM for name in _SIZES}
     hidden |= {"params": sort != _NUMBER, "shard": _chosen(state, "strategy") != "hsdp"}
     hidden |= {name: len(choices[name]) == 1 for name in ("master", "moments")}
     controls: dict[str, dict[str, Any]] = {}
-    for name in (name for _, first, more in FIELDS for name in (*first, *more)):
-        action = _options()[name]
+    for name, option in FIELDS.items():
         control: dict[str, Any] = {"hidden": hidden.get(name, False) and name not in state}
-        if action.nargs == 0:
-            field, wanted = _FLAGS.get(name, ("", None))
-            control["fixed"] = preset is not None and bool(field) and getattr(preset, field) is wanted
-            control["value"] = name in state or control["fixed"]
+        if option.flag:
+            fixed = preset is not None and bool(option.field) and getattr(preset, option.field) is option.sets
+            control |= {"fixed": fixed, "value": name in state or fixed}
+        elif name == "model":
+            control["value"] = sort.lower() if preset else sort
         else:
-            value = state.get(name, _default(name)) or ("" if action.const is None else _written(action.const))
-            control["value"] = (sort.lower() if preset else sort) if name == "model" else value
-            if name in choices:
-                control["choices"] = choices[name]
-            else:
-                usual = getattr(preset, name.replace("-", "_"), None)
-                control["placeholder"] = str(usual or ("1" if name == "batch" and sort != _NUMBER else ""))
+            control["value"] = state.get(name, _default(name)) or option.text(option.const)
+        if name in choices:
+            control["choices"] = choices[name]
+        elif not option.flag:
+            usual = getattr(preset, option.dest, None) or ("1" if name == "batch" and sort != _NUMBER else "")
+            control["placeholder"] = str(usual)
         controls[name] = control
     return controls
 
 
 def changed(state: State, name: str, value: str | None) -> State:
     """The state after a change in the form: `value` is None for an option that is left out."""
-    if value is not None and _options()[name].nargs != 0 and value in ("", _default(name)):
+    if value is not None and not OF_A_PLAN[name].flag and value in ("", _default(name)):
         value = None
     if name == "compare" and value == "strategies":  # what the page shows without it
         value = None
@@ -287,34 +186,31 @@ def changed(state: State, name: str, value: str | None) -> State:
         having = [row.optimizer for row in LAYOUTS if row.precision == (value or _default("precision"))]
         if having and _chosen(state, "optimizer") not in having:
             changes["optimizer"] = None if having[0] == _default("optimizer") else having[0]
-    return {key: text for key, text in {**state, **changes}.items() if text is not None}
+    return _without_none({**state, **changes})
 
 
 def _of_model(state: State, value: str) -> dict[str, str | None]:
     """The options of another model. A custom shape begins with that of the last model."""
-    cleared: dict[str, str | None] = {"params": None, **dict.fromkeys(_SHAPE)}
+    cleared: dict[str, str | None] = {"params": None, **{option.name: None for option in _SHAPE}}
     if value in MODELS:
         longest = MODELS[value].seq if MODELS[value].positions else None
         short = longest is None or _integer(state.get("seq", ""), 0) <= longest
         return {**cleared, "flash": state.get("flash"), "model": value, "seq": state.get("seq") if short else None}
     try:
-        before = command._model(_parsed(state))
+        before = command.shape(_parsed(state))
     except ValueError:
         before = _preset(state)
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
         return {**cleared, "model": None, "checkpointing": None, "lora": None, "params": str(before.parameters)}
-    names = ("layers", "hidden", "heads", "vocab", "ffn", "kv-heads", "head-dim", "experts", "active-experts")
-    sizes = {name: getattr(before, name.replace("-", "_")) or None for name in names}
-    usual = {"norm": Transformer.norm, "qk-norm": Transformer.qk_norm, "block-norms": Transformer.block_norms}
-    others = {name: getattr(before, name.replace("-", "_")) for name in usual}
-    flags = {name: "" for name, (field, wanted) in _FLAGS.items() if getattr(before, field) is wanted}
-    return {
-        **{**cleared, "model": None, **flags},
-        **{name: None if value is None else str(value) for name, value in sizes.items()},
-        **{name: None if value == usual[name] else str(value) for name, value in others.items()},
-        "seq": state.get("seq", str(before.seq)),
-    }
+    changes = {**cleared, "model": None, "seq": state.get("seq", str(before.seq))}
+    for option in _SHAPE:
+        field = getattr(before, option.field or option.dest)
+        if option.flag:
+            changes[option.name] = "" if field is option.sets else None
+        elif field and field != getattr(Transformer, option.dest, None):
+            changes[option.name] = str(field)
+    return changes
 
 
 # ---------------------------------------------------------------------------------------------------------- the answer
@@ -323,25 +219,19 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
 def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     """The answer to a state, after a move: ``set``, the name of an option and its value, None to leave it out;
     ``json``, whether the JSON of the command is wanted too."""
-    options = _options()
-    state = {_name(options[name]) if name in options else name: text for name, text in state.items()}
+    state = {OF_A_PLAN[name].name if name in OF_A_PLAN else name: text for name, text in state.items()}
     if "set" in move:
         name, value = move["set"] if isinstance(move["set"], list) and len(move["set"]) == 2 else ("", "")
-        if not isinstance(name, str) or name not in options or not isinstance(value, (str, type(None))):
+        if not isinstance(name, str) or name not in OF_A_PLAN or not isinstance(value, (str, type(None))):
             raise ValueError(f"Expected an option and its value, but got {move['set']!r}")
         state = changed(state, name, value)
-    allowed = [(name, text) for name, text in state.items() if name in options]
+    allowed = [(name, text) for name, text in state.items() if name in OF_A_PLAN]
     answer: dict[str, Any] = {
         **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
         **{"command": command_line("halfstep plan", allowed), "error": "", "plan": None},
     }
     try:
-        single = _single(state)
-        if single.get("strategy") == "zero1-torch" and not _assignable(single):
-            raise ValueError(
-                f"The page plans zero1-torch on up to {_MOST_ASSIGNED:,} GPUs; halfstep plan has no such limit."
-            )
-        answer["plan"] = _plan(single)
+        answer["plan"] = _plan(_single(state))
         if move.get("json"):
             answer["json"] = json.dumps(_content(state), indent=2, ensure_ascii=False)
     except ValueError as error:
@@ -353,10 +243,6 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _several(state: State, name: str) -> bool:
-    return "," in state.get(name, "")
-
-
 def _single(state: State) -> State:
     """The plan that is shown: of several numbers of GPUs or strategies, the first."""
     first = {name: text.split(",")[0] if name in ("gpus", "strategy") else text for name, text in state.items()}
@@ -364,19 +250,8 @@ def _single(state: State) -> State:
     return first
 
 
-def _assignable(state: State) -> bool:
-    try:
-        return max(numbers.counts(_chosen(state, "gpus"))) <= _MOST_ASSIGNED
-    except argparse.ArgumentTypeError:  # refused later, with its message
-        return True
-
-
 def _size(value: int) -> str:
     return size(value) if value else "0"
-
-
-def _each(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _scale(plans: list[dict[str, Any]]) -> int:
@@ -395,25 +270,24 @@ def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
 
 
 def _plan(state: State) -> dict[str, Any]:
+    """A plan as texts, and widths and colours of its bar."""
     content = _content(state)
     (plan,) = content["plans"]
     card, peak = plan["card"], plan["totals"]["peak"]
     whole, sizes = _scale([plan]), stack(plan)
-    said = sentences(content, command.shape_over_params(_parsed(state)))
-    words = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
     scale = f"The bar is {size(whole)}, the peak."
     if card:
-        words = verdict(plan)
         memory = f"{size(card['memory'])} of the {card['name']}"
         scale += f" A GPU has the {memory}."
         if whole == card["memory"]:
             scale = f"The bar is the {memory}; the dashed line is what remains after the reserve."
+    unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
     return {
-        "verdict": words,
+        "verdict": verdict(plan) if card else unknown,
         "ways": [
             {
                 "cells": [typed(way["options"]), size(way["peak"]), "; ".join(way["costs"])],
-                "state": {name: text for name, text in {**state, **way["options"]}.items() if text is not None},
+                "state": _without_none({**state, **way["options"]}),
             }
             for way in content["ways"]
         ],
@@ -427,8 +301,10 @@ def _plan(state: State) -> dict[str, Any]:
         ],
         "parts": [
             [
-                *(part["name"], ("" if part["exact"] else "≈ ") + _size(part["bytes"]), _each(part["per_parameter"])),
-                f"{part['divisor']:,}" if part["divisor"] > 1 else "",
+                part["name"],
+                ("" if part["exact"] else "≈ ") + _size(part["bytes"]),
+                bytes_each(part["per_parameter"]),
+                _several(part["divisor"]),
                 _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
                 part["note"],
             ]
@@ -436,13 +312,17 @@ def _plan(state: State) -> dict[str, Any]:
         ],
         "sent": [
             [
-                *(sent["what"], _size(sent["bytes"]), sent["name"], f"{sent['ranks']:,}" if sent["ranks"] > 1 else ""),
-                *(f"{sent['times']:,}", _each(sent["per_parameter"])),
+                *(sent["what"], _size(sent["bytes"]), sent["name"], _several(sent["ranks"])),
+                *(f"{sent['times']:,}", bytes_each(sent["per_parameter"])),
             ]
             for sent in plan["communication"]
         ],
-        "words": said,
-    }  # fmt: skip
+        "words": sentences(content, command.shape_over_params(_parsed(state))),
+    }
+
+
+def _several(count: int) -> str:
+    return f"{count:,}" if count > 1 else ""
 
 
 def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:
@@ -480,35 +360,24 @@ def _largest(state: State, what: str) -> list[str]:
     except ValueError:
         return ["no limit", "everything is on the host"]
     if plan is None:
-        return ["none", {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}[what]]
+        return ["none", NOTHING_FITS[what]]
     if what == "params":
         return [f"{plan['parameters']:,}", "parameters, without activations"]
     if what == "batch":
         return [f"{plan['settings']['batch']:,}", "sequences per GPU"]
-    return [f"{plan['settings']['model']['layers']:,} layers", _in_words(plan["parameters"])]
-
-
-def _in_words(parameters: int) -> str:
-    for unit, word in ((10**9, "billion"), (10**6, "million")):
-        if parameters >= unit:
-            return f"{parameters / unit:,.1f} {word} parameters"
-    return f"{parameters:,} parameters"
+    count, layers = plan["parameters"], f"{plan['settings']['model']['layers']:,} layers"
+    unit, word = (10**9, " billion") if count >= 10**9 else (10**6, " million")
+    return [layers, f"{count / unit:,.1f}{word} parameters" if count >= unit else f"{count:,} parameters"]
 
 
 def _comparison(state: State) -> dict[str, Any]:
     """All strategies or all layouts: rows, and the state that each row leads to."""
     what = state.get("compare", "strategies")
     options = {name: text for name, text in state.items() if name not in ("fit", "step-ms", "rank")}
-    unassigned = ""
     if what == "layouts":
         options = {name: text for name, text in _single(options).items() if name not in _SET_BY_LAYOUTS}
-    elif not _several(options, "strategy"):
+    elif "," not in options.get("strategy", ""):
         options.pop("strategy", None)
-        if not _assignable(options):
-            row = _row(state)
-            fitting = [name for name, how in STRATEGIES.items() if keeps_rows(how) or row is None or not row.needs_rows]
-            options["strategy"] = ",".join(name for name in fitting if name not in ("single", "zero1-torch"))
-            unassigned = f" zero1-torch is left out with more than {_MOST_ASSIGNED:,} GPUs; halfstep plan has it."
     plans = _content({**options, "compare": what})["plans"]
     whole, card = _scale(plans), plans[0]["card"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -534,15 +403,17 @@ def _comparison(state: State) -> dict[str, Any]:
     shown = f"{size(whole)}, the largest peak"
     if card and whole == card["memory"]:
         shown = f"the {size(whole)} of the {card['name']}"
-    return {"head": list(columns), "rows": rows, "note": f"Bars are of {shown}. Choose a row to plan it.{unassigned}"}
+    return {"head": list(columns), "rows": rows, "note": f"Bars are of {shown}. Choose a row to plan it."}
 
 
 def _leading(state: State, what: str, settings: dict[str, Any]) -> State:
     """The state in which a row of the comparison is the plan."""
     if what == "layouts":
-        changes = {name: settings[name] for name in ("optimizer", "precision")}
-        changes = {name: None if value == _default(name) else value for name, value in changes.items()}
-        changes |= dict.fromkeys(_SET_BY_LAYOUTS[:3])
-    else:
-        changes = {name: settings[name] for name in ("strategy", "gpus", "shard")} | {"rank": None}
-    return {name: str(text) for name, text in {**state, **changes}.items() if text is not None}
+        row = {name: settings[name] for name in ("optimizer", "precision")}
+        changes = {name: None if value == _default(name) else value for name, value in row.items()}
+        return _without_none({**state, **changes, **dict.fromkeys(_SET_BY_LAYOUTS[:3])})
+    return _without_none({**state, **{name: settings[name] for name in ("strategy", "gpus", "shard")}, "rank": None})
+
+
+def _without_none(options: dict[str, Any]) -> State:
+    return {name: str(value) for name, value in options.items() if value is not None}
