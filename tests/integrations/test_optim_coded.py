@@ -11,7 +11,6 @@ import states
 import torch
 from oracles import BF16, FP16, FP32
 from states import give_gradients, same_bits, through_a_file, train
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
 from halfstep.kernels import block_codes
@@ -143,59 +142,6 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     assert state["exp_avg"][4].isnan().sum() == state["exp_avg"].isnan().sum() == block_codes.SPAN
     near = state["exp_avg"][5] - saved["state"][0]["exp_avg"][5]
     assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
-
-
-# ---------------------------------------------------------------------------------------------------- around the kernel
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
-    real = parameters_of(BF16)
-    optimizer = halfstep.AdamW(real, state_dtype="8bit", amsgrad=True)
-    train(optimizer, range(1))
-    mode = FakeTensorMode()
-    make = (lambda p: p.detach().to("meta")) if kind == "meta" else (lambda p: mode.from_tensor(p.detach()))
-    parameters = [torch.nn.Parameter(make(p)) for p in real]
-    other = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=True)
-    for _ in range(2):
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        other.step()
-    for p, q in zip(real, parameters, strict=True):
-        shapes = [
-            {key: (value.shape, value.dtype) for key, value in run.state[one].items()}
-            for run, one in ((optimizer, p), (other, q))
-        ]
-        assert shapes[0] == shapes[1]
-    assert other.canonical_state_dict()["state"][0]["exp_avg"].dtype == FP32
-
-
-def test_a_wrapper_subclass_is_refused_by_default() -> None:
-    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
-    value = torch.randn(40, 130)
-    parameter = torch.nn.Parameter(wrapper(value, value))
-    parameter.grad = wrapper(value.clone(), value.clone())
-    message = "Expected rounding to be 'nearest' for parameter 0 with a gradient (group 0), a TwoTensor without memory"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        halfstep.AdamW([parameter], state_dtype="8bit").step()
-
-
-@to_nearest
-def test_wrapper_subclasses_get_the_bits_of_plain_parameters() -> None:
-    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
-    value = torch.randn(40, 130)
-    plain = torch.nn.Parameter(value.clone())
-    wrapped = torch.nn.Parameter(wrapper(value.clone(), value.clone()))
-    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit", rounding="nearest") for p in (plain, wrapped)]
-    for step in range(4):
-        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step))
-        plain.grad, wrapped.grad = grad, wrapper(grad.clone(), grad.clone())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(wrapped.detach().a, plain.detach())
-    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
-        assert torch.equal(optimizers[1].state[wrapped][key].a, optimizers[0].state[plain][key])
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

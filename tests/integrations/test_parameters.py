@@ -25,38 +25,6 @@ KINDS = {
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-class Tied(torch.nn.Module):
-    """A language model's embedding, which is its output layer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 6)
-        self.head = torch.nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(tokens))
-
-
-@kinds
-def test_a_tied_parameter_is_stepped_once_with_both_gradients(kind: str) -> None:
-    dtype, master = KINDS[kind]
-    torch.manual_seed(0)
-    model = Tied().to(BF16).to(dtype)
-    alone = torch.nn.Parameter(model.embedding.weight.detach().clone())
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master)
-    other = halfstep.AdamW([alone], lr=1e-2, master_weights=master)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(11)).float().square().mean().backward()
-        alone.grad = model.embedding.weight.grad.clone()
-        optimizer.step()
-        other.step()
-        assert float(optimizer.state[model.head.weight]["step"]) == step + 1
-    assert same(held(optimizer, model.parameters()), held(other, [alone]))
-    assert model.head.weight is model.embedding.weight
-
-
 @kinds
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
 def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backend: str) -> None:
