@@ -689,6 +689,12 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 # ---------------------------------------------------------------------------------------- other loops
 
 
+def update(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 class Lookahead:
     """The wrapper that is copied from project to project: slow weights of what the groups of the optimizer hold."""
 
@@ -974,9 +980,7 @@ class Programs:
                 layer = model[2 if step == 2 else 0]
                 layer.requires_grad_(True)
                 optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001 * step})
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            update(optimizer, F.mse_loss(model(x), y))
 
     def lora(run):
         model = run.model(LoRA)
@@ -1011,9 +1015,7 @@ class Programs:
         model[3] = nn.Linear(13, 2).to(model[0].weight.dtype)
         optimizer = run.adamw(model, lr=0.001)
         for x, y in run.batches(3):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y[:, :2]).backward()
-            optimizer.step()
+            update(optimizer, F.mse_loss(model(x), y[:, :2]))
 
     # accumulation
 
@@ -1066,10 +1068,8 @@ class Programs:
     def reduced_on_plateau(run, model, optimizer):
         scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
         for x, y in run.batches(6):
-            optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
             scheduler.step(loss.item())
         run.log(optimizer.param_groups[0]["lr"])
 
@@ -1096,9 +1096,7 @@ class Programs:
         model = run.model(linear(spectral_norm), FP32)
         optimizer = run.adamw(model)
         for x, y in run.batches(4, FP32):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            update(optimizer, F.mse_loss(model(x), y))
 
     def pruned_layer(run):
         from torch.nn.utils import prune
@@ -1116,18 +1114,14 @@ class Programs:
         for x, y in run.batches(4):
             hidden = cell(x, hidden.detach())
             loss = F.mse_loss(hidden, y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
 
     def reentrant_checkpoints_that_share_a_block(run):
         model = run.model(GPT)
         model.blocks[1] = model.blocks[0]
         optimizer = run.adamw(model)
         for x, y in run.tokens(4):
-            optimizer.zero_grad()
-            checkpointed(reentrant=True)(model, x, y).backward()
-            optimizer.step()
+            update(optimizer, checkpointed(reentrant=True)(model, x, y))
 
     # several optimizers
 
@@ -1148,12 +1142,8 @@ class Programs:
         g, d, optimizer_g, optimizer_d = players(run)
         for real, _ in run.batches(4):
             fake = generated(run, g)
-            optimizer_g.zero_grad()
-            is_real(d, fake).backward()
-            optimizer_g.step()
-            optimizer_d.zero_grad()
-            (is_real(d, real) + is_fake(d, fake.detach())).backward()
-            optimizer_d.step()
+            update(optimizer_g, is_real(d, fake))
+            update(optimizer_d, is_real(d, real) + is_fake(d, fake.detach()))
 
     def gan_with_a_frozen_discriminator(run):
         """pix2pix and CycleGAN: `set_requires_grad`."""
@@ -1161,13 +1151,9 @@ class Programs:
         for real, _ in run.batches(4):
             fake = generated(run, g)
             d.requires_grad_(True)
-            optimizer_d.zero_grad()
-            ((is_real(d, real) + is_fake(d, fake.detach())) / 2).backward()
-            optimizer_d.step()
+            update(optimizer_d, (is_real(d, real) + is_fake(d, fake.detach())) / 2)
             d.requires_grad_(False)
-            optimizer_g.zero_grad()
-            is_real(d, fake).backward()
-            optimizer_g.step()
+            update(optimizer_g, is_real(d, fake))
 
     def wasserstein_gan_with_gradient_penalty(run):
         g, d, optimizer_g, optimizer_d = players(run)
@@ -1178,13 +1164,9 @@ class Programs:
                 middle = torch.lerp(real, fake, torch.rand(6, 1).to(run.dtype)).requires_grad_(True)
                 (slope,) = torch.autograd.grad(d(middle).sum(), middle, create_graph=True)
                 penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
-                optimizer_d.zero_grad()
-                (d(fake).mean() - d(real).mean() + 10 * penalty).backward()
-                optimizer_d.step()
+                update(optimizer_d, d(fake).mean() - d(real).mean() + 10 * penalty)
             else:
-                optimizer_g.zero_grad()
-                (-d(generated(run, g)).mean()).backward()
-                optimizer_g.step()
+                update(optimizer_g, -d(generated(run, g)).mean())
 
     def autoencoder_with_an_optimizer_per_half(run):
         encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
@@ -1237,13 +1219,9 @@ class Programs:
         actor, critic = run.model(lambda: nn.Linear(7, 2)), run.model(lambda: nn.Linear(9, 1))
         optimizer_a, optimizer_c = run.adamw(actor), run.adamw(critic)
         for step, (x, y) in enumerate(run.batches(6)):
-            optimizer_c.zero_grad()
-            F.mse_loss(critic(torch.cat([x, y[:, :2]], 1)), y[:, 2:3]).backward()
-            optimizer_c.step()
+            update(optimizer_c, F.mse_loss(critic(torch.cat([x, y[:, :2]], 1)), y[:, 2:3]))
             if step % 2:
-                optimizer_a.zero_grad()
-                (-critic(torch.cat([x, actor(x)], 1)).mean()).backward()
-                optimizer_a.step()
+                update(optimizer_a, -critic(torch.cat([x, actor(x)], 1)).mean())
 
     # precision
 
@@ -1266,9 +1244,7 @@ class Programs:
         for x, y in run.batches(4, FP32):
             with torch.autocast("cpu", BF16):
                 loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
 
     def norms_in_fp32(run):
         """The model is in 16 bits but for its norms."""
@@ -1276,10 +1252,8 @@ class Programs:
         model[1].float()
         optimizer = run.adamw(model)
         for x, y in run.batches(4):
-            optimizer.zero_grad()
             hidden = model[1](model[0](x).float()).to(run.dtype)
-            F.mse_loss(model[2](hidden), y).backward()
-            optimizer.step()
+            update(optimizer, F.mse_loss(model[2](hidden), y))
 
     # compiled and functional
 
@@ -1404,9 +1378,7 @@ class Programs:
             loss = F.mse_loss(model(x), y) * (math.nan if step == 2 else 1)
             if not math.isfinite(loss.item()):
                 continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
 
     def a_step_skipped_after_the_backward(run, model, optimizer):
         for step, (x, y) in enumerate(run.batches(5)):
@@ -1424,9 +1396,7 @@ class Programs:
             except RuntimeError:
                 optimizer.zero_grad()
                 continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            update(optimizer, loss)
 
     def an_exception_in_a_backward(run, model: GPT, optimizer):
         """Batches that do not fit are skipped, as fairseq does."""
@@ -1465,9 +1435,7 @@ class Programs:
             x.requires_grad_(True)
             F.mse_loss(model(x), y).backward()
             harder = (x + 0.05 * x.grad.sign()).detach()
-            optimizer.zero_grad()
-            F.mse_loss(model(harder), y).backward()
-            optimizer.step()
+            update(optimizer, F.mse_loss(model(harder), y))
             optimizer.zero_grad()
 
     def range_test_of_the_learning_rate(run, model, optimizer):
