@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles import BF16, FP16, FP32
+from layouts import some
+from oracles import BF16, FP32
 from states import copies_of, give_gradients, masters, parameters_of, same_bits, train
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,12 +19,9 @@ import halfstep
 pytestmark = pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
 
 PAIRS = [(halfstep.AdamW, torch.optim.AdamW), (halfstep.Adam, torch.optim.Adam)]
-# By name: the parameters' dtype and the optimizer's options.
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (FP32, {}),
-    "split": (BF16, {}),
-    "full bf16": (BF16, {"master_weights": "full"}),
-    "full fp16": (FP16, {}),
+LAYOUTS = {
+    **some("fp32", "split", "full", "fp16"),
+    # Wrapper subclasses cannot round stochastically.
     "none": (BF16, {"master_weights": None}),
     "8 bits": (BF16, {"state_dtype": "8bit", "rounding": "nearest"}),
 }
@@ -283,7 +281,7 @@ def test_masters_are_the_weights_in_fp32(layout: str) -> None:
             assert torch.equal(master, saved.get(number, {}).get("master", parameter.detach().float()))
             if layout == "fp32":
                 assert master.data_ptr() == parameter.data_ptr()
-            if layout.startswith("full") and steps:
+            if layout in ("full", "fp16") and steps:
                 assert master is optimizer.state[parameter]["master"]
     with pytest.raises(KeyError, match="not a parameter of this optimizer"):
         found[torch.ones(1)]
@@ -291,8 +289,8 @@ def test_masters_are_the_weights_in_fp32(layout: str) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [("full", "split"), ("split", "full")])
 def test_a_master_kept_in_another_way_from_now_on_keeps_its_bits(before: str, after: str) -> None:
-    model, optimizer = training("split" if before == "split" else "full bf16")
-    _, other = training("split" if before == "split" else "full bf16")
+    model, optimizer = training(before)
+    _, other = training(before)
     optimizer.param_groups[0]["master_weights"] = after
     for one in (optimizer, other):
         train(one, [7])

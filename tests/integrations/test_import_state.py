@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import BF16, FP16, FP32
+from layouts import some
+from oracles import BF16, FP32
 from states import copies_of, masters, same_bits, same_runs, train
 from tolerances import ADAM_AGAINST_TORCH
 
 import halfstep
 from halfstep.integrations.checkpoint import with_masters
 
-LAYOUTS = {"split": (BF16, "split"), "full bf16": (BF16, "full"), "full fp16": (FP16, "full"), "fp32": (FP32, "auto")}
+LAYOUTS = some("split", "full", "fp16", "fp32")
 layouts = pytest.mark.parametrize("name", LAYOUTS)
 
 
@@ -26,10 +27,10 @@ def model_of(dtype: torch.dtype) -> Any:
 
 def trained(name: str, steps: int = 5) -> tuple[Any, Any]:
     """Two groups, of which each counts its steps; learning rates that are fp32 numbers."""
-    dtype, master = LAYOUTS[name]
+    dtype, layout = LAYOUTS[name]
     model = model_of(dtype)
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 2**-9, "weight_decay": 0.1}]
-    optimizer = halfstep.AdamW(groups, lr=2**-7, master_weights=master)
+    optimizer = halfstep.AdamW(groups, lr=2**-7, **layout)
     train(optimizer, range(steps))
     return model, optimizer
 
@@ -117,7 +118,7 @@ def test_parameters_without_state_keep_the_masters_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "remainders"), [*itertools.product(LAYOUTS, [False]), ("split", True), ("full bf16", True)]
+    ("name", "remainders"), [*itertools.product(LAYOUTS, [False]), ("split", True), ("full", True)]
 )
 @pytest.mark.parametrize("capturable", [False, True])
 def test_transformer_engine_checkpoint_continues_with_every_bit(name: str, remainders: bool, capturable: bool) -> None:
@@ -166,10 +167,10 @@ def test_transformer_engine_leaves_none_where_it_keeps_nothing() -> None:
 @layouts
 def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any]) -> None:
     """torch's then trains fp32 parameters from the masters; going back, ours has torch's moments and weights."""
-    dtype, master = LAYOUTS[name]
+    dtype, layout = LAYOUTS[name]
     amsgrad = options.get("amsgrad", False)
     model = model_of(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, amsgrad=amsgrad)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, **layout, amsgrad=amsgrad)
     train(optimizer, range(5))
     saved = copy.deepcopy(optimizer.canonical_state_dict())
     theirs = model_of(FP32)
@@ -244,7 +245,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(spoil: Any, message: str
 
 def test_remainders_for_fp16_weights_are_refused() -> None:
     saved = as_transformer_engine(trained("split")[1], remainders=True)
-    model, optimizer = trained("full fp16")
+    model, optimizer = trained("fp16")
     message = unchanged_by(lambda: optimizer.load_state_dict(saved), model, optimizer)
     assert (
         "Expected a parameter with numbers of bfloat16 for 'master_remainder' in the state of parameter 0, which "

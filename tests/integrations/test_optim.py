@@ -11,6 +11,7 @@ import re
 import weakref
 from typing import Any
 
+import layouts
 import pytest
 import torch
 from oracles import BF16, FP16, FP32
@@ -394,21 +395,11 @@ def test_gradients_are_let_go_after_a_step(max_grad_norm: Any) -> None:
 
 # ------------------------------------------------- steps that must change nothing, or nothing but the moments
 
-AT_REST = {
-    "fp32": (FP32, {}),
-    "split": (BF16, {"master_weights": "split"}),
-    "split, bf16 state": (BF16, {"master_weights": "split", "state_dtype": BF16}),
-    "split24": (BF16, {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"}),
-    "split, 8-bit state": (BF16, {"state_dtype": "8bit", "rounding": "stochastic"}),
-    "full": (FP16, {"master_weights": "full"}),
-    "none": (BF16, {"master_weights": None, "rounding": "stochastic", "state_dtype": BF16}),
-}
 
-
-@pytest.mark.parametrize("name", AT_REST)
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_no_weight_and_no_master_moves_at_an_lr_of_zero(name: str, decoupled: bool) -> None:
-    dtype, options = AT_REST[name]
+    dtype, options = layouts.LAYOUTS[name]
     parameters = [torch.nn.Parameter(torch.randn(size).to(dtype)) for size in (100, 1, 0, (40, 110))]
     optimizer = halfstep.Adam(parameters, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=decoupled, **options)
     generator = torch.Generator().manual_seed(0)

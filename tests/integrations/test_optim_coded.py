@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import states
 import torch
-from oracles import BF16, FP16, FP32
+from layouts import some
+from oracles import BF16, FP32
 from states import give_gradients, same_bits, through_a_file, train
 
 import halfstep
@@ -19,17 +20,10 @@ pytestmark = pytest.mark.sample(3)
 
 SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
-LAYOUTS = {
-    "fp32": (FP32, {}),
-    "split": (BF16, {}),
-    "split, nearest": (BF16, {"rounding": "nearest"}),
-    "split24": (BF16, {"master_weights": "split24"}),
-    "full": (FP16, {}),
-    "none": (BF16, {"master_weights": None}),
-}
+LAYOUTS = {**some("fp32", "split", "split24", "fp16", "none"), "nearest": (BF16, {"rounding": "nearest"})}
 WARNING = "group 0 rounds moments of 8 bits to nearest"
 to_nearest = pytest.mark.filterwarnings(f"ignore:{WARNING}")
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def parameters_of(dtype: torch.dtype) -> list[Any]:
@@ -77,7 +71,7 @@ def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
 
 
 @to_nearest
-@layouts
+@every_layout
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, amsgrad: bool) -> None:
     dtype, options = LAYOUTS[layout]

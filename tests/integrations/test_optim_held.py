@@ -6,9 +6,10 @@ import re
 from itertools import product
 from typing import Any
 
+import layouts
 import pytest
 import torch
-from oracles import BF16, FP16, FP32, bits
+from oracles import BF16, FP32, bits
 from states import parameters_of, train
 from stream_model import Model
 from torch.distributed.checkpoint.state_dict import (
@@ -27,22 +28,7 @@ from halfstep.integrations.optim import held
 pytestmark = pytest.mark.sample(6)
 
 SHAPES = ((40, 130), (16, 9, 32), (5,), (9, 7), (4096, 1), ())
-# By name: the dtype of the weights and the optimizer's options.
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "split": (BF16, {}),
-    "split, bf16": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
-    "split, 8 bits": (BF16, {"state_dtype": "8bit"}),
-    "split24": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
-    "split24, 8 bits": (BF16, {"master_weights": "split24", "state_dtype": "8bit"}),
-    "full": (BF16, {"master_weights": "full"}),
-    "full, 8 bits": (BF16, {"master_weights": "full", "state_dtype": "8bit"}),
-    "none": (BF16, {"master_weights": None, "rounding": "stochastic"}),
-    "none, 8 bits": (BF16, {"master_weights": None, "state_dtype": "8bit"}),
-    "fp16": (FP16, {}),
-    "fp16, 8 bits": (FP16, {"state_dtype": "8bit"}),
-    "fp32": (FP32, {}),
-    "fp32, 8 bits": (FP32, {"state_dtype": "8bit"}),
-}
+LAYOUTS = {name: layout for name, layout in layouts.LAYOUTS.items() if "fp16, none" not in name}
 # The saved layout, the one that loads, of the same weights, and whether there is a third moment. In one value, of which
 # a sample can be taken.
 CASES = [case for case in product(LAYOUTS, LAYOUTS, (False, True)) if LAYOUTS[case[0]][0] == LAYOUTS[case[1]][0]]

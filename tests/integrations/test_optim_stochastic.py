@@ -7,6 +7,7 @@ import io
 import itertools
 from typing import Any
 
+import layouts
 import pytest
 import rank_processes
 import sharded_noise
@@ -22,27 +23,10 @@ pytestmark = pytest.mark.sample(3)
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
-LAYOUTS = {
-    "bf16, fp32 state": (BF16, {"master_weights": None, "rounding": "stochastic"}),
-    "bf16, bf16 state": (BF16, LEAST),
-    "bf16 split, bf16 state": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
-    "bf16 split24": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
-    "bf16 split24, bf16 state": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
-    ),
-    "bf16 split, 8-bit state": (BF16, {"state_dtype": "8bit", "rounding": "stochastic"}),
-    "bf16 split24, 8-bit state": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
-    "bf16 full, bf16 state": (BF16, {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic"}),
-    "fp16": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
-    "fp32, bf16 state": (torch.float32, {"state_dtype": BF16, "rounding": "stochastic"}),
-}
+LAYOUTS = {name: layout for name, layout in layouts.LAYOUTS.items() if "rounding" in layout[1]}
 SHAPES = ((3, 5), (64,), (1,), (33, 17), (0,), (), (30, 140))
 
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def parameters_of(dtype: torch.dtype) -> list[Any]:
@@ -60,7 +44,7 @@ def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int,
 
 
 @pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
-@layouts
+@every_layout
 def test_the_option_changes_the_bits_and_the_seed_does(layout: str) -> None:
     dtype, options = LAYOUTS[layout]
     results = []
@@ -159,7 +143,7 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@layouts
+@every_layout
 def test_a_resumed_run_draws_what_an_uninterrupted_one_would(layout: str) -> None:
     """The seed comes with the checkpoint, whatever the new optimizer was made with."""
     dtype, options = LAYOUTS[layout]

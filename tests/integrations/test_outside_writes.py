@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import some
 from oracles import BF16, FP16, bits
 from states import masters, same_bits, train
 from tolerances import ROUNDOFF
@@ -19,20 +20,15 @@ from halfstep.kernels.rounding import split_master
 
 pytestmark = pytest.mark.sample(3)
 
-KEPT = {
-    "split": (BF16, "split"),
-    "split24": (BF16, "split24"),
-    "full bf16": (BF16, "full"),
-    "full fp16": (FP16, "full"),
-}
-layouts = pytest.mark.parametrize("name", KEPT)
+LAYOUTS = some("split", "split24", "full", "fp16")
+layouts = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def trained(name: str, steps: int = 5, **options: Any) -> tuple[Any, Any]:
-    dtype, master = KEPT[name]
+    dtype, layout = LAYOUTS[name]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7)).to(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, master_weights=master, **options)
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, **layout, **options)
     train(optimizer, range(steps))
     return model, optimizer
 
@@ -50,7 +46,7 @@ def other_weights(model: Any) -> dict[str, torch.Tensor]:
 
 def rounded(master: torch.Tensor, name: str) -> torch.Tensor:
     """The weight of a master. A split rounds ties away from zero; with 8 bits of remainder they are common."""
-    return split_master(master)[0] if name.startswith("split") else master.to(KEPT[name][0])
+    return split_master(master)[0] if name.startswith("split") else master.to(LAYOUTS[name][0])
 
 
 def copy_in(model: Any, new: dict[str, torch.Tensor]) -> None:
@@ -138,11 +134,11 @@ def test_the_same_weights_written_again_keep_every_bit_of_the_master(
 @layouts
 def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
     """Pruning writes after every step. What it keeps is trained as if nothing had been written."""
-    dtype, master = KEPT[name]
+    dtype, layout = LAYOUTS[name]
     ends = []
     for masked in (True, False):
         p = torch.nn.Parameter(torch.ones(100).to(dtype))
-        optimizer = halfstep.AdamW([p], lr=1e-5, weight_decay=0.0, master_weights=master)
+        optimizer = halfstep.AdamW([p], lr=1e-5, weight_decay=0.0, **layout)
         mask = torch.arange(100) < 50
         for _ in range(100):
             p.grad = torch.ones_like(p)
@@ -191,7 +187,7 @@ def test_copies_of_an_optimizer_have_seen_what_was_written(name: str, copier: An
     assert (masters(other)[0] - new["0.weight"].float()).abs().max() < 0.02
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("full bf16", FP16), ("full fp16", BF16), ("full bf16", BF16)])
+@pytest.mark.parametrize(("name", "dtype"), [("full", FP16), ("fp16", BF16), ("full", BF16)])
 def test_a_model_converted_to_another_dtype_keeps_the_masters(name: str, dtype: torch.dtype) -> None:
     """Conversion writes nothing new: the master still knows more than either."""
     model, optimizer = trained(name)
@@ -222,7 +218,7 @@ def test_refresh_master_makes_masters_exactly_what_was_written(name: str, write:
     assert same_bits(weights_of(model), list(new.values()))
     # The continued run is that of an optimizer whose masters never knew more.
     fresh = copy.deepcopy(model)
-    other = halfstep.AdamW(fresh.parameters(), lr=1e-3, master_weights=KEPT[name][1])
+    other = halfstep.AdamW(fresh.parameters(), lr=1e-3, **LAYOUTS[name][1])
     saved = optimizer.canonical_state_dict()
     for state in saved["state"].values():
         del state["master"]

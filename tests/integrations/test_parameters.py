@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import BF16, FP16, FP32, bits
+from layouts import some
+from oracles import BF16, FP32, bits
 from states import held, same
 from torch._dynamo.utils import counters
 
@@ -15,14 +16,8 @@ import halfstep
 
 pytestmark = pytest.mark.sample(3)
 
-KINDS = {
-    "fp32": (FP32, "auto"),
-    "split": (BF16, "split"),
-    "split24": (BF16, "split24"),
-    "full": (FP16, "full"),
-    "none": (BF16, None),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = {**some("fp32", "split", "fp16"), "none": (BF16, {"master_weights": None})}
+kinds = pytest.mark.parametrize("kind", LAYOUTS)
 
 
 @kinds
@@ -30,11 +25,11 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    dtype, master = KINDS[kind]
+    dtype, options = LAYOUTS[kind]
     p, q, once = (torch.nn.Parameter(torch.ones(50, dtype=dtype)) for _ in range(3))
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = halfstep.AdamW([p, q, p], lr=1e-2, master_weights=master)
-    single = halfstep.AdamW([once], lr=1e-2, master_weights=master)
+        optimizer = halfstep.AdamW([p, q, p], lr=1e-2, **options)
+    single = halfstep.AdamW([once], lr=1e-2, **options)
     with halfstep.backend(backend):
         for _ in range(3):
             for one in (p, q, once):
@@ -50,19 +45,19 @@ def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backen
 # -------------------------------------------------------------------------------------------------------------- compile
 
 
-def training(dtype: torch.dtype, master: Any) -> tuple[Any, Any]:
+def training(dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(BF16).to(dtype)
-    return model, halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, max_grad_norm=1.0)
+    return model, halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, **options)
 
 
 @kinds
 def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
     """Forward and backward are one graph each; what Dynamo does not trace of torch itself (`backward`) is not ours."""
-    dtype, master = KINDS[kind]
+    dtype, options = LAYOUTS[kind]
     results = []
     for compiled in (False, True):
-        model, optimizer = training(dtype, master)
+        model, optimizer = training(dtype, options)
 
         def loss_of(x: torch.Tensor, model: Any = model) -> torch.Tensor:
             return model(x).float().square().mean()
@@ -101,7 +96,7 @@ def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -
     """The whole AMP step in one compiled function: the scaler's calls run as they are; nothing is compiled twice."""
     results, scales = [], []
     for compiled in (False, True):
-        model, optimizer = training(FP32, "auto")
+        model, optimizer = training(FP32, {})
         scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
         def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from layouts import some
 from states import same_bits
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,21 +27,12 @@ import halfstep
 WORLD = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WRAPPINGS = ("single", "ddp", "fsdp1", "fsdp2")
-# By name: the parameters' dtype and further options.
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "split": (torch.bfloat16, {}),
-    "full": (torch.float16, {}),
-    "split24, 8-bit state": (
-        torch.bfloat16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
-    "split, bf16 state": (torch.bfloat16, {"state_dtype": torch.bfloat16, "rounding": "stochastic", "seed": 5}),
-}
+LAYOUTS = some("split", "fp16", "split24, 8 bits", "split, bf16")
 
 
 def wrappings_of(layout: str) -> tuple[str, ...]:
     """The wrappings in which a layout can be stepped: not FSDP1's flat parameters with codes in rows."""
-    return tuple(one for one in WRAPPINGS if not ("8-bit" in layout and one == "fsdp1"))
+    return tuple(one for one in WRAPPINGS if not ("8 bits" in layout and one == "fsdp1"))
 
 
 def loaders(layout: str, saver: str) -> tuple[str, ...]:
@@ -52,7 +44,7 @@ def loaders(layout: str, saver: str) -> tuple[str, ...]:
 
 def _inputs(layout: str) -> int:
     """Columns of the first matrix, which has 7 rows: of more than 4,096 elements, with a short block, for codes."""
-    return 600 if "8-bit" in layout else 5
+    return 600 if "8 bits" in layout else 5
 
 
 def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
