@@ -243,26 +243,6 @@ def test_a_master_of_24_bits_follows_where_bf16_stands_still() -> None:
     assert moved.std().item() < 1.5 * deviation
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_torchs_checkpoints_load_here_and_ours_there(ours: Any, theirs: Any, fused: bool) -> None:
-    parameters = parameters_of(FP32)
-    optimizer = theirs(parameters, lr=1e-2, amsgrad=True, fused=fused)
-    train(optimizer, range(5))
-    here = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    mine = ours(here, amsgrad=True)
-    mine.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert mine.param_groups[0]["lr"] == 1e-2
-    there = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    back = theirs(there, amsgrad=True)
-    back.load_state_dict(through_a_file(mine.state_dict()))
-    for run in (optimizer, mine, back):
-        train(run, range(5, 10))
-    for p, q, r in zip(parameters, here, there, strict=True):
-        torch.testing.assert_close(q, p, **ADAM_AGAINST_TORCH)
-        torch.testing.assert_close(r, p, **ADAM_AGAINST_TORCH)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

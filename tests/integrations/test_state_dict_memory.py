@@ -61,18 +61,6 @@ def _held(model: torch.nn.Module, optimizer: Any) -> list[Any]:
     return [list(model.parameters()), *getattr(optimizer, "optim", optimizer).state.values()]
 
 
-def test_the_counter_counts() -> None:
-    values = torch.ones(1000)
-
-    def call() -> Any:
-        for _ in range(3):
-            doubled = values * 2
-        return doubled
-
-    # The new product exists before the name lets go of the old one.
-    assert _peak(call, [values]) == 2.0
-
-
 @layouts
 def test_a_plain_optimizer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after other code has written the same weights, with which full masters are compared in pieces."""

@@ -21,7 +21,6 @@ import forks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from states import same_bits
 
 
 @contextmanager
@@ -101,13 +100,6 @@ def run_cases(rank: int, module: str, every: bool = False) -> dict[str, str]:
         except Exception:
             found[name] = traceback.format_exc()[-3000:]
     return found
-
-
-def all_have(value: Any) -> bool:
-    """Whether all ranks have the same bits. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return all(same_bits(other, value) for other in values)
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from errors import error_of
 from keeping import can_keep
-from rank_processes import all_have
 from shard_ranks import IN_FP32, whole
 from states import same_bits
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -96,6 +95,13 @@ def _storages(model: Module) -> dict[int, int]:
 def _whole_state(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
     state = optimizer.canonical_state_dict()["state"]
     return {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
+
+
+def all_have(value: Any) -> bool:
+    """Whether all ranks have the same bits. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(same_bits(other, value) for other in values)
 
 
 def trained(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layouts import BF16, FP16, FP32, some
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -36,15 +37,9 @@ from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import StepInBackward, step_in_backward
 
 REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)  # of every refusal
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 BUCKET_BYTES = 200  # a few tensors, so that there are several buckets
 
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "split": (BF16, {}),
-    "split24, 8 bits": (BF16, {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"}),
-    "full": (BF16, {"master_weights": "full"}),
-    "fp32": (FP32, {}),
-}
+LAYOUTS = some("split", "split24, 8 bits", "full", "fp32")
 LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != FP32]
 # `in_backward` of the offloaded ones.
 OFFLOADED: dict[str, Any] = {"offload copy": "copy", "offload step": "step", "offload None": None}
