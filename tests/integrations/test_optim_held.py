@@ -138,37 +138,30 @@ def test_a_remainder_without_its_bf16_weight_is_left_out() -> None:
     assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-SUFFIX = ": the checkpoint is of another model, or its parameters are in another order"
-DAMAGED: dict[str, tuple[str, Any, str]] = {
+# By what is damaged: its key, what is there, and what is expected and found by the message.
+DAMAGED: dict[str, tuple[str, Any, str, str]] = {
     "shape of codes": (
         "exp_avg_codes",
-        torch.zeros(3, 4, dtype=torch.uint8),
-        "Expected 'exp_avg_codes' in the state of parameter 0 to have shape (40, 130) and dtype torch.uint8, but got "
-        "(3, 4) torch.uint8" + SUFFIX,
+        torch.zeros(3, 4).byte(),
+        "(40, 130) and dtype torch.uint8",
+        "(3, 4) torch.uint8",
     ),
     "dtype of codes": (
         "exp_avg_codes",
         torch.zeros(40, 130),
-        "Expected 'exp_avg_codes' in the state of parameter 0 to have shape (40, 130) and dtype torch.uint8, but got "
-        "(40, 130) torch.float32" + SUFFIX,
+        "(40, 130) and dtype torch.uint8",
+        "(40, 130) torch.float32",
     ),
-    "no scales": (
-        "exp_avg_sq_scale",
-        None,
-        "Expected 'exp_avg_sq_scale' in the state of parameter 0 to have shape (40, 5) and dtype torch.int16, but got "
-        "NoneType" + SUFFIX,
-    ),
+    "no scales": ("exp_avg_sq_scale", None, "(40, 5) and dtype torch.int16", "NoneType"),
     "shape of scales": (
         "exp_avg_scale",
-        torch.zeros(40, 4, dtype=torch.uint8),
-        "Expected 'exp_avg_scale' in the state of parameter 0 to have shape (40, 5) and dtype torch.uint8, but got "
-        "(40, 4) torch.uint8" + SUFFIX,
+        torch.zeros(40, 4).byte(),
+        "(40, 5) and dtype torch.uint8",
+        "(40, 4) torch.uint8",
     ),
     "dtype of the remainder": (
-        "master_remainder",
-        torch.zeros(40, 130),
-        "Expected 'master_remainder' in the state of parameter 0 to have shape (40, 130) and dtype torch.int16 or "
-        "torch.int8, but got (40, 130) torch.float32" + SUFFIX,
+        *("master_remainder", torch.zeros(40, 130)),
+        *("(40, 130) and dtype torch.int16 or torch.int8", "(40, 130) torch.float32"),
     ),
 }
 
@@ -176,7 +169,11 @@ DAMAGED: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("loading", ["split24, 8 bits", "split"])
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_codes_scales_and_remainders_that_do_not_fit_are_refused(damage: str, loading: str) -> None:
-    key, value, message = DAMAGED[damage]
+    key, value, expected, found = DAMAGED[damage]
+    message = (
+        f"Expected '{key}' in the state of parameter 0 to have shape {expected}, but got {found}: the checkpoint is of "
+        "another model, or its parameters are in another order"
+    )
     source, target = _run("split24, 8 bits", steps=2), _run(loading, steps=1)
     saved = source[1].state_dict()
     saved["state"][0] = {**saved["state"][0], key: value}
