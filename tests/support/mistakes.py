@@ -2,14 +2,18 @@
 
 A loop is a list of the names of actions. Most of it is as it should be; now and then a parameter is frozen, a gradient
 is clipped, dropped or discarded, a backward runs twice or fails, a step is left out, weights are written. Each way to
-step must leave the bits that the plain optimizer leaves, or raise an error that names the remedy.
+step must leave the bits that the plain optimizer leaves, or raise an error that names the remedy. Run as a program::
+
+    python tests/support/mistakes.py --loops 500 --seed 1
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -197,3 +201,30 @@ def shortened(actions: list[str], wrong: Callable[[list[str]], bool]) -> list[st
         if is_allowed(shorter) and wrong(shorter):
             actions = shorter
     return actions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loops", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    shortest: dict[tuple[str, ...], str] = {}
+    for number in range(options.loops):
+        actions = loop_of(options.seed * 1_000_003 + number)
+        layout = LAYOUTS_OF_16_BITS[number % len(LAYOUTS_OF_16_BITS)]
+        for way in WAYS:
+            text = verdict(way, layout, actions)
+            counts[way, "WRONG" if is_wrong(text) else text] += 1
+            if is_wrong(text):
+                short = shortened(actions, lambda tried: is_wrong(verdict(way, layout, tried)))  # noqa: B023
+                shortest.setdefault((way, *short), f"{layout}: {verdict(way, layout, short)}")
+    for way in WAYS:
+        print(way, {text: count for (of, text), count in sorted(counts.items()) if of == way})
+    for (way, *short), text in sorted(shortest.items(), key=lambda item: (item[0][0], len(item[0]))):
+        print(f"{way}, {', '.join(short)}: {text}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
