@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from user_loops import OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
+from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
 
 WAYS = ("release", *OFFLOADED)
 
