@@ -56,17 +56,17 @@ sys.exit(program())
 """
 
 
-@pytest.mark.parametrize("script", ["module", "console script"])
 @pytest.mark.parametrize(
-    ("module", "words"),
+    ("script", "module", "words"),
     [
-        ("halfstep.cli.command_line", ["--version"]),  # what the program imports before it reads its arguments
-        ("argparse", ["--version"]),
-        ("halfstep.cli.terminal", ["--version"]),
-        ("halfstep.cli.formats.commands", ["format", "bf16"]),
-        ("torch", ["inspect", "x.pt"]),
-        ("numpy", ["inspect", "x.pt"]),
-        ("difflib", ["trian"]),
+        ("module", "halfstep.cli.command_line", ["--version"]),  # imported before the arguments are read
+        ("console script", "halfstep.cli.command_line", ["--version"]),
+        ("module", "argparse", ["--version"]),
+        ("console script", "halfstep.cli.terminal", ["--version"]),
+        ("module", "halfstep.cli.formats.commands", ["format", "bf16"]),
+        ("console script", "torch", ["inspect", "x.pt"]),
+        ("module", "numpy", ["inspect", "x.pt"]),
+        ("console script", "difflib", ["trian"]),
     ],
 )
 def test_an_interrupted_import_ends_without_a_traceback(script: str, module: str, words: list[str]) -> None:

@@ -1,9 +1,10 @@
-"""The site: every page is in its navigation, tables agree with what they are made of, and Python blocks run."""
+"""The pages: links lead somewhere, what they name exists, tables agree with what they are made of, and code runs."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,95 @@ def test_docstrings_that_are_put_together_are_written_out() -> None:
     exec(module("hooks").with_docstrings(source).replace("__doc__ =", "other ="), names)
     assert names["A"].__doc__ == "The doc of A."
     assert module("hooks").with_docstrings("x = 1  # kept\n") == "x = 1  # kept\n"
+
+
+# ------------------------------------------------------------------------------------------------- links and names
+
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "RELEASING")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
+FILE = re.compile(
+    r"(?<![\w/.<{-])(?:bench|docs|examples|integrations|kernels|numerics|src|tests)/[\w/]*\w\.(?:cpp|json|md|py)\b"
+)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+            assert not anchor or anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
+
+
+def test_every_page_is_linked() -> None:
+    texts = [(page.parent, page.read_text(encoding="utf-8")) for page in PAGES]
+    linked = {(folder / target).resolve() for folder, text in texts for target, _ in LINK.findall(text)}
+    assert {page for page in PAGES if "docs" in page.parts} <= linked
+
+
+@every_page
+def test_make_targets_files_and_tests_that_are_named_exist(page: Path) -> None:
+    text, makefile = page.read_text(encoding="utf-8"), (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    assert [name for name in FILE.findall(text) if not (ROOT / name).exists()] == []
+    for name in set(re.findall(r"`([\w]+\.py)\b", text)) - {"train.py", "my_cases.py"}:  # the user's own
+        assert [*(ROOT / "tests").rglob(name), *(ROOT / "examples").rglob(name)], name
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_files_that_code_names_exist() -> None:
+    folders = ("bench", "integrations", "kernels", "numerics", "src")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    names = {name for path in sources for name in FILE.findall(path.read_text(encoding="utf-8"))}
+    assert names and {name for name in names if not (ROOT / name).exists()} == set()
+
+
+def test_names_in_the_readme_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w/])halfstep\.(\w[\w.]*\w)", readme))
+    for name in named - set(halfstep.__all__):
+        pkgutil.resolve_name(f"halfstep.{name}")
+    assert {"AdamW", "GradScaler", "softmax", "cast", "backend"} <= named
+
+
+def test_the_two_line_change_trains() -> None:
+    (change,) = blocks(ROOT / "README.md", "diff")
+    ours = [line[1:] for line in change.splitlines() if line.startswith("+")]
+    assert len(ours) == len([line for line in change.splitlines() if line.startswith("-")]) == 2
+    model = torch.nn.Linear(3, 1).half()
+    names: dict[str, Any] = {"halfstep": halfstep, "model": model}
+    exec("\n".join(ours).replace('"cuda"', '"cpu"'), names)
+    before = model.weight.detach().clone()
+    # In fp32, as losses should be; at a scale of 65536 a gradient of 1 would overflow fp16.
+    names["scaler"].scale((model.weight.float() * 0.5).sum()).backward()
+    names["scaler"].step(names["optimizer"])
+    names["scaler"].update()
+    assert not torch.equal(before, model.weight)
+
+
+def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    (script,) = blocks(ROOT / "README.md", "python")
+    torch.manual_seed(0)
+    exec(script.replace("range(300)", "range(60)"), {})
+    assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.01
+
+
+# ------------------------------------------------------------------------------------------------ errors and tables
 
 
 def test_errors_that_are_explained_exist() -> None:
@@ -117,7 +207,7 @@ def test_the_pictures_show_what_the_page_says() -> None:
 def python_blocks(page: Path) -> Iterator[str]:
     """Each block, after the imports of those before it."""
     imports = ""
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+    for block in blocks(page, "python"):
         yield imports + block
         imports += "".join(re.findall(r"^from .*\n", block, flags=re.MULTILINE))
 

@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import devices
+import layouts
 import pytest
 import torch
 from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, patterns, placed
+from layouts import BF16, FP16, FP32
 
 import halfstep
 
@@ -26,37 +28,16 @@ SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
 # Some have moments of 8 bits: rows of whole and of short blocks, several chunks per row, several rows per chunk.
 MATRICES = ((40, 128), (17,), (32, 144), (63, 65), (5, 0), (3, 2500), (4096, 1), (9, 2048))
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-
-# Name to dtype of parameters and gradients, and options of the optimizer.
-LAYOUTS: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
-    "fp32": (FP32, FP32, {}),
-    "fp32 amsgrad": (FP32, FP32, {"amsgrad": True}),
-    "bf16 split": (BF16, BF16, {"master_weights": "split"}),
-    "bf16 split, bf16 moments": (BF16, BF16, {"master_weights": "split", "state_dtype": BF16}),
-    "bf16 split amsgrad maximize": (BF16, BF16, {"master_weights": "split", "amsgrad": True, "maximize": True}),
-    "bf16 full": (BF16, BF16, {"master_weights": "full"}),
-    "bf16 none": (BF16, BF16, {"master_weights": None}),
-    "bf16 none, bf16 moments": (BF16, BF16, {"master_weights": None, "state_dtype": BF16}),
-    "fp16 full": (FP16, FP16, {"master_weights": "full"}),
-    "bf16 none, stochastic": (BF16, BF16, {"master_weights": None, "rounding": "stochastic", "seed": 2**40 + 7}),
-    "fp16 none, stochastic": (FP16, FP16, {"master_weights": None, "rounding": "stochastic"}),
-    "bf16 split, bf16 moments, stochastic": (
-        BF16,
-        BF16,
-        {"master_weights": "split", "state_dtype": BF16, "rounding": "stochastic"},
-    ),
-    "fp32, 8-bit moments": (FP32, FP32, {"state_dtype": "8bit"}),
-    "fp32 amsgrad, 8-bit moments, nearest": (
-        FP32,
-        FP32,
-        {"state_dtype": "8bit", "rounding": "nearest", "amsgrad": True},
-    ),
-    "bf16 split, 8-bit moments": (BF16, BF16, {"master_weights": "split", "state_dtype": "8bit", "seed": 2**40 + 7}),
-    "bf16 split, 8-bit moments, nearest": (BF16, BF16, {"state_dtype": "8bit", "rounding": "nearest"}),
-    "bf16 split24, 8-bit moments": (BF16, BF16, {"master_weights": "split24", "state_dtype": "8bit"}),
-    "bf16 none, 8-bit moments": (BF16, BF16, {"master_weights": None, "state_dtype": "8bit"}),
-    "fp16 full amsgrad, 8-bit moments": (FP16, FP16, {"state_dtype": "8bit", "amsgrad": True}),
+LAYOUTS: layouts.Layouts = {
+    **layouts.LAYOUTS,
+    "fp32 amsgrad": (FP32, {"amsgrad": True}),
+    "split amsgrad maximize": (BF16, {"amsgrad": True, "maximize": True}),
+    "split, bf16, nearest": (BF16, {"state_dtype": BF16}),
+    "split, 8 bits, nearest": (BF16, {"state_dtype": "8bit", "rounding": "nearest"}),
+    "none, nearest": (BF16, {"master_weights": None}),
+    "none, large seed": (BF16, {"master_weights": None, "rounding": "stochastic", "seed": 2**40 + 7}),
+    "fp32 amsgrad, 8 bits, nearest": (FP32, {"state_dtype": "8bit", "rounding": "nearest", "amsgrad": True}),
+    "fp16 amsgrad, 8 bits": (FP16, {"state_dtype": "8bit", "amsgrad": True, "seed": 2**40 + 7}),
 }
 
 gpu = pytest.mark.gpu
@@ -118,11 +99,11 @@ def amp(parameters: list[torch.nn.Parameter], name: str = "cuda", **options: Any
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", WHERE)
 def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str, special: bool) -> None:
-    if interpreted(where) and (special or kind == "Adam") and layout != "bf16 split":
+    if interpreted(where) and (special or kind == "Adam") and layout != "split":
         pytest.skip("one layout is enough for the test itself")
-    if interpreted(where) and LAYOUTS[layout][2].get("state_dtype") == "8bit":
+    if interpreted(where) and LAYOUTS[layout][1].get("state_dtype") == "8bit":
         pytest.skip("slow under the interpreter; test_optim_coded.py has it")
-    dtype, _, options = LAYOUTS[layout]
+    dtype, options = LAYOUTS[layout]
     make = getattr(halfstep, kind)
     with kernels_on(where) as device:
         mine = make(model(dtype, device, shapes_of(options)), lr=1e-2, weight_decay=0.1, **options)
@@ -137,10 +118,10 @@ def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str
     assert_same_training(mine, theirs)
 
 
-@pytest.mark.parametrize("layout", ["fp32", "bf16 split", "fp16 full"])
+@pytest.mark.parametrize("layout", ["fp32", "split", "fp16"])
 @pytest.mark.parametrize("where", WHERE)
 def test_amp_steps_with_overflows_and_clipping_have_the_bits_of_the_reference(where: str, layout: str) -> None:
-    dtype, _, options = LAYOUTS[layout]
+    dtype, options = LAYOUTS[layout]
 
     def run(device: torch.device) -> tuple[Any, Any]:
         optimizer, scaler = amp(model(dtype, device), device.type, **options)
@@ -165,7 +146,7 @@ def test_amp_steps_with_overflows_and_clipping_have_the_bits_of_the_reference(wh
 @gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_large_tensor_has_the_bits_of_the_reference(layout: str) -> None:
-    dtype, _, options = LAYOUTS[layout]
+    dtype, options = LAYOUTS[layout]
 
     columns = 70 if devices.MODELED else 4099
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import BF16, FP16, FP32, bits
-from states import through_a_file
+from states import copies_of, parameters_of, through_a_file, train
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -19,28 +19,15 @@ from halfstep.integrations.optim import foreign_codes
 SHAPES = ((64, 128), (33, 200), (70,))  # bitsandbytes keeps states of less than 4,096 elements in fp32
 
 
-def parameters_of(dtype: torch.dtype) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def train(optimizer: Any, parameters: list[Any], steps: int) -> None:
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(100 + step)
-        for p in parameters:
-            p.grad = (torch.randn(p.shape, generator=generator) * torch.rand(p.shape, generator=generator)).to(p.dtype)
-        optimizer.step()
-
-
 def loaded(saved: Any, parameters: list[Any]) -> Iterator[dict[str, torch.Tensor]]:
     """The moments after loading in both ways."""
     for load in (lambda o, s: o.load_state_dict(s), checkpoint.load_optimizer):
-        copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        copies = copies_of(parameters)
         optimizer = halfstep.AdamW(copies, lr=0.5)
         load(optimizer, saved)
         assert optimizer.param_groups[0]["lr"] == 1e-2 and optimizer.param_groups[0]["betas"] == (0.8, 0.99)
         yield from optimizer.canonical_state_dict()["state"].values()
-        train(optimizer, copies, 1)
+        train(optimizer, range(1))
         assert all(torch.isfinite(p).all() for p in copies)
 
 
@@ -53,9 +40,9 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.99), "weight_decay": 0.1
 
 
 def moments_of_torch(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
-    parameters = parameters_of(dtype)
+    parameters = parameters_of(dtype, SHAPES)
     optimizer = halfstep.AdamW(parameters, **OPTIONS)
-    train(optimizer, parameters, 6)
+    train(optimizer, range(6))
     return list(optimizer.canonical_state_dict()["state"].values())
 
 
@@ -65,9 +52,9 @@ def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     if kind.startswith("Paged") and not torch.cuda.is_available():
         pytest.skip("pages need a GPU")
-    parameters = parameters_of(dtype)
+    parameters = parameters_of(dtype, SHAPES)
     theirs = getattr(bnb.optim, kind)(parameters, **OPTIONS)
-    train(theirs, parameters, 6)
+    train(theirs, range(6))
     exact, held = moments_of_torch(dtype), [theirs.state[p] for p in parameters]
     saved = through_a_file(theirs.state_dict(), weights_only=False)
     for number, state in enumerate(loaded(saved, parameters)):
@@ -93,7 +80,7 @@ def test_torchao(kind: str, dtype: torch.dtype) -> None:
 
     module = {"OptimState8bit": subclass_8bit, "OptimState4bit": subclass_4bit, "OptimStateFp8": subclass_fp8}[kind]
     name = {"OptimState8bit": "AdamW8bit", "OptimState4bit": "AdamW4bit", "OptimStateFp8": "AdamWFp8"}[kind]
-    parameters = parameters_of(dtype)
+    parameters = parameters_of(dtype, SHAPES)
     theirs = getattr(optim, name)(parameters, **OPTIONS)
     exact = moments_of_torch(dtype)
     for p, moments in zip(parameters, exact, strict=True):
@@ -148,7 +135,7 @@ def as_flashoptim(parameters: list[Any], moments: list[Any], master_bits: int | 
 def test_flashoptim(dtype: torch.dtype, master_bits: int | None) -> None:
     if dtype == FP32 and master_bits:
         pytest.skip("fp32 parameters have no rests")
-    parameters, exact = parameters_of(dtype), moments_of_torch(dtype)
+    parameters, exact = parameters_of(dtype, SHAPES), moments_of_torch(dtype)
     saved, masters = as_flashoptim(parameters, exact, master_bits)
     for number, state in enumerate(loaded(through_a_file(saved, weights_only=False), parameters)):
         index = number % len(SHAPES)
@@ -196,7 +183,7 @@ def test_flashoptims_own_kernels_decode_the_same(dtype: torch.dtype, width: torc
 
 
 def test_codes_load_into_ours_rounded_to_nearest() -> None:
-    parameters, exact = parameters_of(BF16), moments_of_torch(BF16)
+    parameters, exact = parameters_of(BF16, SHAPES), moments_of_torch(BF16)
     saved, _ = as_flashoptim(parameters, exact, None)
     plain = {index: foreign_codes.decode(entry, "x") for index, entry in saved["state"].items()}
     results = []
@@ -215,7 +202,7 @@ def test_scales_of_another_blocking_are_named(blocks: int) -> None:
     state = {"step": 3, "state1": codes, "state2": codes}
     for which in (1, 2):
         state |= {f"qmap{which}": torch.linspace(-1, 1, 256), f"absmax{which}": torch.rand(blocks) + 1}
-    parameter = parameters_of(FP32)[0]
+    parameter = parameters_of(FP32, SHAPES)[0]
     optimizer = halfstep.AdamW([parameter])
     saved = {"state": {0: state}, "param_groups": [{**optimizer.state_dict()["param_groups"][0]}]}
     if blocks == 4:
@@ -230,7 +217,7 @@ def test_scales_of_another_blocking_are_named(blocks: int) -> None:
 
 
 def test_what_cannot_be_decoded_is_named() -> None:
-    parameter = parameters_of(FP32)[0]
+    parameter = parameters_of(FP32, SHAPES)[0]
     optimizer = halfstep.AdamW([parameter])
     groups = optimizer.state_dict()["param_groups"]
     tensorwise = {"step": 3, "state1": torch.zeros(SHAPES[0], dtype=torch.uint8), "max1": torch.zeros(1)}

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import BF16, FP16, FP32, bits
+from layouts import some
+from oracles import BF16, FP32
+from states import copies_of, masters, same_bits, same_runs, train
 from tolerances import ADAM_AGAINST_TORCH
 
 import halfstep
 from halfstep.integrations.checkpoint import with_masters
 
-LAYOUTS = {"split": (BF16, "split"), "full bf16": (BF16, "full"), "full fp16": (FP16, "full"), "fp32": (FP32, "auto")}
+LAYOUTS = some("split", "full", "fp16", "fp32")
 layouts = pytest.mark.parametrize("name", LAYOUTS)
 
 
@@ -25,26 +27,12 @@ def model_of(dtype: torch.dtype) -> Any:
 
 def trained(name: str, steps: int = 5) -> tuple[Any, Any]:
     """Two groups, of which each counts its steps; learning rates that are fp32 numbers."""
-    dtype, master = LAYOUTS[name]
+    dtype, layout = LAYOUTS[name]
     model = model_of(dtype)
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 2**-9, "weight_decay": 0.1}]
-    optimizer = halfstep.AdamW(groups, lr=2**-7, master_weights=master)
-    train(model, optimizer, range(steps))
+    optimizer = halfstep.AdamW(groups, lr=2**-7, **layout)
+    train(optimizer, range(steps))
     return model, optimizer
-
-
-def train(model: Any, optimizer: Any, steps: Any) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(BF16).to(p.dtype)
-        optimizer.step()
-
-
-def same_state(left: Any, right: Any) -> bool:
-    a, b = left.canonical_state_dict()["state"], right.canonical_state_dict()["state"]
-    assert a.keys() == b.keys() and all(a[index].keys() == b[index].keys() for index in a)
-    return all((bits(a[index][key]) == bits(b[index][key])).all() for index in a for key in a[index])
 
 
 def as_apex(optimizer: Any, capturable: bool = False) -> dict[str, Any]:
@@ -88,22 +76,18 @@ def as_transformer_engine(optimizer: Any, remainders: bool = False, capturable: 
 @pytest.mark.parametrize("capturable", [False, True])
 def test_apex_checkpoint_with_its_masters_continues_with_every_bit(name: str, capturable: bool) -> None:
     model, optimizer = trained(name)
-    masters = [
-        entry.get("master", p.detach()).clone()
-        for entry, p in zip(optimizer.canonical_state_dict()["state"].values(), model.parameters(), strict=True)
-    ]
     saved = as_apex(optimizer, capturable)
     kept = copy.deepcopy(saved)
     fresh, other = trained(name, steps=0)
-    other.load_state_dict(with_masters(saved, iter(masters)))
+    other.load_state_dict(with_masters(saved, iter(masters(optimizer))))
     for index in saved["state"]:
         assert saved["state"][index].keys() == kept["state"][index].keys(), "what was given is not changed"
-    assert same_state(optimizer, other)
+    assert same_runs(optimizer, other)
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q)
-    for m, o in ((model, optimizer), (fresh, other)):
-        train(m, o, range(5, 10))
-    assert same_state(optimizer, other)
+    for o in (optimizer, other):
+        train(o, range(5, 10))
+    assert same_runs(optimizer, other)
     assert [float(group["lr"]) for group in other.param_groups] == [2**-7, 2**-9]
     for group in other.state_dict()["param_groups"]:
         assert "step" not in group and "bias_correction" not in group
@@ -118,24 +102,23 @@ def test_apex_checkpoint_without_masters_starts_from_the_weights(name: str) -> N
     for p, entry in zip(fresh.parameters(), other.canonical_state_dict()["state"].values(), strict=True):
         assert torch.equal(entry.get("master", p.detach()), p.detach().float())
         assert float(entry["step"]) == 5
-    train(fresh, other, [5])
+    train(other, [5])
 
 
 def test_parameters_without_state_keep_the_masters_given() -> None:
     optimizer = trained("split")[1]
     saved = as_apex(optimizer)
     exact = torch.randn(3)
-    masters = [*[entry["master"] for entry in optimizer.canonical_state_dict()["state"].values()][:3], exact]
     del saved["state"][3]
     fresh, other = trained("split", steps=0)
-    other.load_state_dict(with_masters(saved, masters))
+    other.load_state_dict(with_masters(saved, [*masters(optimizer)[:3], exact]))
     entry = other.canonical_state_dict()["state"][3]
     assert torch.equal(entry["master"], exact) and float(entry["step"]) == 0 and not entry["exp_avg"].any()
     assert torch.equal(fresh[1].bias.detach(), halfstep.cast(exact, BF16))
 
 
 @pytest.mark.parametrize(
-    ("name", "remainders"), [*itertools.product(LAYOUTS, [False]), ("split", True), ("full bf16", True)]
+    ("name", "remainders"), [*itertools.product(LAYOUTS, [False]), ("split", True), ("full", True)]
 )
 @pytest.mark.parametrize("capturable", [False, True])
 def test_transformer_engine_checkpoint_continues_with_every_bit(name: str, remainders: bool, capturable: bool) -> None:
@@ -148,10 +131,10 @@ def test_transformer_engine_checkpoint_continues_with_every_bit(name: str, remai
     other.load_state_dict(saved)
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert same_state(optimizer, other)
-    for m, o in ((model, optimizer), (fresh, other)):
-        train(m, o, range(5, 10))
-    assert same_state(optimizer, other)
+    assert same_runs(optimizer, other)
+    for o in (optimizer, other):
+        train(o, range(5, 10))
+    assert same_runs(optimizer, other)
 
 
 @layouts
@@ -184,11 +167,11 @@ def test_transformer_engine_leaves_none_where_it_keeps_nothing() -> None:
 @layouts
 def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any]) -> None:
     """torch's then trains fp32 parameters from the masters; going back, ours has torch's moments and weights."""
-    dtype, master = LAYOUTS[name]
+    dtype, layout = LAYOUTS[name]
     amsgrad = options.get("amsgrad", False)
     model = model_of(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, amsgrad=amsgrad)
-    train(model, optimizer, range(5))
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, **layout, amsgrad=amsgrad)
+    train(optimizer, range(5))
     saved = copy.deepcopy(optimizer.canonical_state_dict())
     theirs = model_of(FP32)
     with torch.no_grad():
@@ -200,8 +183,8 @@ def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any
     for entry, p in zip(saved["state"].values(), theirs.parameters(), strict=True):
         for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
             assert torch.equal(torchs.state[p][key], entry[key])
-    for m, o in ((model, optimizer), (theirs, torchs)):
-        train(m, o, range(5, 10))
+    for o in (optimizer, torchs):
+        train(o, range(5, 10))
     ends = optimizer.canonical_state_dict()["state"]
     for p, own, entry in zip(theirs.parameters(), model.parameters(), ends.values(), strict=True):
         torch.testing.assert_close(entry.get("master", own.detach()), p.detach(), **ADAM_AGAINST_TORCH)
@@ -223,14 +206,10 @@ def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any
 
 
 def unchanged_by(load: Any, model: Any, optimizer: Any) -> str:
-    before, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
+    before, weights = copy.deepcopy(optimizer.state_dict()), copies_of(model.parameters())
     with pytest.raises(ValueError) as error:
         load()
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    for index, entry in before["state"].items():
-        assert all((bits(entry[key]) == bits(after["state"][index][key])).all() for key in entry)
-    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    assert same_bits(optimizer.state_dict(), before) and same_bits(list(model.parameters()), weights)
     return str(error.value)
 
 
@@ -266,7 +245,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(spoil: Any, message: str
 
 def test_remainders_for_fp16_weights_are_refused() -> None:
     saved = as_transformer_engine(trained("split")[1], remainders=True)
-    model, optimizer = trained("full fp16")
+    model, optimizer = trained("fp16")
     message = unchanged_by(lambda: optimizer.load_state_dict(saved), model, optimizer)
     assert (
         "Expected a parameter with numbers of bfloat16 for 'master_remainder' in the state of parameter 0, which "
@@ -280,14 +259,14 @@ def test_parameters_of_the_same_names_in_another_order_are_refused() -> None:
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "abc"})
     named = dict(model.named_parameters())
     optimizer = halfstep.AdamW(named.items())
-    train(model, optimizer, range(2))
+    train(optimizer, range(2))
     other = halfstep.AdamW([(name, named[name]) for name in ("a.weight", "c.weight", "b.weight")])
     message = unchanged_by(lambda: other.load_state_dict(optimizer.state_dict()), model, other)
     assert "parameter 1 is 'b.weight' there and 'c.weight' here: create the optimizer" in message
     # Other names are no other order: a wrapper puts its own before them.
     wrapped = halfstep.AdamW([(f"module.{name}", p) for name, p in named.items()])
     wrapped.load_state_dict(optimizer.state_dict())
-    assert same_state(wrapped, optimizer)
+    assert same_runs(wrapped, optimizer)
 
 
 @pytest.mark.parametrize(

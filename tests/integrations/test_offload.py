@@ -8,6 +8,8 @@ import pickle
 import signal
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +56,30 @@ CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES if _combined(lay
 cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 
+@contextmanager
+def on_a_gpu(
+    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, **options: Any
+) -> Iterator[tuple[Model, list[Any], OffloadedAdam]]:
+    """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient."""
+    with Model(order, seed=seed) as model:
+        parameters = [torch.nn.Parameter(torch.zeros(size, device=model.device)) for _ in range(count)]
+        options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
+        yield model, parameters, OffloadedAdam(parameters, **options)
+
+
+def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    """A complete gradient, as autograd gives it: it is added to the one of an earlier backward."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        optimizer._add(optimizer._mirrors[id(parameter)], grad)
+    if optimizer.in_backward is not None:
+        optimizer._take(parameter)
+
+
+orders = pytest.mark.parametrize("order", ["late", "random", "at once"])
+
+
 @cases
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
 def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, bucket_bytes: int) -> None:
@@ -75,21 +101,6 @@ def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, buck
     assert set(masters) == set(runs[1][0].parameters()) and len(masters) == len(list(runs[1][0].parameters()))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("mode", ["copy", None])
-def test_gradients_of_several_backwards_are_added(mode: Any, set_to_none: bool) -> None:
-    """Also those of a step that was left out, and of a parameter that the last micro-batch does not use."""
-    runs = _pair("bf16 split", mode)
-    for step in range(3):
-        for net, optimizer in runs:
-            loss_of(net, 9).backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            for micro in range(4):
-                loss_of(net, 4 * step + 3 - micro).backward()
-            optimizer.step()
-    assert same(*runs)
-
-
 def test_gradients_stay_until_they_are_cleared_as_torchs_do() -> None:
     runs = _pair("bf16 split", "copy")
     for step in range(3):
@@ -97,28 +108,6 @@ def test_gradients_stay_until_they_are_cleared_as_torchs_do() -> None:
             loss_of(net, step).backward()
             optimizer.step()
     assert same(*runs)
-
-
-@pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("clips", [False, True])
-def test_scalers_skip_and_unscale_on_the_host(kind: type[torch.amp.GradScaler], clips: bool) -> None:
-    """torch's scaler refuses fp16 gradients."""
-    results = []
-    for offloaded in (False, True):
-        net = made(FP16 if kind is halfstep.GradScaler else BF16)
-        cls: Any = partial(OffloadedAdamW, bucket_bytes=400) if offloaded else halfstep.AdamW
-        optimizer = cls(net.parameters(), lr=0.01, max_grad_norm=3.4 if clips else None)
-        scaler = kind("cpu", init_scale=2.0**20, growth_interval=2)
-        for step in range(9):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(net, step) * (float("inf") if step in (2, 3) else 1.0)).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(((net, optimizer), scaler.state_dict()))
-    assert same(results[0][0], results[1][0]) and results[0][1] == results[1][1]
-    assert 2 < results[0][0][1].state_dict()["state"][0]["step"] <= 7
 
 
 @pytest.mark.parametrize("mode", ["copy", None])
@@ -136,11 +125,9 @@ def test_gradients_with_a_graph_and_those_that_autograd_does_not_store(mode: Any
     assert same(*runs)
 
 
-@pytest.mark.parametrize("order", ["late", "random", "at once"])
+@orders
 def test_what_is_added_to_a_gradient_may_be_written_at_once(order: str) -> None:
-    with Model(order) as model:
-        parameter = torch.nn.Parameter(torch.zeros(5, device=model.device))
-        optimizer = OffloadedAdam([parameter], lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=1)
+    with on_a_gpu(order, 1) as (model, (parameter,), optimizer):
         _give(optimizer, parameter, torch.full((5,), 3.0, device=model.device))
         assert parameter.grad is not None
         noise = torch.full((5,), -1.0, device=model.device)
@@ -172,12 +159,10 @@ def test_groups_that_other_code_changes_in_place() -> None:
     assert same(*runs)
 
 
-@pytest.mark.parametrize("order", ["late", "random", "at once"])
+@orders
 @pytest.mark.parametrize("mode", ["copy", None])
 def test_writes_that_leave_no_trace_and_gradients_that_are_read_before_they_arrive(mode: Any, order: str) -> None:
-    with Model(order) as model:
-        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
-        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20, in_backward=mode)
+    with on_a_gpu(order, in_backward=mode) as (model, parameters, optimizer):
         for step in range(3):
             for parameter in parameters:
                 _give(optimizer, parameter, torch.full((5,), 3.0, device=model.device))
@@ -192,28 +177,31 @@ def test_writes_that_leave_no_trace_and_gradients_that_are_read_before_they_arri
         assert [parameter.tolist()[0] for parameter in parameters] == [-1.5, 9.5, -1.5]
 
 
-@cases
-def test_weights_that_other_code_writes_are_taken(layout: str, mode: Any) -> None:
-    runs = _pair(layout, mode)
+def test_refresh_master_takes_what_other_code_wrote() -> None:
+    runs = _pair("bf16 split", "copy")
     for net, optimizer in runs:
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-            with torch.no_grad():
-                net.first.weight.clamp_(-0.1, 0.1)
-            if step == 1:
-                net.second.weight.data = net.second.weight.data * 2  # new memory
-    assert same(*runs)
-    for net, optimizer in runs:
+        loss_of(net, 0).backward()
+        optimizer.step()
         with torch.no_grad():
             net.first.weight.fill_(0.25)
         optimizer.refresh_master(net.first.weight)
         optimizer.refresh_master()
     assert same(*runs)
-    assert "Expected parameters[0] to be a parameter of this optimizer" in error_of(
-        ValueError, lambda: runs[1][1].refresh_master(torch.ones(1))
-    )
+    text = error_of(ValueError, lambda: runs[1][1].refresh_master(torch.ones(1)))
+    assert "Expected parameters[0] to be a parameter of this optimizer" in text
+
+
+def test_a_parameter_that_is_given_twice_and_a_default_dtype_and_device(default_bf16: None) -> None:
+    runs = _pair("bf16 split", "copy")
+    for net, optimizer in runs:
+        loss_of(net, 1).backward()
+        with torch.device("meta"):
+            optimizer.step()
+    assert same(*runs)
+    with torch.device("meta"), pytest.warns(UserWarning, match="duplicate parameters"):
+        net = Net().to_empty(device="cpu").to(BF16)
+        optimizer = OffloadedAdamW([*net.parameters(), net.norm.bias])
+    assert all(mirror.host.device.type == "cpu" for mirror in optimizer._mirrors.values())
 
 
 def test_groups_are_added_and_options_are_those_of_torch() -> None:
@@ -236,23 +224,6 @@ def test_groups_are_added_and_options_are_those_of_torch() -> None:
         results.append((net, optimizer))
     assert same(results[0], results[1])
     assert results[1][1].state_dict()["param_groups"][2]["param_names"] == [name for name, _ in named[6:]]
-
-
-def test_channels_last_weights_and_tied_ones() -> None:
-    results = []
-    for cls in (halfstep.AdamW, OffloadedAdamW):
-        torch.manual_seed(0)
-        net = torch.nn.Conv2d(4, 6, 3, dtype=BF16).to(memory_format=torch.channels_last)
-        with warnings.catch_warnings(record=True):
-            warnings.simplefilter("always")
-            optimizer = cls([net.weight, net.bias, net.weight], lr=0.01)
-        for step in range(2):
-            optimizer.zero_grad()
-            values = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
-            net(values).float().square().mean().backward()
-            optimizer.step()
-        results.append(net)
-    assert torch.equal(results[0].weight, results[1].weight) and torch.equal(results[0].bias, results[1].bias)
 
 
 def test_the_device_holds_weights_only() -> None:
@@ -287,24 +258,12 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
     assert planned.totals.state == sum(p.untyped_storage().nbytes() for p in net.parameters())
 
 
-def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """A complete gradient, as autograd gives it: it is added to the one of an earlier backward."""
-    if parameter.grad is None:
-        parameter.grad = grad
-    else:
-        optimizer._add(optimizer._mirrors[id(parameter)], grad)
-    if optimizer.in_backward is not None:
-        optimizer._take(parameter)
-
-
-@pytest.mark.parametrize("order", ["late", "random", "at once"])
+@orders
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
 def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
-    with Model(order, seed=seed) as model:
-        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
-        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20, in_backward=mode)
+    with on_a_gpu(order, seed=seed, in_backward=mode) as (model, parameters, optimizer):
         for step in range(4):
             for factor in (-1.0, 2.0)[-micro:]:
                 for number, parameter in enumerate(parameters):
@@ -365,10 +324,8 @@ class _Watched:
 def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_stepped(
     mode: Any, clips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Model("late") as model:
-        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(4)]
-        options: dict[str, Any] = {"max_grad_norm": 1e9} if clips else {}
-        optimizer = OffloadedAdamW(parameters, in_backward=mode, bucket_bytes=20, **options)
+    limit = 1e9 if clips else None
+    with on_a_gpu(count=4, in_backward=mode, max_grad_norm=limit) as (model, parameters, optimizer):
         for step in range(3):
             if step == 1:  # the first step creates the state
                 watched = _Watched(model, optimizer, monkeypatch)
@@ -404,9 +361,7 @@ def test_gradients_that_arrive_late_are_reordered_for_stochastic_rounding() -> N
 
 def test_after_an_interrupt_in_a_step_all_weights_are_stepped_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGINT while the first bucket is stepped is raised after the last one, and what follows reads the new weights."""
-    with Model("late") as model:
-        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(3)]
-        optimizer = OffloadedAdam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0, bucket_bytes=20)
+    with on_a_gpu() as (model, parameters, optimizer):
         launch, interrupts = adam.launch, [signal.SIGINT]
 
         def interrupted(*given: Any) -> partial[None]:
@@ -434,9 +389,7 @@ def test_after_an_interrupt_in_a_step_all_weights_are_stepped_and_return(monkeyp
 
 
 def test_what_is_computed_before_a_step_reads_the_weights_before_it() -> None:
-    with Model("late") as model:
-        parameter = torch.nn.Parameter(torch.zeros(5, device=model.device))
-        optimizer = OffloadedAdam([parameter], lr=0.5, betas=(0.0, 0.0), eps=0.0)
+    with on_a_gpu(count=1) as (model, (parameter,), optimizer):
         read = []
         for _ in range(3):
             parameter.grad = torch.ones(5, device=model.device)
@@ -448,9 +401,8 @@ def test_what_is_computed_before_a_step_reads_the_weights_before_it() -> None:
 
 
 def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
-    with Model("late") as model:
-        parameters = [torch.nn.Parameter(torch.zeros(5, device=model.device)) for _ in range(9)]
-        optimizer, under_way = OffloadedAdam(parameters, bucket_bytes=20), []
+    under_way = []
+    with on_a_gpu(count=9) as (_, parameters, optimizer):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
             optimizer._take(parameter)
@@ -478,19 +430,6 @@ def test_the_optimizer_dies_with_its_references() -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
     loss_of(net, 1).backward()
     assert gradient_bytes(net) > 0
-
-
-def test_under_a_default_dtype_and_device(default_bf16: None) -> None:
-    runs = _pair("bf16 split", "copy")
-    for net, optimizer in runs:
-        loss_of(net, 1).backward()
-        with torch.device("meta"):
-            optimizer.step()
-    assert same(*runs)
-    with torch.device("meta"):
-        net = Net().to_empty(device="cpu").to(BF16)
-        optimizer = OffloadedAdamW(net.parameters())
-    assert all(mirror.host.device.type == "cpu" for mirror in optimizer._mirrors.values())
 
 
 def test_errors() -> None:

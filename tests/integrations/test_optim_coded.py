@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import pytest
+import states
 import torch
-from oracles import BF16, FP16, FP32, bits
-from states import same, through_a_file
-from torch._subclasses.fake_tensor import FakeTensorMode
+from layouts import some
+from oracles import BF16, FP32
+from states import give_gradients, same_bits, through_a_file, train
 
 import halfstep
 from halfstep.kernels import block_codes
@@ -19,50 +20,24 @@ pytestmark = pytest.mark.sample(3)
 
 SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
-LAYOUTS = {
-    "fp32": (FP32, {}),
-    "split": (BF16, {}),
-    "split, nearest": (BF16, {"rounding": "nearest"}),
-    "split24": (BF16, {"master_weights": "split24"}),
-    "full": (FP16, {}),
-    "none": (BF16, {"master_weights": None}),
-}
+LAYOUTS = {**some("fp32", "split", "split24", "fp16", "none"), "nearest": (BF16, {"rounding": "nearest"})}
 WARNING = "group 0 rounds moments of 8 bits to nearest"
 to_nearest = pytest.mark.filterwarnings(f"ignore:{WARNING}")
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def parameters_of(dtype: torch.dtype, seed: int = 0) -> list[Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+def parameters_of(dtype: torch.dtype) -> list[Any]:
+    return states.parameters_of(dtype, SHAPES)
 
 
-def give_gradients(parameters: list[Any], step: int) -> None:
-    """Gradients whose sizes differ within a row by powers of two."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    for p in parameters:
-        spread = torch.exp2(-8 * torch.rand(p.shape, generator=generator))
-        p.grad = (torch.randn(p.shape, generator=generator) * spread).to(p.dtype)
-
-
-def train(optimizer: Any, parameters: list[Any], steps: Any) -> None:
-    for step in steps:
-        give_gradients(parameters, step)
-        optimizer.step()
-
-
-def held(optimizer: Any, parameters: list[Any]) -> list[Any]:
-    """Bits of all parameters and of all state as it lies in memory."""
-    found = [bits(p.detach()) for p in parameters]
-    states = [decoded(optimizer.state[p]) for p in parameters]
-    return found + [bits(state[key]) for state in states for key in sorted(state)]
-
-
-def decoded(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A state with moments in fp32. Of the same moments, some blocks have several codes."""
-    scales = {key: f"{key}_scale" for key in state if f"{key}_scale" in state}
-    moments = {key: block_codes.decode(state[key], state[scale], key == "exp_avg") for key, scale in scales.items()}
-    return {key: value for key, value in state.items() if key not in scales.values()} | moments
+def in_memory(optimizer: Any, parameters: list[Any]) -> list[Any]:
+    """All parameters and all state, with moments in fp32: of the same moments, some blocks have several codes."""
+    found = [p.detach() for p in parameters]
+    for state in (optimizer.state[p] for p in parameters):
+        moments = [key for key in state if f"{key}_scale" in state]
+        found += [block_codes.decode(state[key], state[f"{key}_scale"], key == "exp_avg") for key in moments]
+        found += [state[key] for key in sorted(state) if key not in moments and not key.endswith("_scale")]
+    return found
 
 
 def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
@@ -71,15 +46,15 @@ def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
     for options in ({}, {"rounding": "stochastic"}, {"seed": 1}):
         parameters = parameters_of(BF16)
         optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", **options)
-        train(optimizer, parameters, range(3))
-        results.append(held(optimizer, parameters))
-    assert same(results[0], results[1]) and not same(results[0], results[2])
+        train(optimizer, range(3))
+        results.append(in_memory(optimizer, parameters))
+    assert same_bits(results[0], results[1]) and not same_bits(results[0], results[2])
     message = "group 0 rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than half the"
     parameters = parameters_of(BF16)
     with pytest.warns(UserWarning, match=re.escape(message)):
         optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", rounding="nearest")
-    train(optimizer, parameters, range(3))
-    assert not same(results[0], held(optimizer, parameters))
+    train(optimizer, range(3))
+    assert not same_bits(results[0], in_memory(optimizer, parameters))
 
 
 def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
@@ -90,19 +65,19 @@ def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
         for group in groups[1:]:
             group["rounding"] = "stochastic" if rounding == "nearest" else rounding
         optimizer = halfstep.AdamW(groups, lr=1e-2, state_dtype=BF16, rounding=rounding)
-        train(optimizer, parameters, range(3))
-        results.append(held(optimizer, parameters))
-    assert same(*results)
+        train(optimizer, range(3))
+        results.append(in_memory(optimizer, parameters))
+    assert same_bits(*results)
 
 
 @to_nearest
-@layouts
+@every_layout
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, amsgrad: bool) -> None:
     dtype, options = LAYOUTS[layout]
     parameters = parameters_of(dtype)
     optimizer = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=amsgrad, **options)
-    train(optimizer, parameters, range(1))
+    train(optimizer, range(1))
     moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
     for parameter, coded in zip(parameters, CODED, strict=True):
         state = optimizer.state[parameter]
@@ -118,30 +93,6 @@ def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, ams
             assert state[scale].dtype == (torch.uint8 if scale == "exp_avg_scale" else torch.int16)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])
-def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
-    """Blocks lie along rows, whatever the order in memory."""
-    value = torch.randn(24, 6, 4, 10).to(BF16)
-    make = {
-        "transposed": lambda v: v.transpose(0, 3).contiguous().transpose(0, 3),
-        "channels_last": lambda v: v.to(memory_format=torch.channels_last),
-        "gaps": lambda v: torch.cat([v, v], dim=3)[..., :10],
-        "misaligned": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view(v.shape),
-    }.get(kind, lambda v: v.clone())
-    plain, other = torch.nn.Parameter(value.clone()), torch.nn.Parameter(make(value))
-    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit") for p in (plain, other)]
-    for step in range(4):
-        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step)).to(BF16)
-        plain.grad = grad
-        other.grad = grad.to(memory_format=torch.channels_last) if "gradient" in kind else grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert (bits(plain.detach()) == bits(other.detach())).all()
-    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
-        left, right = (optimizer.state[p][key] for optimizer, p in zip(optimizers, (plain, other), strict=True))
-        assert torch.equal(left, right)
-
-
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -149,7 +100,7 @@ def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
     """So that a checkpoint whose moments were converted to bf16 has half the size and loads with the same moments."""
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, lr=1e-2, state_dtype="8bit", amsgrad=True)
-    train(optimizer, parameters, range(5))
+    train(optimizer, range(5))
     saved = optimizer.canonical_state_dict()
     for index, coded in enumerate(CODED):
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if coded else ():
@@ -157,13 +108,13 @@ def test_moments_of_a_checkpoint_are_bf16_numbers() -> None:
     others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
     again = halfstep.AdamW(others, state_dtype="8bit", amsgrad=True)
     again.load_state_dict(through_a_file(saved))
-    assert same(held(optimizer, parameters), held(again, others))
+    assert same_bits(in_memory(optimizer, parameters), in_memory(again, others))
 
 
 def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     parameters = parameters_of(FP32)
     theirs = torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True)
-    train(theirs, parameters, range(5))
+    train(theirs, range(5))
     theirs.state[parameters[0]]["exp_avg_sq"][3, 5] = math.inf
     theirs.state[parameters[0]]["exp_avg"][4, 5] = math.nan
     theirs.state[parameters[0]]["exp_avg_sq"][5, 5] = -1.0
@@ -187,59 +138,6 @@ def test_a_checkpoint_of_torch_loads_rounded_to_nearest() -> None:
     assert (near.abs() <= saved["state"][0]["exp_avg"][5].abs() / 16 + state["exp_avg"][5].abs().max() * 2.0**-17).all()
 
 
-# ---------------------------------------------------------------------------------------------------- around the kernel
-
-
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str) -> None:
-    real = parameters_of(BF16)
-    optimizer = halfstep.AdamW(real, state_dtype="8bit", amsgrad=True)
-    train(optimizer, real, range(1))
-    mode = FakeTensorMode()
-    make = (lambda p: p.detach().to("meta")) if kind == "meta" else (lambda p: mode.from_tensor(p.detach()))
-    parameters = [torch.nn.Parameter(make(p)) for p in real]
-    other = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=True)
-    for _ in range(2):
-        for p in parameters:
-            p.grad = torch.ones_like(p)
-        other.step()
-    for p, q in zip(real, parameters, strict=True):
-        shapes = [
-            {key: (value.shape, value.dtype) for key, value in run.state[one].items()}
-            for run, one in ((optimizer, p), (other, q))
-        ]
-        assert shapes[0] == shapes[1]
-    assert other.canonical_state_dict()["state"][0]["exp_avg"].dtype == FP32
-
-
-def test_a_wrapper_subclass_is_refused_by_default() -> None:
-    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
-    value = torch.randn(40, 130)
-    parameter = torch.nn.Parameter(wrapper(value, value))
-    parameter.grad = wrapper(value.clone(), value.clone())
-    message = "Expected rounding to be 'nearest' for parameter 0 with a gradient (group 0), a TwoTensor without memory"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        halfstep.AdamW([parameter], state_dtype="8bit").step()
-
-
-@to_nearest
-def test_wrapper_subclasses_get_the_bits_of_plain_parameters() -> None:
-    wrapper = pytest.importorskip("torch.testing._internal.two_tensor", exc_type=ImportError).TwoTensor
-    value = torch.randn(40, 130)
-    plain = torch.nn.Parameter(value.clone())
-    wrapped = torch.nn.Parameter(wrapper(value.clone(), value.clone()))
-    optimizers = [halfstep.AdamW([p], lr=1e-2, state_dtype="8bit", rounding="nearest") for p in (plain, wrapped)]
-    for step in range(4):
-        grad = torch.randn(value.shape, generator=torch.Generator().manual_seed(step))
-        plain.grad, wrapped.grad = grad, wrapper(grad.clone(), grad.clone())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(wrapped.detach().a, plain.detach())
-    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"):
-        assert torch.equal(optimizers[1].state[wrapped][key].a, optimizers[0].state[plain][key])
-
-
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -260,11 +158,11 @@ def test_fp32_moments_are_taken_over_as_they_load() -> None:
     for loads in (False, True):
         parameters = parameters_of(BF16)[:1]
         optimizer = halfstep.AdamW(parameters)
-        train(optimizer, parameters, range(1))
+        train(optimizer, range(1))
         optimizer.param_groups[0]["state_dtype"] = "8bit"
         if loads:
             optimizer.load_state_dict(optimizer.state_dict())
-        give_gradients(parameters, 1)
+        give_gradients(1, parameters)
         optimizer.step()
         runs.append({"weight": parameters[0], **optimizer.state[parameters[0]]})
     assert runs[0].keys() == runs[1].keys() and all(torch.equal(runs[0][key], runs[1][key]) for key in runs[0])

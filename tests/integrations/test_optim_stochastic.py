@@ -7,14 +7,15 @@ import io
 import itertools
 from typing import Any
 
+import layouts
 import pytest
 import rank_processes
 import sharded_noise
+import states
 import torch
-import torch.multiprocessing
 from oracles import bits
 from sharded_noise import gradient
-from states import held, same
+from states import copies_of, held, same, same_bits
 
 import halfstep
 
@@ -22,32 +23,14 @@ pytestmark = pytest.mark.sample(3)
 
 BF16 = torch.bfloat16
 LEAST = {"master_weights": None, "state_dtype": BF16, "rounding": "stochastic"}
-LAYOUTS = {
-    "bf16, fp32 state": (BF16, {"master_weights": None, "rounding": "stochastic"}),
-    "bf16, bf16 state": (BF16, LEAST),
-    "bf16 split, bf16 state": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
-    "bf16 split24": (BF16, {"master_weights": "split24", "rounding": "stochastic"}),
-    "bf16 split24, bf16 state": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
-    ),
-    "bf16 split, 8-bit state": (BF16, {"state_dtype": "8bit", "rounding": "stochastic"}),
-    "bf16 split24, 8-bit state": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
-    "bf16 full, bf16 state": (BF16, {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic"}),
-    "fp16": (torch.float16, {"master_weights": None, "rounding": "stochastic"}),
-    "fp32, bf16 state": (torch.float32, {"state_dtype": BF16, "rounding": "stochastic"}),
-}
+LAYOUTS = {name: layout for name, layout in layouts.LAYOUTS.items() if "rounding" in layout[1]}
 SHAPES = ((3, 5), (64,), (1,), (33, 17), (0,), (), (30, 140))
 
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def parameters_of(dtype: torch.dtype, shapes: Any = SHAPES) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+def parameters_of(dtype: torch.dtype) -> list[Any]:
+    return states.parameters_of(dtype, SHAPES)
 
 
 def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int, ...] = ()) -> None:
@@ -61,7 +44,7 @@ def train(optimizer: Any, parameters: list[Any], steps: Any, without: tuple[int,
 
 
 @pytest.mark.filterwarnings("ignore:group 0 rounds moments of 8 bits to nearest")
-@layouts
+@every_layout
 def test_the_option_changes_the_bits_and_the_seed_does(layout: str) -> None:
     dtype, options = LAYOUTS[layout]
     results = []
@@ -122,14 +105,6 @@ def test_groups_do_not_change_the_bits() -> None:
     assert same(results[0], results[2])
 
 
-def test_each_parameter_draws_bits_of_its_own() -> None:
-    one, other = (torch.nn.Parameter(torch.linspace(-1, 1, 500, dtype=BF16)) for _ in range(2))
-    optimizer = halfstep.AdamW([one, other], lr=1e-3, **LEAST)
-    one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
-    optimizer.step()
-    assert not torch.equal(one, other)
-
-
 def test_neighbours_of_another_dtype_or_without_gradients_do_not_change_the_bits() -> None:
     plain = parameters_of(BF16)
     optimizer = halfstep.AdamW(plain, lr=1e-2, **LEAST)
@@ -153,7 +128,7 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}], **options)
     train(optimizer, parameters, range(2))
-    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    others = copies_of(parameters)
     groups = [{"params": others[:3], **change}, {"params": others[3:]}]
     fresh = halfstep.AdamW(groups, **options)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -165,30 +140,10 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
     assert same(held(optimizer, parameters), held(fresh, others))
 
 
-@pytest.mark.parametrize("kind", ["transposed", "channels_last", "gaps", "misaligned", "gradient in another order"])
-def test_any_strides_give_the_bits_of_contiguous_ones(kind: str) -> None:
-    value = torch.randn(2, 6, 4, 10).to(BF16)
-    make = {
-        "transposed": lambda v: v.transpose(0, 3).contiguous().transpose(0, 3),
-        "channels_last": lambda v: v.to(memory_format=torch.channels_last),
-        "gaps": lambda v: torch.cat([v, v], dim=3)[..., :10],
-        "misaligned": lambda v: torch.cat([v.flatten()[:1], v.flatten()])[1:].view(v.shape),
-    }.get(kind, lambda v: v.clone())
-    plain, other = torch.nn.Parameter(value.clone()), torch.nn.Parameter(make(value))
-    optimizers = [halfstep.AdamW([p], lr=1e-2, **LEAST) for p in (plain, other)]
-    for step in range(4):
-        grad = gradient(0, step, value.shape, BF16)
-        plain.grad = grad
-        other.grad = grad.contiguous(memory_format=torch.channels_last) if kind.startswith("gradient") else make(grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert same(held(optimizers[0], [plain]), held(optimizers[1], [other]))
-
-
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-@layouts
+@every_layout
 def test_a_resumed_run_draws_what_an_uninterrupted_one_would(layout: str) -> None:
     """The seed comes with the checkpoint, whatever the new optimizer was made with."""
     dtype, options = LAYOUTS[layout]
@@ -226,54 +181,38 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return rank_processes.run(sharded_noise.run, sharded_noise.WORLD, join=False)
 
 
-@pytest.mark.parametrize(("cut", "shape"), sharded_noise.CASES)
+def check_shards(shards: list[Any], whole: dict[str, torch.Tensor], piece: Any) -> None:
+    """Shards of every rank have the bits of the pieces of the whole."""
+    for rank, shard in enumerate(shards):
+        expected = {name: value if name == "step" else piece(value, rank) for name, value in whole.items()}
+        assert same_bits(shard, expected), rank
+
+
+CASES = [
+    *(("steps", cut, shape) for cut, shape in sharded_noise.CASES),
+    *(("coded", cut, shape) for cut, shape in sharded_noise.CODED_CASES),
+]
+
+
+@pytest.mark.parametrize(("what", "cut", "shape"), CASES)
 def test_shards_of_every_kind_have_the_bits_of_the_whole(
-    ranks: list[dict[str, Any]], cut: str, shape: tuple[int, ...]
+    ranks: list[dict[str, Any]], what: str, cut: str, shape: tuple[int, ...]
 ) -> None:
-    whole = sharded_noise.train(shape, lambda value: value)
-    for rank, result in enumerate(ranks):
-        shard = result["steps"][f"{cut} of {shape}"]
-        assert shard.keys() == whole.keys() == {"parameter", "step", "exp_avg", "exp_avg_sq"}
-        for name, tensor in whole.items():
-            expected = tensor if name == "step" else sharded_noise.piece(tensor, rank, cut)
-            assert shard[name].shape == expected.shape
-            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+    """Weights, moments, and codes with their exponents, which are sharded like their rows or blocks."""
+    whole = sharded_noise.train(shape, lambda value: value, **(sharded_noise.CODED if what == "coded" else {}))
+    assert len(whole) == (9 if what == "coded" else 4)
+    shards = [result[what][f"{cut} of {shape}"] for result in ranks]
+    check_shards(shards, whole, lambda value, rank: sharded_noise.piece(value, rank, cut))
 
 
-def test_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
-    whole = sharded_noise.train(sharded_noise.INTERLEAVED, lambda value: value)
-    for rank, result in enumerate(ranks):
-        shard = result["steps"]["interleaved"]
-        for name in ("parameter", "exp_avg", "exp_avg_sq"):
-            expected = sharded_noise.interleaved_piece(whole[name], rank)
-            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
+@pytest.mark.parametrize("what", ["steps", "coded"])
+def test_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]], what: str) -> None:
+    shape, options = ((32, 9, 40), sharded_noise.CODED) if what == "coded" else (sharded_noise.INTERLEAVED, {})
+    whole = sharded_noise.train(shape, lambda value: value, **options)
+    check_shards([result[what]["interleaved"] for result in ranks], whole, sharded_noise.interleaved_piece)
 
 
-@pytest.mark.parametrize(("cut", "shape"), sharded_noise.CODED_CASES)
-def test_shards_of_moments_in_8_bits_have_the_bits_of_the_whole(
-    ranks: list[dict[str, Any]], cut: str, shape: tuple[int, ...]
-) -> None:
-    """Codes, exponents and weights; exponents are sharded like the rows or the blocks that they belong to."""
-    whole = sharded_noise.train(shape, lambda value: value, **sharded_noise.CODED)
-    assert whole["exp_avg"].dtype == torch.uint8 and len(whole) == 9
-    for rank, result in enumerate(ranks):
-        shard = result["coded"][f"{cut} of {shape}"]
-        assert shard.keys() == whole.keys()
-        for name, tensor in whole.items():
-            expected = tensor if name == "step" else sharded_noise.piece(tensor, rank, cut)
-            assert shard[name].shape == expected.shape, (rank, name)
-            assert (bits(shard[name]) == bits(expected)).all(), (rank, name)
-
-
-def test_codes_of_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]]) -> None:
-    whole = sharded_noise.train((32, 9, 40), lambda value: value, **sharded_noise.CODED)
-    for rank, result in enumerate(ranks):
-        for name, tensor in result["coded"]["interleaved"].items():
-            expected = whole[name] if name == "step" else sharded_noise.interleaved_piece(whole[name], rank)
-            assert (bits(tensor) == bits(expected)).all(), (rank, name)
-
-
-def test_shards_that_would_cut_blocks_of_codes_are_refused(ranks: list[dict[str, Any]]) -> None:
+def test_parts_that_cut_blocks_or_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
         for (_, shape), message in zip(sharded_noise.UNFIT, result["refused codes"], strict=True):
             assert message.startswith(
@@ -284,10 +223,6 @@ def test_shards_that_would_cut_blocks_of_codes_are_refused(ranks: list[dict[str,
                 "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter "
                 "group of its own"
             )
-
-
-def test_parts_that_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
         first, second = result["refused"]
         assert "placements (Shard(dim=1), Shard(dim=2)) on a mesh of shape (2, 2)" in first
         for message in (first, second):

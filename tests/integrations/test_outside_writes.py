@@ -9,48 +9,31 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import some
 from oracles import BF16, FP16, bits
+from states import masters, same_bits, train
 from tolerances import ROUNDOFF
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.kernels.rounding import split_master
 
-KEPT = {
-    "split": (BF16, "split"),
-    "split24": (BF16, "split24"),
-    "full bf16": (BF16, "full"),
-    "full fp16": (FP16, "full"),
-}
-layouts = pytest.mark.parametrize("name", KEPT)
+pytestmark = pytest.mark.sample(3)
+
+LAYOUTS = some("split", "split24", "full", "fp16")
+layouts = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def trained(name: str, steps: int = 5, **options: Any) -> tuple[Any, Any]:
-    dtype, master = KEPT[name]
+    dtype, layout = LAYOUTS[name]
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 7)).to(dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, master_weights=master, **options)
-    train(model, optimizer, range(steps))
+    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, **layout, **options)
+    train(optimizer, range(steps))
     return model, optimizer
 
 
-def train(model: Any, optimizer: Any, steps: Any) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-        optimizer.step()
-
-
-def masters(optimizer: Any) -> list[torch.Tensor]:
-    return [state["master"].clone() for state in optimizer.canonical_state_dict()["state"].values()]
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all((bits(a) == bits(b)).all() for a, b in zip(left, right, strict=True))
-
-
-def weights(model: Any) -> list[torch.Tensor]:
+def weights_of(model: Any) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -63,7 +46,7 @@ def other_weights(model: Any) -> dict[str, torch.Tensor]:
 
 def rounded(master: torch.Tensor, name: str) -> torch.Tensor:
     """The weight of a master. A split rounds ties away from zero; with 8 bits of remainder they are common."""
-    return split_master(master)[0] if name.startswith("split") else master.to(KEPT[name][0])
+    return split_master(master)[0] if name.startswith("split") else master.to(LAYOUTS[name][0])
 
 
 def copy_in(model: Any, new: dict[str, torch.Tensor]) -> None:
@@ -141,21 +124,21 @@ def test_the_same_weights_written_again_keep_every_bit_of_the_master(
     kept = copy.deepcopy(model.state_dict())
     write(model, other_weights(model))
     write(model, kept)
-    assert same(masters(optimizer), before)
-    untouched, other = trained(name)
-    for m, o in ((model, optimizer), (untouched, other)):
-        train(m, o, range(5, 8))
-    assert same(masters(optimizer), masters(other))
+    assert same_bits(masters(optimizer), before)
+    _, other = trained(name)
+    for o in (optimizer, other):
+        train(o, range(5, 8))
+    assert same_bits(masters(optimizer), masters(other))
 
 
 @layouts
 def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
     """Pruning writes after every step. What it keeps is trained as if nothing had been written."""
-    dtype, master = KEPT[name]
+    dtype, layout = LAYOUTS[name]
     ends = []
     for masked in (True, False):
         p = torch.nn.Parameter(torch.ones(100).to(dtype))
-        optimizer = halfstep.AdamW([p], lr=1e-5, weight_decay=0.0, master_weights=master)
+        optimizer = halfstep.AdamW([p], lr=1e-5, weight_decay=0.0, **layout)
         mask = torch.arange(100) < 50
         for _ in range(100):
             p.grad = torch.ones_like(p)
@@ -183,7 +166,7 @@ def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
 
     copy_in(model, other_weights(model))
     with Watch():
-        train(model, optimizer, [5])
+        train(optimizer, [5])
         copy_in(model, other_weights(model))
         dict(optimizer.masters())
         optimizer.refresh_master()
@@ -197,23 +180,23 @@ def test_copies_of_an_optimizer_have_seen_what_was_written(name: str, copier: An
     model, optimizer = trained(name)
     new = other_weights(model)
     copy_in(model, new)
-    other_model, other = copier((model, optimizer))
-    train(model, optimizer, range(5, 7))
-    train(other_model, other, range(5, 7))
-    assert same(masters(optimizer), masters(other))
+    _, other = copier((model, optimizer))
+    train(optimizer, range(5, 7))
+    train(other, range(5, 7))
+    assert same_bits(masters(optimizer), masters(other))
     assert (masters(other)[0] - new["0.weight"].float()).abs().max() < 0.02
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("full bf16", FP16), ("full fp16", BF16), ("full bf16", BF16)])
+@pytest.mark.parametrize(("name", "dtype"), [("full", FP16), ("fp16", BF16), ("full", BF16)])
 def test_a_model_converted_to_another_dtype_keeps_the_masters(name: str, dtype: torch.dtype) -> None:
     """Conversion writes nothing new: the master still knows more than either."""
     model, optimizer = trained(name)
     before = masters(optimizer)
     model.to(dtype)
-    assert same(masters(optimizer), before)
+    assert same_bits(masters(optimizer), before)
     optimizer.param_groups[0]["lr"] = 0.0
-    train(model, optimizer, [5])
-    assert same(masters(optimizer), before)
+    train(optimizer, [5])
+    assert same_bits(masters(optimizer), before)
     assert all(torch.equal(p, m.to(dtype)) for p, m in zip(model.parameters(), before, strict=True))
 
 
@@ -231,30 +214,30 @@ def test_refresh_master_makes_masters_exactly_what_was_written(name: str, write:
     else:
         write(model, new)
     optimizer.refresh_master()
-    assert same(masters(optimizer), [value.float() for value in new.values()])
-    assert same(weights(model), list(new.values()))
+    assert same_bits(masters(optimizer), [value.float() for value in new.values()])
+    assert same_bits(weights_of(model), list(new.values()))
     # The continued run is that of an optimizer whose masters never knew more.
     fresh = copy.deepcopy(model)
-    other = halfstep.AdamW(fresh.parameters(), lr=1e-3, master_weights=KEPT[name][1])
+    other = halfstep.AdamW(fresh.parameters(), lr=1e-3, **LAYOUTS[name][1])
     saved = optimizer.canonical_state_dict()
     for state in saved["state"].values():
         del state["master"]
     other.load_state_dict(saved)
-    for m, o in ((model, optimizer), (fresh, other)):
-        train(m, o, range(5, 8))
-    assert same(masters(optimizer), masters(other))
+    for o in (optimizer, other):
+        train(o, range(5, 8))
+    assert same_bits(masters(optimizer), masters(other))
 
 
 @layouts
 def test_refresh_master_of_some_parameters_leaves_the_others(name: str) -> None:
     model, optimizer = trained(name)
-    before, visible = masters(optimizer), weights(model)
+    before, visible = masters(optimizer), weights_of(model)
     optimizer.refresh_master(model[0].weight)
     optimizer.refresh_master(iter([model[1].bias]))
     after = masters(optimizer)
     for index in (0, 3):
         assert torch.equal(after[index], visible[index].float()) and not torch.equal(after[index], before[index])
-    assert same(after[1:3], before[1:3])
+    assert same_bits(after[1:3], before[1:3])
 
 
 def test_refresh_master_without_state_or_master_does_nothing() -> None:
@@ -277,7 +260,7 @@ def test_refresh_master_refuses_tensors_that_are_not_its_own() -> None:
         match=r"Expected parameters\[1\] to be a parameter of this optimizer, but got another of shape \(2, 3\)",
     ):
         optimizer.refresh_master([model[0].weight, stranger])
-    assert same(masters(optimizer), before)
+    assert same_bits(masters(optimizer), before)
 
 
 # ---------------------------------------------------------------------------------------------------------- load order
@@ -293,8 +276,8 @@ def test_loading_the_saved_pair_in_either_order_keeps_every_bit(name: str, first
     loads = [lambda: resumed.load_state_dict(saved[0]), lambda: other.load_state_dict(saved[1])]
     for load in loads if first == "model" else reversed(loads):
         load()
-    assert same(masters(other), masters(optimizer))
-    assert same(weights(resumed), weights(model))
+    assert same_bits(masters(other), masters(optimizer))
+    assert same_bits(weights_of(resumed), weights_of(model))
 
 
 @layouts
@@ -305,6 +288,6 @@ def test_other_weights_loaded_after_the_optimizer_win(name: str) -> None:
     new = other_weights(resumed)
     resumed.load_state_dict(new)
     other.param_groups[0]["lr"] = 0.0
-    train(resumed, other, [5])
-    assert same(weights(resumed), list(new.values()))
+    train(other, [5])
+    assert same_bits(weights_of(resumed), list(new.values()))
     assert all(torch.equal(rounded(m, name), p) for m, p in zip(masters(other), resumed.parameters(), strict=True))

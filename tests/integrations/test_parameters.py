@@ -1,4 +1,4 @@
-"""Parameters of every kind in a training loop: tied, given twice, frozen, without elements, moved, compiled."""
+"""Parameters given twice, compiled steps, lazy negations, and `cast_parameters`: 16 bits, buffers as they were."""
 
 from __future__ import annotations
 
@@ -7,54 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import BF16, FP16, FP32, bits
+from layouts import some
+from oracles import BF16, FP32, bits
 from states import held, same
 from torch._dynamo.utils import counters
 
 import halfstep
+from halfstep.integrations.precision import cast_parameters
 
 pytestmark = pytest.mark.sample(3)
 
-KINDS = {
-    "fp32": (FP32, "auto"),
-    "split": (BF16, "split"),
-    "split24": (BF16, "split24"),
-    "full": (FP16, "full"),
-    "none": (BF16, None),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-class Tied(torch.nn.Module):
-    """A language model's embedding, which is its output layer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(11, 6)
-        self.head = torch.nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(tokens))
-
-
-@kinds
-def test_a_tied_parameter_is_stepped_once_with_both_gradients(kind: str) -> None:
-    dtype, master = KINDS[kind]
-    torch.manual_seed(0)
-    model = Tied().to(BF16).to(dtype)
-    alone = torch.nn.Parameter(model.embedding.weight.detach().clone())
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master)
-    other = halfstep.AdamW([alone], lr=1e-2, master_weights=master)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.arange(11)).float().square().mean().backward()
-        alone.grad = model.embedding.weight.grad.clone()
-        optimizer.step()
-        other.step()
-        assert float(optimizer.state[model.head.weight]["step"]) == step + 1
-    assert same(held(optimizer, model.parameters()), held(other, [alone]))
-    assert model.head.weight is model.embedding.weight
+LAYOUTS = {**some("fp32", "split", "fp16"), "none": (BF16, {"master_weights": None})}
+kinds = pytest.mark.parametrize("kind", LAYOUTS)
 
 
 @kinds
@@ -62,11 +26,11 @@ def test_a_tied_parameter_is_stepped_once_with_both_gradients(kind: str) -> None
 def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backend: str) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
-    dtype, master = KINDS[kind]
+    dtype, options = LAYOUTS[kind]
     p, q, once = (torch.nn.Parameter(torch.ones(50, dtype=dtype)) for _ in range(3))
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = halfstep.AdamW([p, q, p], lr=1e-2, master_weights=master)
-    single = halfstep.AdamW([once], lr=1e-2, master_weights=master)
+        optimizer = halfstep.AdamW([p, q, p], lr=1e-2, **options)
+    single = halfstep.AdamW([once], lr=1e-2, **options)
     with halfstep.backend(backend):
         for _ in range(3):
             for one in (p, q, once):
@@ -82,19 +46,19 @@ def test_a_parameter_given_twice_is_warned_of_and_stepped_once(kind: str, backen
 # -------------------------------------------------------------------------------------------------------------- compile
 
 
-def training(dtype: torch.dtype, master: Any) -> tuple[Any, Any]:
+def training(dtype: torch.dtype, options: dict[str, Any]) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(BF16).to(dtype)
-    return model, halfstep.AdamW(model.parameters(), lr=1e-2, master_weights=master, max_grad_norm=1.0)
+    return model, halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, **options)
 
 
 @kinds
 def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
     """Forward and backward are one graph each; what Dynamo does not trace of torch itself (`backward`) is not ours."""
-    dtype, master = KINDS[kind]
+    dtype, options = LAYOUTS[kind]
     results = []
     for compiled in (False, True):
-        model, optimizer = training(dtype, master)
+        model, optimizer = training(dtype, options)
 
         def loss_of(x: torch.Tensor, model: Any = model) -> torch.Tensor:
             return model(x).float().square().mean()
@@ -133,7 +97,7 @@ def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -
     """The whole AMP step in one compiled function: the scaler's calls run as they are; nothing is compiled twice."""
     results, scales = [], []
     for compiled in (False, True):
-        model, optimizer = training(FP32, "auto")
+        model, optimizer = training(FP32, {})
         scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
 
         def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, scaler: Any = scaler) -> torch.Tensor:
@@ -183,3 +147,53 @@ def test_lazy_negations_are_stepped_with_their_sign(backend: str, master_weights
                 optimizer.step()
             stepped.append(parameter.detach().resolve_neg())
         assert torch.equal(*stepped)
+
+
+# ---------------------------------------------------------------------------------------------------- cast_parameters
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1 / 10000 ** (torch.arange(0, 8, 2) / 8))
+        self.embedding, self.head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.numbers = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_are_cast_and_buffers_are_not(dtype: torch.dtype) -> None:
+    model = Rotary()
+    before = dict(model.named_parameters())
+    model.embedding.weight.grad = torch.ones(11, 8)
+    values = {name: p.detach().to(dtype) for name, p in before.items() if p.is_floating_point()}
+    assert cast_parameters(model, dtype) is model
+    after = dict(model.named_parameters())
+    assert all(after[name] is before[name] for name in before) and model.head.weight is model.embedding.weight
+    assert {name: p.detach() for name, p in after.items()}.keys() == before.keys()
+    for name, value in values.items():
+        assert torch.equal(after[name].detach(), value) and after[name].dtype == dtype and after[name].grad is None
+    assert after["numbers"].dtype == torch.int64
+    assert all(buffer.dtype != dtype for buffer in model.buffers())
+
+
+def test_the_doctor_has_no_complaint_about_the_buffers() -> None:
+    model = cast_parameters(Rotary())
+    assert "buffers-in-16-bits" not in halfstep.doctor(model, halfstep.AdamW(model.parameters())).names
+    there = Rotary().to(torch.bfloat16)
+    assert "buffers-in-16-bits" in halfstep.doctor(there, halfstep.AdamW(there.parameters())).names
+
+
+def test_it_trains_and_goes_back_to_fp32() -> None:
+    model = cast_parameters(torch.nn.Linear(4, 2))
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert cast_parameters(model, torch.float32).weight.dtype == torch.float32
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Expected dtype to be torch\.bfloat16, .* but got torch\.int8"):
+        cast_parameters(torch.nn.Linear(2, 2), torch.int8)

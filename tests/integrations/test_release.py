@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import warnings
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import interrupts
 import pytest
 import torch
 from errors import error_of
-from release_models import BF16, Net, Wrapped, gradient_bytes, loss_of, made, same
+from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from torch._dynamo.utils import counters
 from torch.nn import Embedding, Linear, Module
 
@@ -34,6 +34,19 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {"maximize": True}),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def _started(offloads: bool, bucket_bytes: int = BUCKET_BYTES) -> tuple[Net, Any]:
+    """A model whose steps are in its backward, on the device or on the host."""
+    net = made()
+    if offloads:
+        return net, OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=bucket_bytes)
+    optimizer = halfstep.AdamW(net.parameters())
+    step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
+    return net, optimizer
+
+
+both = pytest.mark.parametrize("offloads", [False, True])
 
 
 def _train(
@@ -114,23 +127,6 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     assert max(seen) == 2 * trained
 
 
-def test_hooks_and_schedulers_follow_step() -> None:
-    net, called = made(), []
-    optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
-    step_in_backward(net, optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-    optimizer.register_step_post_hook(lambda *_: called.append("after"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            loss_of(net, step).backward()
-            optimizer.step()
-            scheduler.step()
-    assert called == ["before", "after"] * 3
-    assert optimizer.param_groups[0]["lr"] == 0.01 / 8
-
-
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -191,14 +187,6 @@ def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not
     assert True in ends and False in ends
 
 
-def test_a_wrapped_optimizer() -> None:
-    net = made()
-    optimizer = halfstep.AdamW(net.parameters())
-    step_in_backward(net, Wrapped(optimizer))  # type: ignore[arg-type]
-    loss_of(net, 1).backward()
-    assert gradient_bytes(net) == 0 and optimizer.state[net.first.weight]["step"] == 1
-
-
 def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
@@ -208,16 +196,10 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
         loss_of(net, 1).backward()
         torch.autograd.grad(loss_of(net, 1), [weight])  # stores nothing
         assert weight.grad is not None
-        for call in (
-            lambda: torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+        for call in (  # others are in test_user_loops.py
             lambda: torch.nn.utils.clip_grad_norm_([weight], 1.0),
-            lambda: torch.nn.utils.clip_grad_value_(net.parameters(), 1.0),
-            lambda: torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]),
-            lambda: weight.grad.mul_(0.5),  # type: ignore[union-attr]
-            lambda: weight.grad.__iadd__(1.0),  # type: ignore[union-attr]
             lambda: weight.grad.t()[0].zero_(),  # type: ignore[union-attr]
             lambda: weight.grad.tolist(),  # type: ignore[union-attr]
-            lambda: weight.grad.float().numpy(),  # type: ignore[union-attr]
             lambda: torch.zeros(24, 12).copy_(weight.grad),  # type: ignore[arg-type]
             others.step,
         ):
@@ -226,45 +208,44 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_a_second_gradient_before_the_step_is_refused(offloads: bool) -> None:
-    """It would be another step, where a step after the backward adds gradients, or `zero_grad` discards them."""
-    net = made()
-    optimizer: Any = halfstep.AdamW(net.parameters())
-    if offloads:
-        optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
-    else:
-        step_in_backward(net, optimizer)
+@both
+def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
+    """That these are refused is in test_user_loops.py."""
+    net, optimizer = _started(offloads, bucket_bytes=1)
     remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
-    for between in (lambda: None, optimizer.zero_grad, net.zero_grad):
+
+    def backward() -> None:
         loss_of(net, 1).backward()
-        optimizer.step()
-        loss_of(net, 1).backward()
-        between()
-        assert remedy in error_of(RuntimeError, lambda: loss_of(net, 1).backward())
-        net.zero_grad()
-        net.first.weight.grad = torch.ones_like(net.first.weight)
-        assert remedy in error_of(RuntimeError, optimizer.step)
-        net.zero_grad()
-        assert "got None as .grad" in error_of(RuntimeError, optimizer.step).replace("\n", " ")
-        optimizer.step()  # nothing is left of that step
-        loss_of(net, 1).backward()
-        optimizer.param_groups[0]["lr"] *= 0.5
-        assert "got other ones, such as another lr" in error_of(RuntimeError, optimizer.step)
-        net.zero_grad()
-    loss_of(net, 1).backward()
+
+    optimizer.step()  # before the first backward
+    backward()
+    optimizer.step()
+    text = error_of(RuntimeError, optimizer.step)
+    assert "before each step(), but got none since the last step()" in text and "call zero_grad()" in text
+    net.zero_grad()
+    backward()
+    assert remedy in error_of(RuntimeError, backward)
+    net.zero_grad()
+    net.first.weight.grad = torch.ones_like(net.first.weight)
+    assert remedy in error_of(RuntimeError, optimizer.step)
+    net.zero_grad()
+    assert "got None as .grad" in error_of(RuntimeError, optimizer.step).replace("\n", " ")
+    optimizer.step()  # nothing is left of that step
+    backward()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    assert "got other ones, such as another lr" in error_of(RuntimeError, optimizer.step)
+    net.zero_grad()
+    backward()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loss_of(net, 1).backward()  # goes on from another step
+    backward()  # goes on from another step
+    net.zero_grad(set_to_none=False)
+    assert "got zeros as .grad" in error_of(RuntimeError, optimizer.step)
 
 
-@pytest.mark.parametrize("offloads", [False, True])
+@both
 def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded(offloads: bool) -> None:
-    net, expected = made(), made()
-    optimizer: Any = halfstep.AdamW(net.parameters())
-    if offloads:
-        optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
-    else:
-        step_in_backward(net, optimizer, bucket_bytes=1)
+    net, optimizer = _started(offloads, bucket_bytes=1)
+    expected = made()
     after = halfstep.AdamW(expected.parameters())
     loss_of(expected, 1).backward()
     after.step()
@@ -293,31 +274,11 @@ def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded
     assert same((net, optimizer), (expected, after))
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_a_second_step_after_a_backward_is_refused_unless_gradients_were_cleared(offloads: bool) -> None:
-    net = made()
-    optimizer: Any = halfstep.AdamW(net.parameters())
-    if offloads:
-        optimizer = OffloadedAdamW(net.parameters(), in_backward="step")
-    else:
-        step_in_backward(net, optimizer)
-    optimizer.step()  # before the first backward
-    for clear in (optimizer.zero_grad, net.zero_grad):
-        loss_of(net, 1).backward()
-        optimizer.step()
-        text = error_of(RuntimeError, optimizer.step)
-        assert "before each step(), but got none since the last step()" in text and "call zero_grad()" in text
-        clear()
-        optimizer.step()
-    loss_of(net, 1).backward()
-    net.zero_grad(set_to_none=False)
-    assert "got zeros as .grad" in error_of(RuntimeError, optimizer.step)
-
-
 def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
-    step_in_backward(net, optimizer)
+    accelerated: Any = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
+    step_in_backward(net, accelerated)
     loss_of(net, 1).backward()
     grad = net.first.weight.grad
     assert grad is not None and grad.detach().dtype == grad.data.dtype == BF16 and grad.t().shape == (12, 24)
@@ -334,13 +295,13 @@ def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
     others.step()
     assert same((net, optimizer), (expected, others))
     assert net.first.weight.grad is not None
-    del optimizer
+    del optimizer, accelerated
     gc.collect()
     loss_of(net, 1).backward()
     assert gradient_bytes(net) > 0
 
 
-@pytest.mark.parametrize("offloads", [False, True])
+@both
 def test_hooks_are_not_compiled(offloads: bool) -> None:
     """If a compiled function calls the backward."""
     net = made()
@@ -368,27 +329,6 @@ def test_the_handle_and_the_optimizer_die_with_the_model() -> None:
     references = dead()
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
-
-
-def test_copies_of_model_and_optimizer_step_by_step() -> None:
-    net = made()
-    optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
-    step_in_backward(net, optimizer)
-    loss_of(net, 1).backward()
-    copied = copy.deepcopy(net)
-    loss_of(copied, 1).backward()
-    assert gradient_bytes(copied) > 0
-    other = halfstep.AdamW(copied.parameters(), lr=0.01)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step_in_backward(copied, other).remove()
-    other.step()
-    optimizer.step()
-    loss_of(net, 1).backward()
-    assert same((net, optimizer), (copied, other))
-
-
-def test_under_a_default_dtype(default_bf16: None) -> None:
-    assert same(_train("bf16 split", 400), _train("bf16 split", None))
 
 
 def test_on_meta_tensors_and_under_a_default_device() -> None:
@@ -441,14 +381,3 @@ def test_errors() -> None:
     handle.remove()
     handle.remove()
     step_in_backward(net, optimizer)
-
-
-@pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler])
-def test_a_scaler_raises_instead_of_passing_over_the_step(kind: type[torch.amp.GradScaler]) -> None:
-    net = made()
-    optimizer = halfstep.AdamW(net.parameters())
-    step_in_backward(net, optimizer)
-    scaler = kind("cpu")
-    scaler.scale(loss_of(net, 1)).backward()
-    with pytest.raises(RuntimeError, match=r"used and freed.* pass scaler="):
-        scaler.step(optimizer)

@@ -230,8 +230,7 @@ def settled(model: Model, **options: Any) -> tuple[list[torch.nn.Parameter], hal
     for _ in range(2):
         give(parameters, 1.0)
         scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
+        amp_step(scaler, optimizer)
         scaler.last_step_skipped()
     torch.cuda.synchronize()
     model.blocking.clear()
@@ -277,8 +276,7 @@ def test_an_amp_step_waits_for_nothing(kernels: str, way: str, case: str) -> Non
             if step == 2:
                 parameters[3].grad.fill_(torch.inf)  # type: ignore[union-attr]
             call(scaler, optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            amp_step(scaler, optimizer)
             scaler.last_step_skipped()
         torch.cuda.set_sync_debug_mode("default")
         assert (model.blocking, model.pageable) == ([], [])
@@ -309,18 +307,15 @@ def test_the_mirror_is_not_asked_while_a_graph_is_captured() -> None:
         assert scaler.last_step_skipped() is False
 
         def step() -> None:
-            scaler.step(optimizer)
-            scaler.update()
+            amp_step(scaler, optimizer)
             assert scaler.last_step_skipped() is False and scaler.skips_known() == 0
 
-        scaler.step(optimizer)
-        scaler.update()  # whose numbers are on their way
+        amp_step(scaler, optimizer)  # whose numbers are on their way
         graph = captured(step)
         for parameter in parameters:
             parameter.grad.fill_(torch.inf)  # type: ignore[union-attr]
         graph.replay()
-        scaler.step(optimizer)
-        scaler.update()
+        amp_step(scaler, optimizer)
         torch.cuda.synchronize()
         assert scaler.last_step_skipped() is True and scaler.skips_known() == 2
 

@@ -8,96 +8,47 @@ documentation. The plain optimizer has the bits of its reference, and in fp32 ag
 from __future__ import annotations
 
 import functools
-import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
+import mistakes
 import pytest
 import torch
 from tolerances import ADAM_AGAINST_TORCH
 from torch import Tensor
-from user_loops import LAYOUTS, OFFLOADED, PROGRAMS, Run, differences, has_trained, results
+from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, PROGRAMS, REMEDY, Run, differences, has_trained, results
 
 import halfstep
 
-LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != torch.float32]
 IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed the gradients when a backward returns
-REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)
 
 # What cannot be done when the gradients are used in the backward. Each of these loops must be refused.
-REFUSED: dict[str, tuple[str, ...]] = {
-    "reads or writes the gradients of the whole model after the backward": (
-        "clip_grad_norm",
-        "clip_grad_norm_and_model_zero_grad",
-        "clip_grad_norm_of_groups",
-        "clip_infinity_norm_of_one_module",
-        "clip_in_two_calls",
-        "clip_grad_value",
-        "clip_each_gradient_by_hand",
-        "clip_the_norm_by_hand",
-        "clip_with_foreach",
-        "adaptive_clipping",
-        "clipped_by_the_optimizer",
-        "norm_of_gradients_in_the_log",
-        "norm_of_gradients_in_the_log_after_the_step",
-        "histogram_of_gradients",
-        "flat_vector_of_gradients",
-        "gradients_as_numpy",
-        "centralized_gradients",
-        "noise_on_gradients",
-        "gradients_replaced_by_others",
-        "decay_added_to_gradients",
-        "a_row_without_gradient",
-        "masked_gradients",
-        "nan_gradients_set_to_zero",
-        "a_step_skipped_for_nan_gradients",
-        "sharpness_aware",
-        "averaged_by_hand",
-        "slow_gradients",
-        "accumulation_without_sync_clipped",
-        "accumulation_divided_at_the_end",
-        "hooks_after_accumulation_after_the_optimizer",
-        "hooks_that_add_decay_to_gradients",
-        "gradients_of_two_tasks_projected",
-        "two_steps_with_the_same_gradients",
-        "ppo",
-        "nanogpt",
-        "mingpt",
-    ),
-    "scales the loss, and must know about all gradients whether they are finite": (
-        "scaler_of_torch",
-        "scaler_of_torch_clipped",
-        "scaler_of_ours",
-        "scaler_of_ours_in_fp16_that_overflows",
-        "scaler_of_ours_clipped",
-        "timm",
-    ),
-    "has several backwards in a step, and does not say so": (
-        "accumulation",
-        "accumulation_and_model_zero_grad",
-        "two_losses_in_two_backwards",
-        "reentrant_checkpoints_that_share_a_block",
-        "gan",
-    ),
-    "discards gradients after the backward that has used them": (
-        "gradients_of_one_layer_dropped",
-        "a_step_skipped_after_the_backward",
-        "a_step_skipped_and_zeroed_at_the_top",
-        "an_exception_in_a_backward",
-        "adversarial_training",
-        "gan_in_one_backward_each",
-        "td3_with_a_delayed_actor",
-    ),
-    "sets an option after the backward that has used it": ("learning_rate_set_between_backward_and_step",),
+REFUSED = {
+    "reads or writes the gradients of the whole model after the backward": """
+        clip_grad_norm clip_grad_norm_and_model_zero_grad clip_grad_norm_of_groups clip_infinity_norm_of_one_module
+        clip_in_two_calls clip_grad_value clip_each_gradient_by_hand clip_the_norm_by_hand clip_with_foreach
+        adaptive_clipping clipped_by_the_optimizer norm_of_gradients_in_the_log
+        norm_of_gradients_in_the_log_after_the_step histogram_of_gradients flat_vector_of_gradients gradients_as_numpy
+        centralized_gradients noise_on_gradients gradients_replaced_by_others decay_added_to_gradients
+        a_row_without_gradient masked_gradients nan_gradients_set_to_zero a_step_skipped_for_nan_gradients
+        sharpness_aware averaged_by_hand slow_gradients accumulation_without_sync_clipped
+        accumulation_divided_at_the_end hooks_after_accumulation_after_the_optimizer hooks_that_add_decay_to_gradients
+        gradients_of_two_tasks_projected two_steps_with_the_same_gradients ppo nanogpt mingpt""",
+    "scales the loss, and must know about all gradients whether they are finite": """
+        scaler_of_torch scaler_of_torch_clipped scaler_of_ours scaler_of_ours_in_fp16_that_overflows
+        scaler_of_ours_clipped timm""",
+    "has several backwards in a step, and does not say so": """
+        accumulation accumulation_and_model_zero_grad two_losses_in_two_backwards
+        reentrant_checkpoints_that_share_a_block gan""",
+    "discards gradients after the backward that has used them": """
+        gradients_of_one_layer_dropped a_step_skipped_after_the_backward a_step_skipped_and_zeroed_at_the_top
+        an_exception_in_a_backward adversarial_training gan_in_one_backward_each td3_with_a_delayed_actor""",
+    "sets an option after the backward that has used it": "learning_rate_set_between_backward_and_step",
 }
 # `in_backward="step"` has no context for the micro-batches before the last one, as steps in the backward have.
-REFUSED_BY_OFFLOAD_STEP = (
-    "accumulation_without_sync",
-    "accumulation_with_an_odd_last_batch",
-    "accumulated_gradients_discarded",
-    "two_backwards_of_one_graph",
-    "litgpt",
-    "mmengine",
-)
+REFUSED_BY_OFFLOAD_STEP = """
+    accumulation_without_sync accumulation_with_an_odd_last_batch accumulated_gradients_discarded
+    two_backwards_of_one_graph litgpt mmengine""".split()
 # What differs and cannot be noticed: the weights between backward and step are those after the step.
 DIFFERENT = (
     "decay_by_hand_between_backward_and_step",
@@ -110,7 +61,7 @@ NOT_AS_TORCH = (
     "direct_preference_optimization",  # the gradient of a bias is 0 but for rounding (2e-8), and Adam divides by it
 )
 
-refused = {(name, way) for names in REFUSED.values() for name in names for way in IN_BACKWARD}
+refused = {(name, way) for name in " ".join(REFUSED.values()).split() for way in IN_BACKWARD}
 refused |= {(name, "offload step") for name in REFUSED_BY_OFFLOAD_STEP}
 different = {(name, way) for name in DIFFERENT for way in IN_BACKWARD}
 
@@ -187,10 +138,32 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 
 def test_the_tables_name_programs() -> None:
-    named = [
-        *(name for names in REFUSED.values() for name in names),
-        *REFUSED_BY_OFFLOAD_STEP,
-        *DIFFERENT,
-        *NOT_AS_TORCH,
-    ]
-    assert len(PROGRAMS) >= 100 and set(named) <= set(PROGRAMS) and len(set(named)) == len(named)
+    tables = [*" ".join(REFUSED.values()).split(), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *NOT_AS_TORCH]
+    assert len(PROGRAMS) >= 160 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
+
+
+# ------------------------------------------------------------------------------------------- random loops with mistakes
+
+LOOPS = 30  # `python tests/support/mistakes.py --loops N --seed S` runs others
+
+
+@pytest.mark.parametrize("way", mistakes.WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_16_BITS)
+def test_mistakes_have_the_bits_of_the_plain_optimizer_or_are_refused(layout: str, way: str) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(LOOPS):
+        actions = mistakes.loop_of(seed)
+        assert mistakes.is_allowed(actions)
+        text = mistakes.verdict(way, layout, actions)
+        counts[text] += 1
+        if mistakes.is_wrong(text):
+            wrong = mistakes.shortened(actions, lambda tried: mistakes.is_wrong(mistakes.verdict(way, layout, tried)))
+            pytest.fail(f"loop {seed}, {' '.join(wrong)}: {mistakes.verdict(way, layout, wrong)}")
+    assert counts["same bits"]
+
+
+def test_loops_contain_every_action() -> None:
+    """And a loop that cannot differ is not called wrong."""
+    drawn = {action for seed in range(3 * LOOPS) for action in mistakes.loop_of(seed)}
+    assert drawn == set(mistakes.ACTIONS)
+    assert mistakes.verdict("plain", "split", mistakes.loop_of(0)) == "same bits"

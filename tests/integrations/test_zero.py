@@ -48,12 +48,21 @@ def _step(optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
+def _divided(shapes: Any = SMALL, weights: Any = None, **options: Any) -> ZeroRedundancyOptimizer:
+    """With the weights of another optimizer, if they are given."""
+    groups = _groups(shapes)
+    if weights is not None:
+        for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
+            parameter.data.copy_(weight)
+    return ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW, **options)
+
+
 def _weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def test_the_learning_rate_is_that_of_a_schedule() -> None:
-    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    divided = _divided()
     schedule = torch.optim.lr_scheduler.ExponentialLR(divided, 0.5)
     _step(divided, 1)
     schedule.step()
@@ -63,7 +72,7 @@ def test_the_learning_rate_is_that_of_a_schedule() -> None:
 @layouts
 def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any) -> None:
     plain = halfstep.AdamW(_groups(shapes), **options)
-    divided = ZeroRedundancyOptimizer(_groups(shapes), optimizer_class=halfstep.AdamW, **options)
+    divided = _divided(shapes, **options)
     for optimizer in (plain, divided):
         _step(optimizer, 1)
     assert differences(plain.state_dict(), zero.state_dict(divided)) == []
@@ -72,9 +81,8 @@ def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any
 
 
 def test_which_state_is_gathered_is_named() -> None:
-    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
     with pytest.raises(ValueError, match=re.escape("Expected optimizer_state to be 'canonical' or 'held', but got")):
-        zero.state_dict(divided, optimizer_state="compact")  # type: ignore[arg-type]
+        zero.state_dict(_divided(), optimizer_state="compact")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["canonical", "held"])
@@ -84,10 +92,7 @@ def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, opt
     plain = halfstep.AdamW(_groups(shapes), **options)
     _step(plain, 1)
     state, weights = plain.state_dict() if form == "held" else plain.canonical_state_dict(), _weights(plain)
-    groups = _groups(shapes)
-    for parameter, weight in zip((p for g in groups for p in g["params"]), weights, strict=True):  # type: ignore[attr-defined]
-        parameter.data.copy_(weight)
-    divided = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW, **options)
+    divided = _divided(shapes, weights, **options)
     zero.load_state_dict(divided, state)
     remainder = torch.int8 if options else torch.int16
     assert all(entry["master"].dtype == remainder for entry in divided.optim.state.values())
@@ -105,14 +110,11 @@ def test_what_is_loaded_goes_through_the_optimizers_own_loading(shapes: Any, opt
 )
 def test_canonical_state_that_torch_loads_goes_on_alike(shapes: Any, options: Any) -> None:
     """`ZeroRedundancyOptimizer.load_state_dict` assigns entries past the optimizer, whose next step takes them over."""
-    divided = ZeroRedundancyOptimizer(_groups(shapes), optimizer_class=halfstep.AdamW, **options)
+    divided = _divided(shapes, **options)
     _step(divided, 1)
     divided.consolidate_state_dict()
     state = {**divided.state_dict(), "state": zero.state_dict(divided, optimizer_state="canonical")["state"]}
-    groups = _groups(shapes)
-    for parameter, weight in zip((p for g in groups for p in g["params"]), _weights(divided), strict=True):  # type: ignore[attr-defined]
-        parameter.data.copy_(weight)
-    resumed = ZeroRedundancyOptimizer(groups, optimizer_class=halfstep.AdamW, **options)
+    resumed = _divided(shapes, _weights(divided), **options)
     resumed.load_state_dict(state)
     for optimizer in (divided, resumed):
         _step(optimizer, 2)
@@ -130,7 +132,7 @@ def test_a_step_count_returns_to_the_device_of_its_parameter() -> None:
 
 
 def test_another_model_is_refused_and_nothing_touched() -> None:
-    divided = ZeroRedundancyOptimizer(_groups(), optimizer_class=halfstep.AdamW)
+    divided = _divided()
     _step(divided, 1)
     before = zero.state_dict(divided)
     groups = _groups()

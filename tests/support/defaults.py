@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from layouts import LAYOUTS
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -181,27 +182,17 @@ def codes(data: Data) -> Iterator[Any]:
     yield halfstep.formats["fp16"].max
 
 
-LAYOUTS = [
-    *(dict(dtype=F32, **more) for more in ({}, {"amsgrad": True}, {"state_dtype": BF16}, {"maximize": True})),
-    *(dict(dtype=F16, master_weights=master) for master in ("full", None)),
-    *(dict(dtype=BF16, master_weights=master) for master in ("full", "split", None)),
-    dict(dtype=BF16, master_weights="split", state_dtype=BF16, rounding="stochastic", seed=3),
-    dict(dtype=F16, master_weights=None, rounding="stochastic", amsgrad=True),
-]
-
-
 def optimizers(data: Data) -> Iterator[Any]:
-    for number_of, (kind, layout) in enumerate(itertools.product((halfstep.Adam, halfstep.AdamW), LAYOUTS)):
-        options = {key: value for key, value in layout.items() if key != "dtype"}
+    for number_of, (dtype, options) in enumerate(LAYOUTS.values()):
+        kind = halfstep.Adam if number_of % 2 else halfstep.AdamW
+        options = {**options, "seed": 3, "amsgrad": number_of % 4 == 1, "maximize": number_of % 5 == 2}
         lr = number(1e-2) if number_of % 2 else 1e-2
         limit = 0.5 if number_of % 3 == 0 else None
-        parameters = [
-            torch.nn.Parameter(data.normal(*shape, dtype=layout["dtype"])) for shape in ((), (3, 40), (4100,), (0,))
-        ]
+        parameters = [torch.nn.Parameter(data.normal(*shape, dtype=dtype)) for shape in ((), (3, 40), (4100,), (0,))]
         optimizer = kind(parameters, lr=lr, weight_decay=0.1, max_grad_norm=limit, **options)
         for _ in range(2):
             for parameter in parameters:
-                parameter.grad = data.normal(*parameter.shape, dtype=layout["dtype"])
+                parameter.grad = data.normal(*parameter.shape, dtype=dtype)
             optimizer.step()
         saved = optimizer.state_dict()
         other = kind([torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters], lr=lr, **options)

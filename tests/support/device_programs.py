@@ -59,20 +59,9 @@ OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "torch's fused AdamW on the GPU": (lambda index: True, partial(torch.optim.AdamW, fused=True)),
 }
 STEPS = (
-    *["step"] * 4,
-    "accumulate",
-    "clip",
-    "unscale",
-    "clip_by_torch",
-    "rate",
-    "check",
-    "count",
-    "save",
-    "load",
-    "file",
+    *(*["step"] * 4, "accumulate", "clip", "unscale", "clip_by_torch", "rate", "check", "count"),
+    *("save", "load", "file"),
 )
-
-
 WITHOUT_SEED = ("save", "load", "file")
 Operations = Sequence[tuple[str, tuple[Any, ...]]]  # names of methods of `Program` and their arguments
 
@@ -201,13 +190,13 @@ class Program:
         for device, other in ((CPU, self.gpu), (self.gpu, CPU)):
             factor = torch.full((), 0.5, device=other) * (1 + seed % 3)
             grads = [integers(shape, dtype, seed + n, device) for n, (shape, dtype) in enumerate(SHAPES)]
-            self.answers += halfstep.foreach_check(grads, factor)
+            self.answers += halfstep.foreach_check(grads, factor.double().reshape(1))
             self.answers += halfstep.foreach_unscale_(grads, factor)
             self.answers += [*grads, *halfstep.foreach_cast(grads, FP16)]
 
     def count(self, seed: int) -> None:
         """Counts of tensors on both devices, scaled by a tensor on one of them."""
-        tensors = [integers((99,), FP32, seed, device) for device in (CPU, self.gpu)]
+        tensors = [integers((99,), dtype, seed, on) for on in (CPU, self.gpu) for dtype in (FP32, torch.float64)]
         scale = torch.full((), 2.0, device=self.gpu if seed % 2 else CPU) ** -(seed % 20)
         found = halfstep.statistics(tensors, "fp16", scale=scale)
         self.answers.append(lambda: str(found.as_dict()))

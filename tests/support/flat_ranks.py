@@ -1,13 +1,22 @@
-"""A rank of two that saves and loads flat optimizer states, for test_flat_state.py."""
+"""Flat optimizer states, as torchtitan saves them, from each wrapping into each; and models sharded too late.
+
+For test_cases_on_ranks.py.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from layouts import some
+from states import same_bits
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -18,21 +27,12 @@ import halfstep
 WORLD = 2
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 WRAPPINGS = ("single", "ddp", "fsdp1", "fsdp2")
-# By name: the parameters' dtype and further options.
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "split": (torch.bfloat16, {}),
-    "full": (torch.float16, {}),
-    "split24, 8-bit state": (
-        torch.bfloat16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
-    "split, bf16 state": (torch.bfloat16, {"state_dtype": torch.bfloat16, "rounding": "stochastic", "seed": 5}),
-}
+LAYOUTS = some("split", "fp16", "split24, 8 bits", "split, bf16")
 
 
 def wrappings_of(layout: str) -> tuple[str, ...]:
     """The wrappings in which a layout can be stepped: not FSDP1's flat parameters with codes in rows."""
-    return tuple(one for one in WRAPPINGS if not ("8-bit" in layout and one == "fsdp1"))
+    return tuple(one for one in WRAPPINGS if not ("8 bits" in layout and one == "fsdp1"))
 
 
 def loaders(layout: str, saver: str) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def loaders(layout: str, saver: str) -> tuple[str, ...]:
 
 def _inputs(layout: str) -> int:
     """Columns of the first matrix, which has 7 rows: of more than 4,096 elements, with a short block, for codes."""
-    return 600 if "8-bit" in layout else 5
+    return 600 if "8 bits" in layout else 5
 
 
 def made(wrapping: str, layout: str) -> tuple[torch.nn.Module, Any]:
@@ -87,63 +87,70 @@ def whole(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def save(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
+def save(folder: Path, wrapping: str, layout: str, no_dist: bool = False) -> dict[str, torch.Tensor]:
     """Train and save. Returns the saved state."""
     model, optimizer = made(wrapping, layout)
     train(model, optimizer, _inputs(layout))
     weights, state = get_state_dict(model, optimizer, options=FLAT)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder, no_dist=no_dist)
     return whole(model, optimizer)
 
 
-def load(folder: Path, wrapping: str, layout: str) -> dict[str, torch.Tensor]:
+def load(folder: Path, wrapping: str, layout: str, no_dist: bool = False) -> dict[str, torch.Tensor]:
     """What was loaded."""
     model, optimizer = made(wrapping, layout)
     weights, state = get_state_dict(model, optimizer, options=FLAT)
     read = {"model": weights, "optimizer": state}
-    dcp.load(read, checkpoint_id=folder)
+    dcp.load(read, checkpoint_id=folder, no_dist=no_dist)
     set_state_dict(model, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=FLAT)
     lrs = [group["lr"] for group in optimizer.param_groups]
     assert lrs == [0.1, 0.2], lrs
     return whole(model, optimizer)
 
 
-def sharded_later() -> list[str]:
-    """The warnings of an optimizer that was created before `fully_shard`, in three steps."""
+def an_optimizer_made_before_the_model_was_sharded_says_so_once() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
+    (said,) = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert said.startswith("none of the 2 parameters of this optimizer has a gradient, while DTensors of the same")
+    assert said.endswith("it trains nothing; make the optimizer after fully_shard")
     other = halfstep.AdamW(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         other.step()
         other.zero_grad()
         other.step()
-    return [str(one.message) for one in said if issubclass(one.category, UserWarning)]
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
-    """Load the checkpoint of every wrapping and of one process into every other one."""
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    wrong, compared = [], 0
-    for layout in LAYOUTS:
-        for saver in wrappings_of(layout):
-            path = folder / f"{saver}, {layout}"
-            if saver == "single":
-                saved = torch.load(path.with_suffix(".pt"), weights_only=True)
-            else:
-                saved = save(path, saver, layout)
-                if rank == 0:
-                    torch.save(saved, path.with_suffix(".pt"))
-            for loader in loaders(layout, saver):
-                loaded = load(path, loader, layout)
-                same = saved.keys() == loaded.keys() and all(torch.equal(saved[key], loaded[key]) for key in saved)
-                compared += 1
-                if not same:
-                    wrong.append(f"{layout}: {saver} to {loader}")
-    return {"wrong": wrong, "compared": compared, "said": sharded_later()}
+def every_wrapping_loads_every_flat_state_with_every_bit(layout: str, saver: str) -> None:
+    """In one process, the first rank saves and loads alone."""
+    first = dist.get_rank() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        shared: list[Any] = [Path(folder), None]
+        dist.broadcast_object_list(shared)
+        path = shared[0]
+        if first or saver != "single":
+            shared[1] = save(path, saver, layout, no_dist=saver == "single")
+        dist.broadcast_object_list(shared)
+        for loader in loaders(layout, saver):
+            assert same_bits(load(path, loader, layout), shared[1]), loader
+        if first:
+            assert same_bits(load(path, "single", layout, no_dist=True), shared[1])
+            assert "0.weight.master" in shared[1]
+        dist.barrier()
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"flat state, {layout}, {saver}": partial(every_wrapping_loads_every_flat_state_with_every_bit, layout, saver)
+        for layout in LAYOUTS
+        for saver in wrappings_of(layout)
+    },
+    "sharded later": an_optimizer_made_before_the_model_was_sharded_says_so_once,
+}

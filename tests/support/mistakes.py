@@ -13,18 +13,17 @@ import argparse
 import copy
 import functools
 import random
-import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from user_loops import LAYOUTS, OFFLOADED, FailsOnce, Run, differences, results
+from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
 
-REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)
 WAYS = ("release", *OFFLOADED)
-LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != torch.float32]
 
 
 class Net(nn.Module):
@@ -42,7 +41,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A run of which the actions below are the methods."""
+    """A run, and what the actions below change."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.model = run, run.model(Net)
@@ -50,100 +49,31 @@ class Loop:
         model = self.model
         early = [*model.trunk.parameters(), *model.first.parameters(), *model.second.parameters()]
         self.optimizer = run.adamw(model, early)
-        self.grouped = False
         self.saved = copy.deepcopy(model.state_dict())
 
-    def _backward(self, heads: slice = slice(None)) -> None:
+    def backward(self, heads: int = 2) -> None:
         x, y = next(self.batches)
-        loss = sum(F.mse_loss(out, y) for out in self.model(x)[heads])
-        if loss.requires_grad:  # type: ignore[union-attr]
-            loss.backward()  # type: ignore[union-attr]
-
-    def backward(self) -> None:
-        self._backward()
-
-    def backward_of_one_head(self) -> None:
-        self._backward(slice(1))
+        loss: Any = sum(F.mse_loss(out, y) for out in self.model(x)[:heads])
+        if loss.requires_grad:
+            loss.backward()
 
     def backward_of_a_micro_batch(self) -> None:
         with self.run.no_sync():
-            self._backward()
+            self.backward()
 
     def backward_that_fails(self) -> None:
         FailsOnce.failing = True
-        try:
-            self._backward()
-        except torch.OutOfMemoryError:
-            pass
+        with suppress(torch.OutOfMemoryError):
+            self.backward()
         FailsOnce.failing = False
 
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def optimizer_zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def optimizer_zero_grad_to_zeros(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-    def model_zero_grad(self) -> None:
-        self.model.zero_grad()
-
-    def model_zero_grad_to_zeros(self) -> None:
-        self.model.zero_grad(set_to_none=False)
-
-    def zero_by_hand(self) -> None:
-        for p in self.model.parameters():
-            p.grad = None
-
-    def clip_the_norm(self) -> None:
-        self.run.log(nn.utils.clip_grad_norm_(self.model.parameters(), 0.1))
-
     def clip_values(self) -> None:
-        if any(p.grad is not None for p in self.model.parameters()):  # torch refuses an empty list
+        if grads(self.model):  # torch refuses an empty list
             nn.utils.clip_grad_value_(self.model.parameters(), 0.05)
 
-    def halve_the_gradients(self) -> None:
-        for p in self.model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(0.5)
-
-    def drop_a_gradient(self) -> None:
-        self.model.first.weight.grad = None
-
-    def set_a_gradient(self) -> None:
-        self.model.second.weight.grad = torch.full_like(self.model.second.weight, 0.25)
-
-    def freeze_the_trunk(self) -> None:
-        self.model.trunk.requires_grad_(False)
-
-    def freeze_a_head(self) -> None:
-        self.model.second.requires_grad_(False)
-
-    def unfreeze(self) -> None:
-        self.model.requires_grad_(True)
-
     def add_a_group(self) -> None:
-        if not self.grouped:
+        if len(self.optimizer.param_groups) == 1:
             self.optimizer.add_param_group({"params": self.model.late.parameters(), "lr": 0.02})
-        self.grouped = True
-
-    def write_weights(self) -> None:
-        with torch.no_grad():
-            self.model.trunk.weight.mul_(0.75)
-
-    def write_data(self) -> None:
-        self.model.first.weight.data.clamp_(-0.2, 0.2)
-
-    def load_the_model(self) -> None:
-        self.model.load_state_dict(self.saved)
-
-    def load_the_optimizer(self) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
-
-    def set_the_rate(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= 0.5
 
     def evaluate(self) -> None:
         with torch.no_grad():
@@ -151,6 +81,35 @@ class Loop:
             self.run.log(F.mse_loss(self.model(x)[0], y))
 
 
+ACTIONS: dict[str, Callable[[Loop], Any]] = {
+    "backward": Loop.backward,
+    "backward_of_one_head": lambda loop: loop.backward(1),
+    "backward_of_a_micro_batch": Loop.backward_of_a_micro_batch,
+    "backward_that_fails": Loop.backward_that_fails,
+    "step": lambda loop: loop.optimizer.step(),
+    "optimizer_zero_grad": lambda loop: loop.optimizer.zero_grad(),
+    "optimizer_zero_grad_to_zeros": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "model_zero_grad": lambda loop: loop.model.zero_grad(),
+    "model_zero_grad_to_zeros": lambda loop: loop.model.zero_grad(set_to_none=False),
+    "zero_by_hand": lambda loop: [setattr(p, "grad", None) for p in loop.model.parameters()],
+    "clip_the_norm": lambda loop: loop.run.log(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)),
+    "clip_values": Loop.clip_values,
+    "halve_the_gradients": lambda loop: [grad.mul_(0.5) for grad in grads(loop.model)],
+    "drop_a_gradient": lambda loop: setattr(loop.model.first.weight, "grad", None),
+    "set_a_gradient": lambda loop: setattr(
+        loop.model.second.weight, "grad", torch.full_like(loop.model.second.weight, 0.25)
+    ),
+    "freeze_the_trunk": lambda loop: loop.model.trunk.requires_grad_(False),
+    "freeze_a_head": lambda loop: loop.model.second.requires_grad_(False),
+    "unfreeze": lambda loop: loop.model.requires_grad_(True),
+    "add_a_group": Loop.add_a_group,
+    "write_weights": lambda loop: loop.model.trunk.weight.detach().mul_(0.75),
+    "write_data": lambda loop: loop.model.first.weight.data.clamp_(-0.2, 0.2),
+    "load_the_model": lambda loop: loop.model.load_state_dict(loop.saved),
+    "load_the_optimizer": lambda loop: loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict())),
+    "set_the_rate": lambda loop: [group.update(lr=group["lr"] * 0.5) for group in loop.optimizer.param_groups],
+    "evaluate": Loop.evaluate,
+}
 BACKWARDS = ["backward", "backward_of_one_head"]
 ZEROS = [
     *("optimizer_zero_grad", "model_zero_grad", "zero_by_hand"),
@@ -208,7 +167,7 @@ def leaves(way: str, layout: str, actions: tuple[str, ...]) -> dict[str, Tensor]
     run = Run(way, layout)
     loop = Loop(run)
     for action in actions:
-        getattr(loop, action)()
+        ACTIONS[action](loop)
     return results(run)
 
 

@@ -9,6 +9,8 @@ import os
 import socket
 import sys
 import tempfile
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -85,6 +87,19 @@ def _run(function: Callable[..., Any], world: int, arguments: tuple[Any, ...], j
             error.__notes__ = [stacks.read_text() if stacks.exists() else "no stacks"]  # add_note is of Python 3.11
             raise
         return [torch.load(_answer(folder, rank), weights_only=True) for rank in range(world)]
+
+
+def run_cases(rank: int, module: str, every: bool = False) -> dict[str, str]:
+    """Run the `CASES` of a module. Returns, by case, "" or the end of the traceback of what it raised on this rank."""
+    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
+    found = {}
+    for name, case in getattr(importlib.import_module(module), "EVERY_CASE" if every else "CASES").items():
+        try:
+            case()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()[-3000:]
+    return found
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
+
 import torch
-from oracles import bits
+from states import same_bits
 from torch.nn import Embedding, LayerNorm, Linear, Module
 from torch.nn.functional import gelu, mse_loss
-
-import halfstep
 
 BF16 = torch.bfloat16
 
@@ -46,26 +45,10 @@ def loss_of(net: Module, step: int) -> torch.Tensor:
     return loss
 
 
-def same(one: tuple[Net, halfstep.AdamW], other: tuple[Net, halfstep.AdamW]) -> bool:
+def same(one: tuple[Module, Any], other: tuple[Module, Any]) -> bool:
     """Whether weights and optimizer states have the same bits."""
-    weights = zip(one[0].parameters(), other[0].parameters(), strict=True)
-    states, others = one[1].state_dict(), other[1].state_dict()
-    if states["state"].keys() != others["state"].keys() or states["param_groups"] != others["param_groups"]:
-        return False
-    return all(np.array_equal(bits(a.detach()), bits(b.detach())) for a, b in weights) and all(
-        np.array_equal(bits(value), bits(others["state"][index][key]))
-        for index, state in states["state"].items()
-        for key, value in state.items()
-    )
+    return same_bits(*([*net.parameters(), optimizer.state_dict()] for net, optimizer in (one, other)))
 
 
 def gradient_bytes(net: Module) -> int:
     return sum(p.grad.untyped_storage().nbytes() for p in net.parameters() if p.grad is not None)
-
-
-class Wrapped:
-    """An optimizer as Accelerate's AcceleratedOptimizer holds it."""
-
-    def __init__(self, optimizer: halfstep.AdamW) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups

@@ -1,14 +1,20 @@
-"""A rank of two that steps inside the backward, for tests/integrations/distributed/test_release.py."""
+"""Steps inside the backward, and on the host, on two ranks: the bits of a step after it, and few gradients.
+
+For test_cases_on_ranks.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from errors import error_of
 from keeping import can_keep
 from shard_ranks import IN_FP32, whole
+from states import same_bits
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import Linear, Module, Sequential, Tanh
@@ -18,6 +24,7 @@ import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
 
@@ -90,7 +97,14 @@ def _whole_state(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
     return {f"{number} {key}": whole(value) for number, one in state.items() for key, value in one.items()}
 
 
-def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
+def all_have(value: Any) -> bool:
+    """Whether all ranks have the same bits. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(same_bits(other, value) for other in values)
+
+
+def trained(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batches: int = 1) -> dict[str, Any]:
     """The unsharded state after some steps, and bytes: most of all storages at a time, and each of them and bucket."""
     model = make()
     seen: list[dict[int, int]] = []
@@ -105,17 +119,37 @@ def train(make: Callable[[], Sequential], bucket_bytes: int | None, micro_batche
             _loss(model, micro_batches * step + micro).backward()
         if handle is not None:
             assert _storages(model) == {}
-            message = _message(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            message = error_of(RuntimeError, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
             assert "call step_in_backward with clipping='exact' or 'previous'" in message
         optimizer.step()
         if handle is None or step % 2:  # after the first step, the next gradients replace the stand-ins
             optimizer.zero_grad()
     return {
         "state": _whole_state(optimizer),
-        "peak": max(sum(one.values()) for one in seen),
-        "largest": max(size for one in seen for size in one.values()),
+        "peak": max(sum(storages.values()) for storages in seen),
+        "largest": max(size for storages in seen for size in storages.values()),
         "buckets": [] if handle is None else handle.buckets,
     }
+
+
+def bits_and_memory_of_steps_in_the_backward(name: str) -> None:
+    """The gradients of one bucket exist, and those that share its memory."""
+    after = trained(MODELS[name], None)
+    assert after["state"] and all_have(after["state"])
+    for size in (1, 150):
+        inside = trained(MODELS[name], size)
+        assert same_bits(inside["state"], after["state"])
+        assert len(inside["buckets"]) > 3 and sum(inside["buckets"]) <= after["peak"]
+        assert inside["peak"] <= size + 2 * inside["largest"] <= after["peak"] / 2
+        if name == "FSDP2":
+            blocks = [unit("block", [p.shape for p in block.parameters()]) for block in model_of()]
+            planned = plan(units=blocks, gpus=2, strategy="fsdp", step_in_backward=size)
+            assert planned.part("gradients").bytes == size + 2 * inside["largest"]
+
+
+def accumulated_steps() -> None:
+    after, inside = (trained(_fsdp2, size, micro_batches=2) for size in (None, 150))
+    assert same_bits(inside["state"], after["state"])
 
 
 def clipped(make: Callable[[], Sequential], how: str | None, scaled: bool = False) -> dict[str, Any]:
@@ -137,18 +171,17 @@ def clipped(make: Callable[[], Sequential], how: str | None, scaled: bool = Fals
 
     def loss(step: int) -> torch.Tensor:
         overflows = scaled and step == 1 and dist.get_rank() == WORLD - 1
-        found: torch.Tensor = scaler.scale(_loss(model, step) * (float("inf") if overflows else 1.0))
-        return found
+        return scaler.scale(_loss(model, step) * (float("inf") if overflows else 1.0))
 
     for step in range(3):
-        one = loss(step)
+        scaled_loss = loss(step)
         if handle is not None:
             with handle.check():
-                one.backward(retain_graph=how == "kept graph")
+                scaled_loss.backward(retain_graph=how == "kept graph")
             assert _storages(model) == {}
             if how == "computed again":
-                one = loss(step)
-        one.backward()
+                scaled_loss = loss(step)
+        scaled_loss.backward()
         assert handle is None or _storages(model) == {}
         scaler.step(optimizer)
         scaler.update()
@@ -157,8 +190,19 @@ def clipped(make: Callable[[], Sequential], how: str | None, scaled: bool = Fals
     return {"state": _whole_state(optimizer), "norms": norms, "skipped": scaler.skips_known() if scaled else None}
 
 
-def _by_previous_norms() -> dict[str, Any]:
-    """As `clipped`, with the norms of the steps before. Rank 0 resumes after two steps."""
+def exact_clipping_has_the_bits_of_steps_after_the_backward(
+    make: Callable[[], Sequential], hows: tuple[str, ...], scaled: bool = False
+) -> None:
+    """Scaled, the last rank alone overflows in the second step, which all ranks skip."""
+    expected = clipped(make, None, scaled)
+    assert all_have(expected) and expected["skipped"] == (1 if scaled else None)
+    assert (expected["norms"][1] == "tensor(nan)") == scaled and len(set(expected["norms"])) == 3
+    for how in hows:
+        assert same_bits(clipped(make, how, scaled), expected), how
+
+
+def previous_norms_are_those_of_all_ranks() -> None:
+    """Rank 0 resumes after two steps."""
     model = _fsdp2()
     optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.02)
     handle = step_in_backward(model, optimizer, bucket_bytes=150, clipping="previous")
@@ -169,24 +213,25 @@ def _by_previous_norms() -> dict[str, Any]:
         norms.append(str(optimizer.grad_norm))
         if step == 1 and dist.get_rank() == 0:
             handle.load_state_dict(handle.state_dict())
-    return {"state": _whole_state(optimizer), "norms": norms}
+    state, exact = _whole_state(optimizer), clipped(_fsdp2, None)
+    assert all_have([norms, state])
+    assert norms[0] == exact["norms"][0] and not same_bits(state, exact["state"])
 
 
-def _accumulated_before_check() -> str:
-    """What is raised where FSDP2 holds gradients that it has not reduced."""
+def a_check_refuses_gradients_that_were_not_reduced() -> None:
     model = _fsdp2()
     optimizer = halfstep.AdamW(model.parameters(), max_grad_norm=1.0)
     model.set_requires_gradient_sync(False)
     _loss(model, 0).backward()
     handle = step_in_backward(model, optimizer, clipping="exact")
-    return _message(lambda: handle.check().__enter__())
-
-
-REPLICAS = ("replicas", "replicas, accumulated", "replicas, clipped", "replicas, previous", "replicas, scaled")
+    assert error_of(RuntimeError, lambda: handle.check().__enter__()) == (
+        "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: call "
+        "zero_grad(), or to accumulate, remove() and step after the backward"
+    )
 
 
 class Skipping(Module):
-    """Blocks, of which this rank does not use the third in its own steps."""
+    """Blocks, of which this rank does not use the third in its own steps, so that in one step nobody uses it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -201,13 +246,10 @@ class Skipping(Module):
         return values
 
 
-def replicas(name: str, bucket_bytes: int | None) -> dict[str, Any]:
+def replicas(
+    bucket_bytes: int | None, clipping: Any, limit: float | None, scaled: bool, accumulated: bool
+) -> dict[str, Any]:
     """The state after some steps of replicas with gradients of their own: under DDP, or inside the backward."""
-    scaled = "scaled" in name
-    # With the norm of the last step, a limit that no norm reaches: the steps of DDP, and the same norms.
-    clipping, limit = {"replicas, clipped": ("exact", 0.02), "replicas, previous": ("previous", 1e9)}.get(
-        name, (None, None)
-    )
     torch.manual_seed(dist.get_rank())
     model = Skipping(torch.float16 if scaled else torch.bfloat16)
     if dist.get_rank() == 1:  # DDP and we take the parameters of the first rank
@@ -215,38 +257,36 @@ def replicas(name: str, bucket_bytes: int | None) -> dict[str, Any]:
         model.seen.fill_(7)
     optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=limit)
     scaler = halfstep.GradScaler("cpu", enabled=scaled)
-    used: Module = model
-    handle = None
+    wrapped: Any = model
+    handle: Any = None
     if bucket_bytes is None:
-        used = DistributedDataParallel(model, find_unused_parameters=True)
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     else:
-        handle = step_in_backward(
-            model,
-            optimizer,
-            bucket_bytes=bucket_bytes,
-            clipping=clipping,
-            scaler=scaler if scaled else None,
-            process_group=dist.group.WORLD,
-        )
+        options: Any = {"bucket_bytes": bucket_bytes, "clipping": clipping, "scaler": scaler if scaled else None}
+        handle = step_in_backward(model, optimizer, process_group=dist.group.WORLD, **options)
     assert model.seen.tolist() == [0, 0]
-    most = [0]
+    seen = [0]
+
+    def note(_: torch.Tensor) -> None:
+        """The bytes of the gradients of this rank, and of the bucket that is being reduced, in the first step."""
+        running = None if handle is None else handle._reduction._running
+        size = sum(_storages(model).values()) + (0 if running is None else running[2].untyped_storage().nbytes())
+        seen.append(size if model.step == 0 else 0)
+
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda _: most.append(_bytes_of(model, handle) if model.step == 0 else 0)
-        )
-    logged = []
+        parameter.register_post_accumulate_grad_hook(note)
 
     def loss(step: int, micro: int = 0) -> torch.Tensor:
         model.step = step
         inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank()))
-        inf = scaled and step == 2 and dist.get_rank() == 1
-        found: torch.Tensor = used(inputs.to(model.blocks[0][0].weight.dtype)).float().square().mean()
-        scaled_loss: torch.Tensor = scaler.scale(found * (float("inf") if inf else 1.0))
-        return scaled_loss
+        factor = float("inf") if scaled and step == 2 and dist.get_rank() == 1 else 1.0
+        output = wrapped(inputs.to(model.blocks[0][0].weight.dtype)).float()
+        return scaler.scale(output.square().mean() * factor)
 
+    logged = []
     for step in range(5):
-        if "accumulated" in name:
-            with used.no_sync() if handle is None else handle.accumulate():  # type: ignore[operator]
+        if accumulated:
+            with wrapped.no_sync() if handle is None else handle.accumulate():
                 loss(step, 1).backward()
         if handle is not None and (scaled or clipping == "exact"):
             with handle.check():
@@ -261,21 +301,71 @@ def replicas(name: str, bucket_bytes: int | None) -> dict[str, Any]:
         handle.remove()
     return {
         "state": _whole_state(optimizer),
-        "peak": sum(p.numel() * p.element_size() for p in model.parameters()) if handle is None else max(most),
+        "peak": sum(p.numel() * p.element_size() for p in model.parameters()) if handle is None else max(seen),
         "left": left,
         "logged": [*logged, scaler.skips_known() if scaled else 0],
         "buckets": [] if handle is None else handle.buckets,
     }
 
 
-def _bytes_of(model: Module, handle: Any) -> int:
-    """Bytes of the gradients of this rank, and of the bucket that is being reduced."""
-    running = None if handle is None else handle._reduction._running
-    return sum(_storages(model).values()) + (0 if running is None else running[2].untyped_storage().nbytes())
+def replicas_have_the_bits_of_ddp(
+    clipping: Any = None, limit: float | None = None, scaled: bool = False, accumulated: bool = False
+) -> None:
+    plain = clipping is None and not scaled and not accumulated
+    expected = replicas(None, clipping, limit, scaled, accumulated)
+    assert all_have(expected["state"])
+    # In a bucket that is reduced, gradients begin at multiples of 16 bytes, and a mark of 2 bytes follows for each.
+    for size, members, number in ((400, 17, 4), (1, 1, 32)) if plain else ((400, 17, 4),):
+        inside = replicas(size, clipping, limit, scaled, accumulated)
+        assert same_bits(inside["state"], expected["state"]) and inside["logged"] == expected["logged"]
+        assert inside["left"] == 0 and len(inside["buckets"]) == number
+        assert expected["peak"] == sum(inside["buckets"])
+        most = 2 * (max(inside["buckets"]) + (14 + 2) * members)
+        assert inside["peak"] <= most or accumulated
+        if plain:
+            shapes = [p.shape for p in model_of().parameters()]
+            planned = plan(units=[unit("all", shapes)], gpus=2, step_in_backward=size).part("gradients").bytes
+            assert inside["peak"] <= planned - 16 * (32 - 32 // len(inside["buckets"]))
+            assert size > 1 or inside["peak"] < expected["peak"] / 6
 
 
-def offloaded() -> dict[str, Any]:
-    """Steps on the host under DDP beside those on the device, and what is refused."""
+def what_replicas_refuse() -> None:
+    def started(model: Module, group: Any = None) -> halfstep.AdamW:
+        optimizer = halfstep.AdamW(model.parameters())
+        step_in_backward(model, optimizer, process_group=group or dist.group.WORLD)
+        return optimizer
+
+    model = model_of()
+    model[0][0].weight.requires_grad_(dist.get_rank() == 0)
+    assert error_of(ValueError, lambda: started(model)) == (
+        "Expected the same parameters and buffers on all ranks of process_group, but rank 1 has "
+        "('0.0.weight', (7, 6), 'torch.bfloat16', False) where rank 0 has ('0.0.weight', (7, 6), 'torch.bfloat16', "
+        "True): make the same model on all ranks"
+    )
+    assert error_of(ValueError, lambda: started(_fsdp2())) == (
+        "Expected parameter 0 of the optimizer to be a replica with process_group=, but it is sharded: FSDP2 and HSDP "
+        "average their gradients themselves, so leave process_group out"
+    )
+    model = model_of()
+    model[0][0].weight.requires_grad_(False)
+    optimizer = started(model)
+    model[0][0].weight.requires_grad_(True)
+    _loss(model, 0).backward()
+    assert error_of(RuntimeError, optimizer.step) == (
+        "Expected no gradient at the step with process_group=, but got some that no backward has averaged over its "
+        "ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward again after "
+        "requires_grad_()"
+    )
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        started(model_of(), group)
+    else:
+        message = error_of(ValueError, lambda: started(model_of(), group))
+        assert message.startswith("Expected process_group to be None or a group that contains this rank, but got ")
+
+
+def an_offloaded_optimizer_under_ddp() -> None:
+    """Its gradients are copied at the step, when they are reduced."""
     states = []
     for cls, options in ((halfstep.AdamW, {}), (OffloadedAdamW, {"in_backward": None})):
         model = model_of()
@@ -287,78 +377,51 @@ def offloaded() -> dict[str, Any]:
             wrapped(inputs.bfloat16()).float().square().mean().backward()
             optimizer.step()
         states.append(_whole_state(optimizer))
+    assert same_bits(*states)
     optimizer = OffloadedAdamW(model.parameters())
-
-    def in_backward() -> None:
-        wrapped(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward()
-
-    refused = [_message(in_backward), _message(lambda: OffloadedAdamW(_fsdp2().parameters()))]
-    return {"device": states[0], "host": states[1], "refused": refused}
-
-
-def _refused_replicas() -> list[str]:
-    def frozen() -> None:
-        model = model_of()
-        optimizer = halfstep.AdamW(model.parameters())
-        model[0][0].weight.requires_grad_(dist.get_rank() == 0)
-        step_in_backward(model, optimizer, process_group=dist.group.WORLD)
-
-    def sharded() -> None:
-        model = _fsdp2()
-        step_in_backward(model, halfstep.AdamW(model.parameters()), process_group=dist.group.WORLD)
-
-    def later() -> None:
-        model = model_of()
-        model[0][0].weight.requires_grad_(False)
-        optimizer = halfstep.AdamW(model.parameters())
-        step_in_backward(model, optimizer, process_group=dist.group.WORLD)
-        model[0][0].weight.requires_grad_(True)
-        _loss(model, 0).backward()
-        optimizer.step()
-
-    return [_message(call) for call in (frozen, sharded, later)]
+    assert error_of(RuntimeError, lambda: wrapped(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward()) == (
+        "Expected the model not to be wrapped by DistributedDataParallel, whose gradients are reduced after they are "
+        "complete: use in_backward=None, which copies them in step()"
+    )
+    assert error_of(TypeError, lambda: OffloadedAdamW(_fsdp2().parameters())) == (
+        "Expected a parameter that is not sharded, but got one of shape (7, 6) under FSDP: use fully_shard(..., "
+        "offload_policy=CPUOffloadPolicy()) with halfstep.AdamW, which steps on the host too"
+    )
 
 
-def _outside() -> str:
-    group = dist.new_group([0])
-    model = model_of()
-    return _message(lambda: step_in_backward(model, halfstep.AdamW(model.parameters()), process_group=group))
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def _refused(wrapped_is_passed: bool) -> str:
+def ddp_is_refused_before_anything_changes() -> None:
+    advice = (
+        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in "
+        "it and process_group=, which averages each bucket before its step"
+    )
     model = DistributedDataParallel(model_of())
     optimizer = halfstep.AdamW(model.parameters())
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    try:
-        step_in_backward(model if wrapped_is_passed else model.module, optimizer)
-        _loss(model, 0).backward()
-    except (ValueError, RuntimeError) as error:
-        assert all(map(torch.equal, before, model.parameters()))
-        return str(error)
-    return ""
+    assert error_of(ValueError, lambda: step_in_backward(model, optimizer)) == (
+        f"Expected model not to be wrapped, but module '' is a {advice}"
+    )
+    step_in_backward(model.module, optimizer)
+    message = error_of(RuntimeError, lambda: _loss(model, 0).backward())
+    assert message == f"Expected the model not to be wrapped by {advice}"
+    assert all(map(torch.equal, before, model.parameters()))
 
 
-def run(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: {size: train(make, size) for size in (None, 1, 150)} for name, make in MODELS.items()
-    }
-    found["accumulated"] = {size: train(_fsdp2, size, micro_batches=2) for size in (None, 150)}
-    found["clipped FSDP2"] = {how: clipped(_fsdp2, how) for how in (None, "kept graph", "computed again")}
-    found["clipped tensor parallelism"] = {how: clipped(_tensor_parallel, how) for how in (None, "kept graph")}
-    found["scaled"] = {how: clipped(_fsdp2_fp16, how, scaled=True) for how in (None, "computed again")}
-    found["previous"] = _by_previous_norms()
-    found["accumulated before a check"] = _accumulated_before_check()
-    for name in REPLICAS:
-        found[name] = {size: replicas(name, size) for size in ((None, 400, 1) if name == "replicas" else (None, 400))}
-    found["refused replicas"], found["outside"] = _refused_replicas(), _outside()
-    found["offloaded"] = offloaded()
-    found["refused"] = [_refused(True), _refused(False)]
-    return found
+BOTH = ("kept graph", "computed again")
+CASES: dict[str, Callable[[], None]] = {
+    **{name: partial(bits_and_memory_of_steps_in_the_backward, name) for name in MODELS},
+    "accumulated": accumulated_steps,
+    "clipped FSDP2": partial(exact_clipping_has_the_bits_of_steps_after_the_backward, _fsdp2, BOTH),
+    "clipped TP": partial(exact_clipping_has_the_bits_of_steps_after_the_backward, _tensor_parallel, BOTH[:1]),
+    "scaled FSDP2": partial(exact_clipping_has_the_bits_of_steps_after_the_backward, _fsdp2_fp16, BOTH[1:], True),
+    "previous norms": previous_norms_are_those_of_all_ranks,
+    "a check before a reduction": a_check_refuses_gradients_that_were_not_reduced,
+    "replicas": replicas_have_the_bits_of_ddp,
+    "replicas, accumulated": partial(replicas_have_the_bits_of_ddp, accumulated=True),
+    "replicas, clipped": partial(replicas_have_the_bits_of_ddp, "exact", 0.02),
+    # A limit that no norm reaches: the steps of DDP, and the same norms.
+    "replicas, previous": partial(replicas_have_the_bits_of_ddp, "previous", 1e9),
+    "replicas, scaled": partial(replicas_have_the_bits_of_ddp, scaled=True),
+    "replicas, refused": what_replicas_refuse,
+    "offloaded under DDP": an_offloaded_optimizer_under_ddp,
+    "DDP, refused": ddp_is_refused_before_anything_changes,
+}

@@ -1,12 +1,13 @@
-"""A rank of two that runs the cases of PyTorch's state-dict tests with our optimizers, for
-test_state_dict_cases_of_torch.py."""
+"""PyTorch's tests of `torch.distributed.checkpoint.state_dict`, asked of our optimizers on two ranks.
+
+For test_cases_on_ranks.py.
+"""
 
 from __future__ import annotations
 
 import copy
-import traceback
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -280,12 +281,8 @@ def cases(every: bool) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
     return found
 
 
-def run(rank: int, every: bool) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    wrong = []
-    for case, arguments in cases(every):
-        try:
-            case(*arguments)
-        except Exception:  # reported by the test, with the others
-            wrong.append(f"{case.__name__}{arguments}: {traceback.format_exc()[-1500:]}")
-    return {"wrong": wrong, "ran": len(cases(every))}
+def named(every: bool) -> dict[str, Callable[[], None]]:
+    return {f"{case.__name__}{arguments}": partial(case, *arguments) for case, arguments in cases(every)}
+
+
+CASES, EVERY_CASE = named(every=False), named(every=True)

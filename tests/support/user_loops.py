@@ -1,24 +1,34 @@
-"""A hundred short training loops as people write them, for test_user_loops.py.
+"""More than a hundred short training loops as people write them, for test_user_loops.py.
 
-Each program is a function of a `Run`, which hands out models, batches and optimizers. Everything else in a program is
-torch, and nothing in it knows which optimizer it drives: torch's AdamW, `halfstep.AdamW`, the same with steps in the
-backward, or one of `OffloadedAdamW`. What a program writes to a log or averages is compared as well as what it trains.
+A program is a function of a `Run`, which hands out models, batches and optimizers. Everything else in it is torch, and
+nothing knows which optimizer it drives: torch's AdamW, `halfstep.AdamW`, the same with steps in the backward, or one of
+`OffloadedAdamW`. What a program writes to a log or averages is compared as well as what it trains.
+
+Most programs are the same loop with one thing changed: these are rows of `ORDERS` and `LOOPS`. The others are the
+functions of `Programs`; those that take `model` and `optimizer` are given an optimizer of all parameters of an `mlp`,
+or of the class that `model` is annotated with.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import io
 import math
+import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from layouts import BF16, FP16, FP32, some
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
@@ -26,15 +36,11 @@ import halfstep
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import StepInBackward, step_in_backward
 
-FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+REMEDY = re.compile(r"Expected .+, but got .+: .+", re.DOTALL)  # of every refusal
 BUCKET_BYTES = 200  # a few tensors, so that there are several buckets
 
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "split": (BF16, {}),
-    "split24, 8 bits": (BF16, {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"}),
-    "full": (BF16, {"master_weights": "full"}),
-    "fp32": (FP32, {}),
-}
+LAYOUTS = some("split", "split24, 8 bits", "full", "fp32")
+LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != FP32]
 # `in_backward` of the offloaded ones.
 OFFLOADED: dict[str, Any] = {"offload copy": "copy", "offload step": "step", "offload None": None}
 
@@ -58,36 +64,33 @@ class Run:
         self._handles: list[StepInBackward] = []
         torch.manual_seed(0)
 
-    def model(self, kind: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> Any:
+    def model(self, build: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> Any:
         """A model in the dtype of the layout, or in another, except where everything is fp32."""
-        return (kind or mlp)().to(self._dtype(dtype))
+        return (build or mlp)().to(self._dtype(dtype))
 
-    def start(self, kind: Callable[[], nn.Module] | None = None, **options: Any) -> tuple[Any, Any]:
+    def start(self, build: Callable[[], nn.Module] | None = None, **options: Any) -> tuple[Any, Any]:
         """A model, and the optimizer of all of its parameters."""
-        model = self.model(kind)
+        model = self.model(build)
         return model, self.adamw(model, **options)
 
-    def backwards(
-        self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def backwards(self, model: nn.Module, optimizer: Any, count: int = 4, first: int = 0) -> Iterator[Any]:
         """Train; what is in the loop runs between each backward and its step."""
-        tokens = data.pop("tokens", False)
-        for x, y in self.tokens(count) if tokens else self.batches(count, **data):
+        for x, y in self.tokens(count) if isinstance(model, GPT) else self.batches(count, first=first):
             optimizer.zero_grad()
-            (model(x, y) if tokens else F.mse_loss(model(x), y)).backward()
+            loss_of(model, x, y).backward()
             yield x, y
             optimizer.step()
 
-    def steps(self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def steps(self, model: nn.Module, optimizer: Any, count: int = 4) -> Iterator[tuple[Tensor, Tensor]]:
         """Train; what is in the loop runs after each step."""
-        for x, y in self.batches(count, **data):
+        for x, y in self.batches(count):
             optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
+            loss_of(model, x, y).backward()
             optimizer.step()
             yield x, y
 
-    def train(self, model: nn.Module, optimizer: Any, count: int = 4, **data: Any) -> None:
-        deque(self.backwards(model, optimizer, count, **data), maxlen=0)
+    def train(self, model: nn.Module, optimizer: Any, count: int = 4, first: int = 0) -> None:
+        deque(self.backwards(model, optimizer, count, first), maxlen=0)
 
     def batches(self, count: int, dtype: torch.dtype | None = None, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs of 7 and targets of 5 features."""
@@ -103,7 +106,7 @@ class Run:
             yield text[:, :-1], text[:, 1:]
 
     def adamw(self, model: nn.Module, params: Iterable[Any] | None = None, lr: Any = 0.01, **options: Any) -> Any:
-        """The optimizer of the run, of the parameters of a model or of some."""
+        """The optimizer of the run, of the parameters of a model or of some. At the end all of them are compared."""
         params = list(model.parameters() if params is None else params)
         optimizer: Any
         if self.way == "torch":
@@ -123,19 +126,16 @@ class Run:
                 optimizer = halfstep.AdamW(params, lr=lr, **options)
                 if self.way == "release":
                     self._handles.append(step_in_backward(model, optimizer, bucket_bytes=BUCKET_BYTES))
-        self.trains(optimizer, list(model.parameters()))
+        trained = list(model.parameters())
+        self.optimizers.append((optimizer, trained, [p.detach().clone() for p in trained]))
         return optimizer
-
-    def trains(self, optimizer: Any, parameters: list[Tensor]) -> None:
-        """Compare these parameters at the end, and require that some of them move."""
-        self.optimizers.append((optimizer, parameters, [p.detach().clone() for p in parameters]))
 
     def scaler(self, kind: Any = halfstep.GradScaler) -> Any:
         return (torch.amp.GradScaler if self.way == "torch" else kind)("cpu", init_scale=2.0**8, growth_interval=2)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self, last: bool = False) -> AbstractContextManager[None]:
         """What loops enter for all micro-batches but the last; `accumulate` of steps in the backward."""
-        return self._handles[-1].accumulate() if self._handles else nullcontext()
+        return self._handles[-1].accumulate() if self._handles and not last else nullcontext()
 
     def log(self, *values: Any) -> None:
         self.logged += [float(value) for value in values]
@@ -180,18 +180,14 @@ def has_trained(run: Run) -> bool:
 def differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """The names of what is missing, or has other bits."""
 
-    def same(a: Tensor, b: Tensor) -> bool:
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and a.numpy(force=True).tobytes() == b.numpy().tobytes()
+    def content(values: Tensor) -> Any:
+        return values.dtype, values.shape, values.contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes()
 
     return sorted(
         name
         for name in results.keys() | expected.keys()
-        if name not in results or name not in expected or not same(_bits(results[name]), _bits(expected[name]))
+        if name not in results or name not in expected or content(results[name]) != content(expected[name])
     )
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().reshape(-1).view(torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -201,14 +197,27 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5))
 
 
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 5))
+
+
+def convnet() -> nn.Module:
+    first = nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.ReLU())
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(15, 5))
+
+
+def images() -> nn.Module:
+    net = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(90, 5))
+    return net.to(memory_format=torch.channels_last)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(10), nn.Linear(10, 14), nn.Linear(14, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class GPT(nn.Module):
@@ -222,48 +231,24 @@ class GPT(nn.Module):
         self.head = nn.Linear(10, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, call: Callable[..., Tensor] = lambda f, x: f(x)) -> Tensor:
+        """The loss. `call` calls each block."""
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = call(block, x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 7)),
-        nn.Conv1d(1, 3, 3, bias=False),
-        nn.BatchNorm1d(3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(15, 5),
-    )
-
-
-def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 5))
 
 
 class Heads(nn.Module):
     """A trunk and two heads, of which a batch may use one."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: int = 5) -> None:
         super().__init__()
-        self.trunk, self.first, self.second = nn.Linear(7, 9), nn.Linear(9, 5), nn.Linear(9, 5)
+        self.trunk, self.first, self.second = nn.Linear(7, 9), nn.Linear(9, 5), nn.Linear(9, outputs)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.tanh(self.trunk(x))
         return self.first(hidden), self.second(hidden)
-
-
-class ActorCritic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.actor, self.critic = nn.Linear(7, 9), nn.Linear(9, 5), nn.Linear(9, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.trunk(x))
-        return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
 
 class LoRA(nn.Module):
@@ -273,8 +258,7 @@ class LoRA(nn.Module):
         self.a, self.b = nn.Linear(7, 2, bias=False), nn.Linear(2, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.b(self.a(x)) * 2
-        return y
+        return self.base(x) + self.b(self.a(x)) * 2
 
 
 class FailsOnce(torch.autograd.Function):
@@ -287,1840 +271,1272 @@ class FailsOnce(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         if FailsOnce.failing:
             FailsOnce.failing = False
             raise torch.OutOfMemoryError("out of memory")
         return grad
 
 
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) if isinstance(model, GPT) else F.mse_loss(model(x), y)
+
+
 def grads(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-# ------------------------------------------------------------------------------------------- where gradients are zeroed
-
-
-def tutorial(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.log(loss.item())
-
-
-def zero_grad_after_the_step(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def zero_grad_between_forward_and_backward(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        loss = F.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def model_zero_grad_first(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def model_zero_grad_after_the_step(run: Run) -> None:
-    """As the Trainer of transformers."""
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        model.zero_grad()
-
-
-def zero_grad_to_zeros(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        optimizer.zero_grad(set_to_none=False)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def model_zero_grad_to_zeros(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        model.zero_grad(set_to_none=False)
-
-
-def zeros_for_a_head_that_a_batch_does_not_use(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad(set_to_none=False)
-        F.mse_loss(model(x)[step % 2], y).backward()
-        optimizer.step()  # the other head has a gradient of zeros, and is decayed
-
-
-def a_head_that_a_batch_does_not_use(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x)[step % 2], y).backward()
-        optimizer.step()
-
-
-def gradients_set_to_none_by_hand(run: Run) -> None:
-    """As apex advised, and nanoGPT's early versions."""
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        for p in model.parameters():
-            p.grad = None
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def gradients_zeroed_by_hand(run: Run) -> None:
-    """As `zero_grad` of old versions of torch."""
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.detach_()
-                p.grad.zero_()
-
-
-def data_of_gradients_zeroed(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        for p in model.parameters():
-            p.grad.data.zero_()
+def params(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# --------------------------------------------------------------------------------- where gradients are set to zero
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "zero_grad": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "step": lambda model, optimizer: optimizer.step(),
+    "model.zero_grad": lambda model, optimizer: model.zero_grad(),
+    "model.zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "module.zero_grad": lambda model, optimizer: [module.zero_grad() for module in model],
+    "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "p.grad.detach_().zero_()": lambda model, optimizer: [grad.detach_().zero_() for grad in grads(model)],
+    "p.grad.data.zero_()": lambda model, optimizer: [grad.data.zero_() for grad in grads(model)],
+}
+# By name, what each iteration calls in turn.
+ORDERS = {
+    "tutorial": ("zero_grad", "loss", "backward", "step", "log"),
+    "zero_grad_after_the_step": ("loss", "backward", "step", "zero_grad"),
+    "zero_grad_between_forward_and_backward": ("loss", "zero_grad", "backward", "step"),
+    "model_zero_grad_first": ("model.zero_grad", "loss", "backward", "step"),
+    "model_zero_grad_after_the_step": ("loss", "backward", "step", "model.zero_grad"),  # the Trainer of transformers
+    "zero_grad_to_zeros": ("zeros", "loss", "backward", "step"),
+    "model_zero_grad_to_zeros": ("loss", "backward", "step", "model.zeros"),
+    "gradients_set_to_none_by_hand": ("p.grad = None", "loss", "backward", "step"),  # early versions of nanoGPT
+    "gradients_zeroed_by_hand": ("loss", "backward", "step", "p.grad.detach_().zero_()"),  # old versions of torch
+    "data_of_gradients_zeroed": ("loss", "backward", "step", "p.grad.data.zero_()"),
+    "zeroed_twice": ("zero_grad", "model.zero_grad", "loss", "backward", "step", "zero_grad"),
+    "one_module_zeroed_at_a_time": ("module.zero_grad", "loss", "backward", "step"),
+    "two_steps_with_the_same_gradients": ("zero_grad", "loss", "backward", "step", "step"),
+}
+
+
+def in_order(calls: tuple[str, ...]) -> Callable[[Run], None]:
+    def program(run: Run) -> None:
+        model, optimizer = run.start()
+        for x, y in run.batches(4):
+            for name in calls:
+                if name == "loss":
+                    loss = loss_of(model, x, y)
+                elif name == "log":
+                    run.log(loss.item())
+                else:
+                    loss.backward() if name == "backward" else CALLS[name](model, optimizer)
+
+    return program
 
-
-def zeroed_twice(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def one_module_zeroed_at_a_time(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        for module in model:
-            module.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+
+# ---------------------------------------------------------------------------------- one thing is changed in the loop
 
 
-# ------------------------------------------------------------------------------------------------- clipping by the loop
+def nothing() -> None: ...
 
 
-def clip_grad_norm(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.log(clip_grad_norm_(model.parameters(), 0.1))
+def loop(
+    build: Callable[[], nn.Module] = mlp,
+    *,
+    setup: Callable[..., Any] = nothing,
+    top: Callable[..., Any] = nothing,
+    loss: Callable[..., Tensor] = loss_of,
+    between: Callable[..., Any] = nothing,
+    skip: Callable[..., bool] = lambda: False,
+    after: Callable[..., Any] = nothing,
+    count: int = 4,
+    set_to_none: bool = True,
+    **options: Any,
+) -> Callable[[Run], None]:
+    """A program: a loop whose functions get those of run, model, optimizer, step, x, y and aux that they name.
 
+    Args:
+        build: makes the model.
+        setup: runs before the loop, when there is an optimizer. What it returns is the `aux` of the other functions.
+        top: runs at the top of each iteration.
+        loss: the loss of a batch.
+        between: runs between a backward and its step.
+        skip: whether to leave out the step.
+        after: runs after the step.
+        count: the number of batches.
+        set_to_none: of `zero_grad` before the loss.
+        options: of the optimizer.
+    """
 
-def clip_grad_norm_and_model_zero_grad(run: Run) -> None:
-    """transformers' inner loop."""
-    model, optimizer = run.start(GPT)
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    model.zero_grad()
-    for x, y in run.tokens(4):
-        loss = model(x, y)
-        loss.backward()
-        run.log(loss.detach(), clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
-        scheduler.step()
-        model.zero_grad()
+    def program(run: Run) -> None:
+        model, optimizer = run.start(build, **copy.deepcopy(options))  # a rate may be a tensor
+        values = {"run": run, "model": model, "optimizer": optimizer}
 
+        def call(function: Callable[..., Any]) -> Any:
+            return function(**{name: values[name] for name in inspect.signature(function).parameters})
 
-def clip_grad_norm_of_groups(run: Run) -> None:
-    """Clips what the optimizer holds, as lightning and PPO of stable-baselines do."""
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.log(clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1))
+        values["aux"] = call(setup)
+        for step, (x, y) in enumerate(run.tokens(count) if isinstance(model, GPT) else run.batches(count)):
+            values.update(step=step, x=x, y=y)
+            call(top)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            call(loss).backward()
+            call(between)
+            if not call(skip):
+                optimizer.step()
+            call(after)
 
+    return program
 
-def clip_infinity_norm_of_one_module(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.log(clip_grad_norm_(model[0].parameters(), 0.01, norm_type=math.inf, foreach=False))
 
+def each(function: Callable[[Any], Any]) -> Callable[..., None]:
+    """A function of each parameter."""
+    return lambda model: [function(p) for p in model.parameters()] and None
 
-def clip_in_two_calls(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-        run.log(norm)
 
+def each_without_grad(function: Callable[[Any], Any]) -> Callable[..., None]:
+    return torch.no_grad()(each(function))
 
-def clip_grad_value(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
 
+def each_of_two(function: Callable[[Any, Any], Any]) -> Callable[..., None]:
+    """A function of each parameter, and of that of another model, or of other values in its place."""
 
-def clip_each_gradient_by_hand(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            p.grad.data.clamp_(-0.02, 0.02)
+    def call(model: nn.Module, aux: Any) -> None:
+        for p, other in zip(model.parameters(), getattr(aux, "parameters", lambda: aux)(), strict=True):
+            function(p, other)
 
+    return call
 
-def clip_the_norm_by_hand(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        total = math.sqrt(sum(p.grad.data.norm(2).item() ** 2 for p in model.parameters() if p.grad is not None))
-        run.log(total)
-        if total > 0.1:
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.data.mul_(0.1 / (total + 1e-6))
 
+def at(when: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of model and aux at one step."""
+    return lambda model, aux, step: function(model, aux) if step == when else None
 
-def clip_with_foreach(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        norm = torch.stack(torch._foreach_norm(grads(model))).norm()
-        torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
-        run.log(norm)
 
+def hooked(change: Callable[[Any], Any]) -> Callable[..., None]:
+    return each(lambda p: p.register_post_accumulate_grad_hook(lambda p: [change(p)] and None))
 
-def adaptive_clipping(run: Run) -> None:
-    """timm's, of each unit to the norm of its weight (Brock et al., 2021)."""
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            limit = p.detach().norm().clamp(min=1e-3) * 0.01
-            norm = p.grad.detach().norm()
-            p.grad.detach().copy_(torch.where(norm < limit, p.grad, p.grad * (limit / norm.clamp(min=1e-6))))
 
+def set_rates(optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (step + 1)
 
-def clipped_by_the_optimizer(run: Run) -> None:
-    model, optimizer = run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0}))
-    run.train(model, optimizer)
 
+def set_nan(x: Tensor, step: int) -> None:
+    if step == 2:
+        x[0, 0] = math.nan
 
-# ----------------------------------------------------------------------------------- gradients that are read or written
 
+def step_scheduler(aux: Any) -> None:
+    aux.step()
 
-def norm_of_gradients_in_the_log(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.log(*(p.grad.norm() for p in model.parameters() if p.grad is not None))
-
-
-def norm_of_gradients_in_the_log_after_the_step(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        run.log(sum(p.grad.float().pow(2).sum() for p in model.parameters() if p.grad is not None) ** 0.5)
 
-
-def histogram_of_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer, 3):
-        for p in model.parameters():
-            if p.requires_grad and p.grad is not None:
-                run.log(*torch.histc(p.grad.detach().float().cpu(), 4))
-
-
-def flat_vector_of_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    last = None
-    for _ in run.backwards(model, optimizer):
-        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-        if last is not None:
-            run.log(F.cosine_similarity(flat.float(), last.float(), dim=0))
-        last = flat
-
-
-def gradients_as_numpy(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.log(max(abs(p.grad.detach().float().cpu().numpy()).max() for p in model.parameters()))
-
-
-def centralized_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
-
-
-def noise_on_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            p.grad += 0.01 * torch.randn_like(p.grad)
-
-
-def gradients_replaced_by_others(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            p.grad = p.grad * 0.5 + 0.01 * p.detach()
-
-
-def decay_added_to_gradients(run: Run) -> None:
-    model, optimizer = run.start(weight_decay=0.0)
-    for _ in run.backwards(model, optimizer):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.grad.add_(p, alpha=0.1)
-
-
-def a_row_without_gradient(run: Run) -> None:
-    model, optimizer = run.start(GPT)
-    for _ in run.backwards(model, optimizer, tokens=True):
-        model.embedding.weight.grad[3] = 0
-
-
-def masked_gradients(run: Run) -> None:
-    """A pruned layer stays pruned."""
-    model, optimizer = run.start()
-    mask = torch.rand_like(model[0].weight) > 0.5
-    model[0].weight.data.mul_(mask)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        model[0].weight.grad.mul_(mask)
-        optimizer.step()
-        model[0].weight.data.mul_(mask)
-
-
-def gradients_of_one_layer_dropped(run: Run) -> None:
-    """The last layer is not trained in the first steps (DINO)."""
-    model, optimizer = run.start()
-    for step, _ in enumerate(run.backwards(model, optimizer)):
-        if step < 2:
-            for name, p in model.named_parameters():
-                if name.startswith("3."):
-                    p.grad = None
-
-
-def nan_gradients_set_to_zero(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(4)):
-        optimizer.zero_grad()
-        if step == 2:
-            x[0, 0] = math.nan
-        F.mse_loss(model(x), y).backward()
-        for p in model.parameters():
-            if p.grad is not None:
-                torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad)
-        optimizer.step()
-
-
-def a_step_skipped_for_nan_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        if step == 2:
-            x[0, 0] = math.nan
-        F.mse_loss(model(x), y).backward()
-        if any(not torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None):
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def sharpness_aware(run: Run) -> None:
-    """SAM in two backwards, written in the loop."""
-    model, optimizer = run.start()
-    for x, y in run.backwards(model, optimizer):
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        moved = []
-        with torch.no_grad():
-            for p in model.parameters():
-                moved.append(p.grad * (0.05 / (norm + 1e-12)))
-                p.add_(moved[-1])
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        with torch.no_grad():
-            for p, by in zip(model.parameters(), moved, strict=True):
-                p.sub_(by)
-
-
-def two_steps_with_the_same_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        optimizer.step()
-
-
-def averaged_by_hand(run: Run) -> None:
-    """As loops without DistributedDataParallel average over ranks, of which there is one."""
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad /= 2
-
-
-def slow_gradients(run: Run) -> None:
-    """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
-    model, optimizer = run.start()
-    average: dict[str, Tensor] = {}
-    for _ in run.backwards(model, optimizer):
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                average.setdefault(name, p.grad.data.detach().clone())
-                average[name] = average[name] * 0.9 + p.grad.data.detach() * 0.1
-                p.grad.data = p.grad.data + average[name] * 2
-
-
-# ------------------------------------------------------------------------------------------------------ weights written
-
-
-def weights_clamped(run: Run) -> None:
-    """The critic of the first Wasserstein GAN."""
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        for p in model.parameters():
-            p.data.clamp_(-0.2, 0.2)
-
-
-def decay_by_hand_after_the_step(run: Run) -> None:
-    model, optimizer = run.start(weight_decay=0.0)
-    for _ in run.steps(model, optimizer):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.99)
-
-
-def decay_by_hand_between_backward_and_step(run: Run) -> None:
-    model, optimizer = run.start(weight_decay=0.0)
-    for _ in run.backwards(model, optimizer):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.99)
-
-
-def decay_with_foreach_on_data(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
-
-
-def weights_written_by_numpy(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        for p in model.parameters():
-            p.data.view(torch.uint8).numpy().reshape(-1)[:4] = 0
-
-
-def rows_of_unit_norm(run: Run) -> None:
-    """As nGPT and dictionaries of sparse autoencoders."""
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        model[0].weight.data = F.normalize(model[0].weight.data, dim=1)
-
-
-def weights_set_by_copies_of_data(run: Run) -> None:
-    model, optimizer = run.start()
-    best = [p.data.clone() for p in model.parameters()]
-    for step, _ in enumerate(run.steps(model, optimizer)):
-        if step == 1:  # back to the best
-            for p, value in zip(model.parameters(), best, strict=True):
-                p.data.copy_(value)
-
-
-def a_layer_initialized_again(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, _ in enumerate(run.steps(model, optimizer, 5)):
-        if step == 2:
-            nn.init.normal_(model[3].weight, std=0.02)
-            model[0].reset_parameters()
-
-
-def noise_on_weights(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(torch.randn_like(p), alpha=0.01)
-
-
-def weights_from_a_vector(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        vector = nn.utils.parameters_to_vector(model.parameters())
-        nn.utils.vector_to_parameters(vector * 0.99, model.parameters())
-
-
-def decay_through_groups(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.steps(model, optimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.data.mul_(1 - group["lr"])
-
-
-# -------------------------------------------------------------------------------------------------- averages of weights
-
-
-def ema_that_is_evaluated(run: Run) -> None:
-    model = run.model()
-    ema = copy.deepcopy(model).requires_grad_(False)
-    run.averages.append(ema)
-    optimizer = run.adamw(model)
-    for x, y in run.steps(model, optimizer):
-        with torch.no_grad():
-            for average, p in zip(ema.parameters(), model.parameters(), strict=True):
-                average.mul_(0.9).add_(p, alpha=0.1)
-        run.log(F.mse_loss(ema(x), y))
-
-
-def ema_swapped_in_for_evaluation(run: Run) -> None:
-    model, optimizer = run.start()
-    shadow = {name: p.data.clone() for name, p in model.named_parameters()}
-    for x, y in run.steps(model, optimizer):
-        for name, p in model.named_parameters():
-            shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
-        backup = {name: p.data for name, p in model.named_parameters()}
-        for name, p in model.named_parameters():
-            p.data = shadow[name]
-        with torch.no_grad():
-            run.log(F.mse_loss(model(x), y))
-        for name, p in model.named_parameters():
-            p.data = backup[name]
-
-
-def ema_copied_back(run: Run) -> None:
-    model, optimizer = run.start()
-    ema = [p.detach().clone() for p in model.parameters()]
-    for step, (x, y) in enumerate(run.batches(5)):
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        torch._foreach_lerp_(ema, [p.data for p in model.parameters()], 0.1)
-        if step % 2:
-            for p, average in zip(model.parameters(), ema, strict=True):
-                p.data.copy_(average)
-
-
-def lookahead(run: Run) -> None:
-    model, optimizer = run.start()
-    slow = [p.detach().clone() for p in model.parameters()]
-    for step, _ in enumerate(run.steps(model, optimizer, 6)):
-        if step % 3 == 2:
-            for p, anchor in zip(model.parameters(), slow, strict=True):
-                anchor += 0.5 * (p.data - anchor)
-                p.data.copy_(anchor)
+def limit_norm(grad: Tensor, limit: Tensor) -> None:
+    grad.detach().copy_(torch.where(grad.norm() < limit, grad, grad * (limit / grad.norm().clamp(min=1e-6))))
+
+
+def log_evaluation(run: Run, model: Any, x: Tensor, y: Tensor) -> None:
+    model.eval()
+    with torch.inference_mode():
+        run.log(F.mse_loss(model(x), y), next(model.parameters()).norm())
+    model.train()
+
+
+def average(run: Run, module: nn.Module) -> nn.Module:
+    """A module that is compared at the end."""
+    run.averages.append(module)
+    return module
+
+
+def frozen_copy(run: Run, model: nn.Module) -> nn.Module:
+    return average(run, copy.deepcopy(model).requires_grad_(False))
+
+
+def ema(run: Run, model: nn.Module) -> Any:
+    return average(run, swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)))
+
+
+def warmup_and_cosine(optimizer: Any) -> Any:
+    warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
+
+
+def unrolled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A weight is used several times in a backward."""
+    return F.mse_loss(functools.reduce(lambda hidden, _: model(x, hidden), range(3), torch.zeros_like(y)), y)
+
+
+def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x.requires_grad_(True)), y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.pow(2).sum()
+
+
+def preferred(model: Any, aux: Any, x: Tensor, y: Tensor) -> Tensor:
+    """TRL's: chosen and rejected go through the model in one backward, and a frozen copy is the reference."""
+    margin = aux(x.flip(0), y) - aux(x, y)
+    return -F.logsigmoid(model(x.flip(0), y) - model(x, y) - margin)
+
+
+def linear(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(wrap(nn.Linear(7, 5)))
+
+
+def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
+    return lambda model, x, y: model(x, y, partial(checkpoint, use_reentrant=reentrant))
+
+
+LOOPS: dict[str, Callable[[Run], None]] = {
+    # Gradients are clipped.
+    "clip_grad_norm": loop(between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.1))),
+    "clip_grad_norm_of_groups": loop(between=lambda run, optimizer: run.log(clip_grad_norm_(params(optimizer), 0.1))),
+    "clip_infinity_norm_of_one_module": loop(
+        between=lambda run, model: run.log(clip_grad_norm_(model[0].parameters(), 0.01, math.inf, foreach=False))
+    ),
+    "clip_grad_value": loop(between=lambda model: clip_grad_value_(model.parameters(), 0.02)),
+    "clip_each_gradient_by_hand": loop(between=each(lambda p: p.grad.data.clamp_(-0.02, 0.02))),
+    # timm's, of each unit to the norm of its weight (Brock et al., 2021).
+    "adaptive_clipping": loop(
+        between=each(lambda p: limit_norm(p.grad, p.detach().norm().clamp(min=1e-3) * 0.01)),
+    ),
+    # They are read or written.
+    "norm_of_gradients_in_the_log": loop(between=lambda run, model: run.log(*(grad.norm() for grad in grads(model)))),
+    "norm_of_gradients_in_the_log_after_the_step": loop(
+        after=lambda run, model: run.log(sum(grad.float().pow(2).sum() for grad in grads(model)) ** 0.5)
+    ),
+    "histogram_of_gradients": loop(
+        between=lambda run, model: [run.log(*torch.histc(grad.detach().float(), 4)) for grad in grads(model)]
+    ),
+    "gradients_as_numpy": loop(
+        between=lambda run, model: run.log(max(abs(grad.float().numpy()).max() for grad in grads(model)))
+    ),
+    "centralized_gradients": loop(
+        between=each(lambda p: p.grad.sub_(p.grad.mean(dim=1, keepdim=True)) if p.dim() > 1 else None)
+    ),
+    "gradients_replaced_by_others": loop(between=each(lambda p: setattr(p, "grad", p.grad * 0.5 + 0.01 * p.detach()))),
+    "decay_added_to_gradients": loop(between=each_without_grad(lambda p: p.grad.add_(p, alpha=0.1)), weight_decay=0.0),
+    "a_row_without_gradient": loop(GPT, between=lambda model: model.embedding.weight.grad[3].zero_()),
+    # The last layer is not trained in the first steps (DINO).
+    "gradients_of_one_layer_dropped": loop(
+        between=lambda model, step: [setattr(p, "grad", None) for p in model[3].parameters() if step < 2]
+    ),
+    "state_saved_between_backward_and_step": loop(
+        between=lambda model, optimizer: (optimizer.state_dict(), model.state_dict())
+    ),
+    "model_copied_between_backward_and_step": loop(
+        between=lambda run, model: run.averages.append(copy.deepcopy(model))
+    ),
+    "model_moved_between_backward_and_step": loop(between=lambda model: model.to("cpu").train()),
+    "evaluation_after_the_step": loop(dropout, after=log_evaluation),
+    # Weights are written.
+    "weights_clamped": loop(after=each(lambda p: p.data.clamp_(-0.2, 0.2))),  # the first Wasserstein GAN
+    "decay_by_hand_after_the_step": loop(after=each_without_grad(lambda p: p.mul_(0.99)), weight_decay=0.0),
+    "decay_by_hand_between_backward_and_step": loop(between=each_without_grad(lambda p: p.mul_(0.99))),
+    "decay_with_foreach_on_data": loop(
+        after=lambda model: torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
+    ),
+    "decay_through_groups": loop(after=lambda optimizer: [p.data.mul_(0.99) for p in params(optimizer)]),
+    "weights_written_by_numpy": loop(after=each(lambda p: p.data.view(torch.uint8).numpy().reshape(-1)[:4].fill(0))),
+    # nGPT, and dictionaries of sparse autoencoders.
+    "rows_of_unit_norm": loop(
+        after=lambda model: setattr(model[0].weight, "data", F.normalize(model[0].weight.data, dim=1))
+    ),
+    "noise_on_weights": loop(after=each_without_grad(lambda p: p.add_(torch.randn_like(p), alpha=0.01))),
+    "weights_from_a_vector": loop(
+        after=lambda model: vector_to_parameters(parameters_to_vector(model.parameters()) * 0.99, model.parameters())
+    ),
+    "a_layer_initialized_again": loop(
+        count=5,
+        after=lambda model, step: (
+            step == 2 and (nn.init.normal_(model[3].weight, std=0.02), model[0].reset_parameters())
+        ),
+    ),
+    # Parameters come and go.
+    "backbone_frozen_later": loop(count=5, top=lambda model, step: model[0].requires_grad_(step < 2)),
+    "frozen_and_unfrozen_in_turn": loop(
+        Heads,
+        count=6,
+        top=lambda model, step: model.first.requires_grad_(step % 2 == 0),
+        loss=lambda model, x, y: sum(F.mse_loss(out, y) for out in model(x)),
+    ),
+    "a_head_that_a_batch_does_not_use": loop(
+        Heads, count=5, loss=lambda model, step, x, y: F.mse_loss(model(x)[step % 2], y)
+    ),
+    # The other head has a gradient of zeros, and is decayed.
+    "zeros_for_a_head_that_a_batch_does_not_use": loop(
+        Heads, count=5, loss=lambda model, step, x, y: F.mse_loss(model(x)[step % 2], y), set_to_none=False
+    ),
+    # The optimizer forgets its moments when the task changes.
+    "moments_set_to_zero": loop(
+        count=5, after=lambda optimizer, step: setattr(optimizer, "state", defaultdict(dict)) if step == 2 else None
+    ),
+    # Learning rates.
+    "learning_rate_set_at_the_top": loop(top=set_rates),
+    "learning_rate_set_between_backward_and_step": loop(between=set_rates),  # build-nanogpt
+    # DINO's loop sets the decay too.
+    "decay_that_is_scheduled": loop(
+        top=lambda optimizer, step: optimizer.param_groups[0].update(
+            lr=0.01 * 0.8**step, weight_decay=0.1 * step, betas=(0.9 - 0.1 * step, 0.99)
+        )
+    ),
+    # Other models and losses.
+    "tied_weights": loop(GPT),
+    "dropout_layers": loop(dropout),
+    "batch_norm_and_evaluation": loop(convnet, after=log_evaluation),
+    "parametrized_weight": loop(linear(weight_norm)),
+    "recurrent_network": loop(lambda: nn.GRUCell(7, 5), count=3, loss=unrolled),
+    "checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=False)),
+    "reentrant_checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=True)),
+    "channels_last": loop(
+        images,
+        count=3,
+        loss=lambda model, x, y: F.mse_loss(
+            model((x[:, None, :6, None] * x[:, None, None]).to(memory_format=torch.channels_last)), y
+        ),
+    ),
+    "gradient_penalty": loop(loss=penalized),
+    "reinforce": loop(
+        loss=lambda model, x: torch.stack(
+            [-model(x).log_softmax(1)[row, row % 5] * x[row].sum() for row in range(6)]
+        ).sum()
+    ),
+    # With something beside the model.
+    "masked_gradients": loop(  # a pruned layer stays pruned
+        setup=lambda model: torch.rand_like(model[0].weight) > 0.5,
+        top=lambda model, aux: model[0].weight.data.mul_(aux),
+        between=lambda model, aux: model[0].weight.grad.mul_(aux),
+        after=lambda model, aux: model[0].weight.data.mul_(aux),
+    ),
+    "weights_set_by_copies_of_data": loop(  # back to the best
+        setup=lambda model: [p.data.clone() for p in model.parameters()],
+        after=at(1, each_of_two(lambda p, value: p.data.copy_(value))),
+    ),
+    "model_loaded_in_the_middle": loop(
+        count=5,
+        setup=lambda model: copy.deepcopy(model.state_dict()),
+        after=at(2, lambda model, aux: model.load_state_dict(aux)),
+    ),
+    "ema_by_hand": loop(
+        setup=frozen_copy, after=torch.no_grad()(each_of_two(lambda p, mean: mean.mul_(0.9).add_(p, alpha=0.1)))
+    ),
+    "ema_of_torch": loop(setup=ema, after=lambda model, aux: aux.update_parameters(model)),
+    "dqn_with_a_target_network": loop(
+        count=6,
+        setup=frozen_copy,
+        loss=lambda model, aux, x, y: F.smooth_l1_loss(model(x)[:, 0], aux(x).max(dim=1).values * 0.9 + y[:, 0]),
+        after=each_of_two(lambda p, slow: slow.data.copy_(0.3 * p.data + 0.7 * slow.data)),
+    ),
+    # BYOL: the teacher is an average of the student, and begins as a copy.
+    "momentum_teacher": loop(
+        setup=frozen_copy,
+        loss=lambda model, aux, x: -F.cosine_similarity(model(x), aux(x.flip(0))).mean(),
+        after=each_of_two(lambda p, slow: setattr(slow, "data", slow.data * 0.9 + p.data * 0.1)),
+    ),
+    "distillation": loop(
+        setup=lambda run: run.model().eval().requires_grad_(False),
+        loss=lambda model, aux, x: F.kl_div(model(x).log_softmax(1), aux(x).softmax(1), reduction="batchmean"),
+    ),
+    "direct_preference_optimization": loop(GPT, setup=frozen_copy, loss=preferred),
+    "compiled_model": loop(
+        setup=lambda model: torch.compile(model, backend="aot_eager"), loss=lambda aux, x, y: F.mse_loss(aux(x), y)
+    ),
+    "warmup_and_cosine": loop(count=6, setup=warmup_and_cosine, after=step_scheduler, lr=0.02),
+    "one_cycle": loop(  # and the first beta
+        count=6,
+        setup=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=6),
+        after=step_scheduler,
+    ),
+    "learning_rate_as_a_tensor": loop(
+        count=5,
+        setup=lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+        after=step_scheduler,
+        lr=torch.tensor(0.01),
+    ),
+    # Hooks.
+    "hooks_on_tensors": loop(setup=each(lambda p: p.register_hook(lambda grad: grad.clamp(-0.02, 0.02)))),
+    "hooks_on_modules": loop(
+        setup=lambda run, model: (
+            model[0].register_forward_hook(lambda module, args, out: out * 1.5),
+            model[3].register_full_backward_hook(lambda module, grads, _: run.log(grads[0].norm())),
+        )
+    ),
+    "hooks_after_accumulation_after_the_optimizer": loop(setup=hooked(lambda p: p.grad.mul_(0.5).add_(0.01))),
+    "hooks_that_add_decay_to_gradients": loop(setup=hooked(lambda p: p.grad.add_(0.1 * p.detach()))),
+    "hooks_on_the_optimizer": loop(
+        setup=lambda model, optimizer: optimizer.register_step_post_hook(
+            lambda *_: each(lambda p: p.data.mul_(0.99))(model)
+        )
+    ),
+    # Steps are left out.
+    "nan_gradients_set_to_zero": loop(
+        top=set_nan, between=each(lambda p: torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad))
+    ),
+    "a_step_skipped_for_nan_gradients": loop(
+        count=5, top=set_nan, skip=lambda model: any(not torch.isfinite(grad).all() for grad in grads(model))
+    ),
+    "a_step_skipped_and_zeroed_at_the_top": loop(count=5, skip=lambda step: step == 2),
+    "the_last_step_skipped": loop(skip=lambda step: step == 3),
+}
+
+
+# ---------------------------------------------------------------------------------------- other loops
+
+
+def update(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 class Lookahead:
     """The wrapper that is copied from project to project: slow weights of what the groups of the optimizer hold."""
 
     def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.steps = optimizer, 0
+        self.optimizer, self.zero_grad, self.steps = optimizer, optimizer.zero_grad, 0
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
 
     def step(self) -> None:
         self.optimizer.step()
         self.steps += 1
-        for group in self.optimizer.param_groups:
-            for fast in group["params"]:
-                state = self.state[fast]
-                if "slow" not in state:
-                    state["slow"] = fast.data.clone()
-                if self.steps % 2 == 0:
-                    state["slow"].add_(fast.data - state["slow"], alpha=0.5)
-                    fast.data.copy_(state["slow"])
-
-
-def lookahead_around_the_optimizer(run: Run) -> None:
-    model = run.model()
-    optimizer = Lookahead(run.adamw(model))
-    run.train(model, optimizer, 6)
-
-
-def stochastic_weight_averaging(run: Run) -> None:
-    model = run.model(convnet)
-    averaged = swa_utils.AveragedModel(model)
-    run.averages.append(averaged)
-    optimizer = run.adamw(model)
-    scheduler = swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=2)
-    for step, _ in enumerate(run.steps(model, optimizer, 6)):
-        if step > 1:
-            averaged.update_parameters(model)
-            scheduler.step()
-    swa_utils.update_bn([x for x, _ in run.batches(2)], averaged)
-
-
-def ema_of_torch(run: Run) -> None:
-    model = run.model()
-    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
-    run.averages.append(averaged)
-    optimizer = run.adamw(model)
-    for _ in run.steps(model, optimizer):
-        averaged.update_parameters(model)
-
-
-def switch_ema(run: Run) -> None:
-    """The average becomes the model at the end of each epoch (Li et al., 2024)."""
-    model = run.model()
-    averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-    optimizer = run.adamw(model)
-    for _ in range(2):
-        for _ in run.steps(model, optimizer, 3):
-            averaged.update_parameters(model)
-        model.load_state_dict(averaged.module.state_dict())
-
-
-# ------------------------------------------------------------------------------------------ parameters that come and go
-
-
-def gradual_unfreezing(run: Run) -> None:
-    """ULMFiT: one more layer from the top at each epoch, all of them in the optimizer from the beginning."""
-    model = run.model().requires_grad_(False)
-    optimizer = run.adamw(model)
-    layers = [module for module in reversed(model) if list(module.parameters())]
-    for layer in layers:
-        layer.requires_grad_(True)
-        run.train(model, optimizer, 2)
-
-
-def unfrozen_layers_in_new_groups(run: Run) -> None:
-    """As lightning's BaseFinetuning."""
-    model = run.model().requires_grad_(False)
-    model[3].requires_grad_(True)
-    optimizer = run.adamw(model, [p for p in model.parameters() if p.requires_grad])
-    for step, (x, y) in enumerate(run.batches(6)):
-        if step in (2, 4):
-            layer = model[2 if step == 2 else 0]
-            layer.requires_grad_(True)
-            optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001 * step})
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def backbone_frozen_later(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        if step == 2:
-            model[0].requires_grad_(False)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def frozen_and_unfrozen_in_turn(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for step, (x, y) in enumerate(run.batches(6)):
-        model.first.requires_grad_(step % 2 == 0)
-        optimizer.zero_grad()
-        sum(F.mse_loss(out, y) for out in model(x)).backward()
-        optimizer.step()
-
-
-def lora(run: Run) -> None:
-    model = run.model(LoRA)
-    optimizer = run.adamw(model, filter(lambda p: p.requires_grad, model.parameters()))
-    run.train(model, optimizer)
-
-
-def lora_merged_and_begun_again(run: Run) -> None:
-    """ReLoRA (Lialin et al., 2023)."""
-    model, optimizer = run.start(LoRA)
-    for step, _ in enumerate(run.steps(model, optimizer, 5)):
-        if step == 2:
-            model.base.weight.data += 2 * model.b.weight.data @ model.a.weight.data
-            nn.init.kaiming_uniform_(model.a.weight, a=math.sqrt(5))
-            nn.init.zeros_(model.b.weight)
-
-
-def decay_of_matrices_only(run: Run) -> None:
-    model = run.model(GPT)
-    params = dict(model.named_parameters()).values()
-    optimizer = run.adamw(
-        model,
-        [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "lr": 0.02},
-        ],
-    )
-    run.train(model, optimizer, tokens=True)
-
-
-def a_learned_parameter_of_the_loss(run: Run) -> None:
-    """Uncertainty weights of two tasks (Kendall et al., 2018)."""
-    model = run.model(Heads)
-    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2, dtype=model.trunk.weight.dtype)))
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        losses = torch.stack([F.mse_loss(out, y) for out in model(x)])
-        (losses * torch.exp(-model.log_variances) + model.log_variances).sum().backward()
-        optimizer.step()
-
-
-def a_new_head_and_a_new_optimizer(run: Run) -> None:
-    model, optimizer = run.start()
-    run.train(model, optimizer, 3)
-    model = copy.deepcopy(model)
-    model[3] = nn.Linear(13, 2).to(model[0].weight.dtype)
-    optimizer = run.adamw(model, lr=0.001)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y[:, :2]).backward()
-        optimizer.step()
-
-
-# --------------------------------------------------------------------------------------------------------- accumulation
-
-
-def accumulation(run: Run) -> None:
-    model, optimizer = run.start()
-    optimizer.zero_grad()
-    for step, (x, y) in enumerate(run.batches(6)):
-        (F.mse_loss(model(x), y) / 3).backward()
-        if (step + 1) % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accumulation_and_model_zero_grad(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(6)):
-        (F.mse_loss(model(x), y) / 2).backward()
-        if step % 2 == 1:
-            optimizer.step()
-            model.zero_grad()
-
-
-def accumulation_without_sync(run: Run) -> None:
-    """nanoGPT's, and Accelerate's."""
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(6)):
-        with nullcontext() if step % 2 else run.no_sync():
-            (F.mse_loss(model(x), y) / 2).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accumulation_without_sync_clipped(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(6)):
-        with nullcontext() if step % 3 == 2 else run.no_sync():
-            F.mse_loss(model(x), y).backward()
-        if step % 3 == 2:
-            run.log(clip_grad_norm_(model.parameters(), 0.1))
-            optimizer.step()
-            model.zero_grad()
-
-
-def accumulation_divided_at_the_end(run: Run) -> None:
-    """The gradients are divided by the number of tokens, which is known after the last micro-batch."""
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(6)):
-        with nullcontext() if step % 2 else run.no_sync():
-            F.mse_loss(model(x), y, reduction="sum").backward()
-        if step % 2:
-            for p in model.parameters():
-                p.grad.div_(60)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accumulation_with_an_odd_last_batch(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for step, (x, y) in enumerate(run.batches(5)):
-        last = step % 2 == 1 or step == 4
-        with nullcontext() if last else run.no_sync():
-            F.mse_loss(model(x)[step % 2], y).backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def accumulated_gradients_discarded(run: Run) -> None:
-    """A batch without labels in the middle of an accumulation throws away what there is."""
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(6)):
-        if step == 3:
-            model.zero_grad()
-            continue
-        with nullcontext() if step % 2 else run.no_sync():
-            F.mse_loss(model(x), y).backward()
-        if step % 2:
-            optimizer.step()
-            model.zero_grad()
-
-
-def two_backwards_of_one_graph(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        first, second = model(x)
-        with run.no_sync():
-            F.mse_loss(first, y).backward(retain_graph=True)
-        F.l1_loss(second, y).backward()
-        optimizer.step()
-
-
-def two_losses_in_two_backwards(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x)[0], y).backward()
-        F.l1_loss(model(x)[1], y).backward()
-        optimizer.step()
-
-
-def two_losses_in_one_backward(run: Run) -> None:
-    model, optimizer = run.start(Heads)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        first, second = model(x)
-        torch.autograd.backward([F.mse_loss(first, y), F.l1_loss(second, y)])
-        optimizer.step()
-
-
-# ----------------------------------------------------------------------------------------------------------- schedulers
-
-
-def warmup_and_cosine(run: Run) -> None:
-    model, optimizer = run.start(lr=0.02)
-    warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    cosine = lr_scheduler.CosineAnnealingLR(optimizer, 4)
-    scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])
-    for _ in run.steps(model, optimizer, 6):
-        scheduler.step()
-
-
-def one_cycle(run: Run) -> None:
-    model, optimizer = run.start()
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=6)  # and the first beta
-    for _ in run.steps(model, optimizer, 6):
-        scheduler.step()
-
-
-def reduced_on_plateau(run: Run) -> None:
-    model, optimizer = run.start()
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-    for x, y in run.batches(6):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step(loss.item())
-    run.log(optimizer.param_groups[0]["lr"])
-
-
-def learning_rate_set_at_the_top(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(4)):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (step + 1)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def learning_rate_set_between_backward_and_step(run: Run) -> None:
-    """build-nanogpt."""
-    model, optimizer = run.start()
-    for step, _ in enumerate(run.backwards(model, optimizer)):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (step + 1)
-
-
-def learning_rate_as_a_tensor(run: Run) -> None:
-    model, optimizer = run.start(lr=torch.tensor(0.01))
-    scheduler = lr_scheduler.StepLR(optimizer, 2, 0.5)
-    for _ in run.steps(model, optimizer, 5):
-        scheduler.step()
-
-
-def decay_that_is_scheduled(run: Run) -> None:
-    """DINO's loop sets rate and decay at the top."""
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(4)):
-        for group in optimizer.param_groups:
-            group["lr"], group["weight_decay"], group["betas"] = 0.01 * 0.8**step, 0.1 * step, (0.9 - 0.1 * step, 0.99)
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-# ---------------------------------------------------------------------------------------------------------------- hooks
-
-
-def hooks_on_tensors(run: Run) -> None:
-    model, optimizer = run.start()
-    for p in model.parameters():
-        p.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
-    run.train(model, optimizer)
-
-
-def hooks_on_modules(run: Run) -> None:
-    model, optimizer = run.start()
-    model[0].register_forward_hook(lambda module, args, out: out * 1.5)
-    model[3].register_full_backward_hook(lambda module, grads, _: run.log(grads[0].norm()))
-    run.train(model, optimizer)
-
-
-def hooks_after_accumulation_before_the_optimizer(run: Run) -> None:
-    model = run.model()
-
-    def clip(p: Tensor) -> None:
-        p.grad.clamp_(-0.02, 0.02)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(clip)
-    optimizer = run.adamw(model)
-    run.train(model, optimizer)
-
-
-def hooks_after_accumulation_after_the_optimizer(run: Run) -> None:
-    model, optimizer = run.start()
-
-    def change(p: Tensor) -> None:
-        p.grad.mul_(0.5).add_(0.01)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(change)
-    run.train(model, optimizer)
-
-
-def hooks_that_add_decay_to_gradients(run: Run) -> None:
-    model, optimizer = run.start()
-
-    def decay(p: Tensor) -> None:
-        p.grad.add_(0.1 * p.detach())
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(decay)
-    run.train(model, optimizer)
-
-
-def hooks_on_the_optimizer(run: Run) -> None:
-    model, optimizer = run.start()
-    optimizer.register_step_post_hook(lambda *_: [p.data.mul_(0.99) for p in model.parameters()] and None)
-    run.train(model, optimizer)
-
-
-def gradients_of_activations(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        hidden = model[:2](x)
-        hidden.retain_grad()
-        F.mse_loss(model[2:](hidden), y).backward()
-        run.log(hidden.grad.norm())
-        optimizer.step()
-
-
-# ------------------------------------------------------------------------------------------------------ kinds of models
-
-
-def tied_weights(run: Run) -> None:
-    model, optimizer = run.start(GPT)
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        run.log(loss.item())
-
-
-def batch_norm_and_evaluation(run: Run) -> None:
-    model = run.model(convnet)
-    run.averages.append(model)  # its statistics
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        model.train()
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        model.eval()
-        with torch.inference_mode():
-            run.log(F.mse_loss(model(x), y))
-
-
-def dropout_layers(run: Run) -> None:
-    model, optimizer = run.start(dropout)
-    run.train(model, optimizer)
-
-
-def parametrized_weight(run: Run) -> None:
-    model = run.model(lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(7, 5))))
-    optimizer = run.adamw(model)
-    run.train(model, optimizer)
-
-
-def spectral_norm(run: Run) -> None:
-    # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
-    model = run.model(lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(7, 5))), FP32)
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4, FP32):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
-def pruned_layer(run: Run) -> None:
-    from torch.nn.utils import prune
-
-    model = run.model()
-    prune.l1_unstructured(model[0], "weight", amount=0.3)
-    optimizer = run.adamw(model)
-    for step, _ in enumerate(run.steps(model, optimizer)):
-        if step == 1:
-            model[0].weight_orig.data.mul_(model[0].weight_mask)
-
-
-def recurrent_network(run: Run) -> None:
-    # Unrolled by hand: a weight is used several times in a backward.
-    cell = run.model(lambda: nn.ModuleDict({"cell": nn.GRUCell(7, 5)}))
-    optimizer = run.adamw(cell)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        hidden = torch.zeros_like(y)
-        for _ in range(3):
-            hidden = cell["cell"](x, hidden)
-        F.mse_loss(hidden, y).backward()
-        optimizer.step()
-
-
-def truncated_backpropagation(run: Run) -> None:
-    cell = run.model(lambda: nn.ModuleDict({"cell": nn.GRUCell(7, 5)}))
-    optimizer = run.adamw(cell)
-    hidden = torch.zeros(6, 5, dtype=cell["cell"].weight_ih.dtype)
-    for x, y in run.batches(4):
-        hidden = cell["cell"](x, hidden.detach())
-        loss = F.mse_loss(hidden, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def checkpointed_blocks(run: Run) -> None:
-    model, optimizer = run.start(GPT)
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        hidden = model.embedding(x)
-        for block in model.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-
-
-def reentrant_checkpointed_blocks(run: Run) -> None:
-    model, optimizer = run.start(GPT)
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        hidden = model.embedding(x)
-        for block in model.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=True)
-        F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-
-
-def reentrant_checkpoints_that_share_a_block(run: Run) -> None:
-    model = run.model(GPT)
-    model.blocks[1] = model.blocks[0]
-    optimizer = run.adamw(model)
-    for x, y in run.tokens(4):
-        optimizer.zero_grad()
-        hidden = model.embedding(x)
-        for block in model.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=True)
-        F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten()).backward()
-        optimizer.step()
-
-
-def channels_last(run: Run) -> None:
-    model = run.model(lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(90, 5)))
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = run.adamw(model)
-    for x, y in run.batches(3):
-        optimizer.zero_grad()
-        image = (x[:, None, :6, None] * x[:, None, None]).to(memory_format=torch.channels_last)
-        F.mse_loss(model(image), y).backward()
-        optimizer.step()
-
-
-# --------------------------------------------------------------------------------------------------- several optimizers
-
-
-def players() -> tuple[nn.Module, nn.Module]:
-    generator = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 7))
-    return generator, nn.Sequential(nn.Linear(7, 9), nn.LeakyReLU(0.2), nn.Linear(9, 1))
-
-
-def gan(run: Run) -> None:
-    """DCGAN's: the discriminator is not frozen, and the backward of the generator adds to its gradients."""
-    g, d = (player.to(run.dtype) for player in players())
-    optimizer_g, optimizer_d = run.adamw(g, betas=(0.5, 0.99)), run.adamw(d, betas=(0.5, 0.99))
-    for real, _ in run.batches(4):
-        fake = g(torch.randn(6, 3).to(run.dtype))
-        d.zero_grad()
-        F.softplus(-d(real)).mean().backward()
-        F.softplus(d(fake.detach())).mean().backward()
-        optimizer_d.step()
-        g.zero_grad()
-        F.softplus(-d(fake)).mean().backward()
-        optimizer_g.step()
-
-
-def gan_in_one_backward_each(run: Run) -> None:
-    g, d = (player.to(run.dtype) for player in players())
-    optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
-    for real, _ in run.batches(4):
-        fake = g(torch.randn(6, 3).to(run.dtype))
-        optimizer_g.zero_grad()
-        F.softplus(-d(fake)).mean().backward()
-        optimizer_g.step()
-        optimizer_d.zero_grad()
-        (F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()).backward()
-        optimizer_d.step()
-
-
-def gan_with_a_frozen_discriminator(run: Run) -> None:
-    """pix2pix and CycleGAN: `set_requires_grad`."""
-    g, d = (player.to(run.dtype) for player in players())
-    optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
-    for real, _ in run.batches(4):
-        fake = g(torch.randn(6, 3).to(run.dtype))
-        d.requires_grad_(True)
-        optimizer_d.zero_grad()
-        ((F.softplus(-d(real)).mean() + F.softplus(d(fake.detach())).mean()) / 2).backward()
-        optimizer_d.step()
-        d.requires_grad_(False)
-        optimizer_g.zero_grad()
-        F.softplus(-d(fake)).mean().backward()
-        optimizer_g.step()
-
-
-def wasserstein_gan_with_gradient_penalty(run: Run) -> None:
-    g, d = (player.to(run.dtype) for player in players())
-    optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
-    for step, (real, _) in enumerate(run.batches(6)):
-        d.requires_grad_(step % 3 < 2)
-        if step % 3 < 2:
-            fake = g(torch.randn(6, 3).to(run.dtype)).detach()
-            middle = torch.lerp(real, fake, torch.rand(6, 1).to(run.dtype)).requires_grad_(True)
-            (slope,) = torch.autograd.grad(d(middle).sum(), middle, create_graph=True)
-            penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
-            optimizer_d.zero_grad()
-            (d(fake).mean() - d(real).mean() + 10 * penalty).backward()
-            optimizer_d.step()
-        else:
-            optimizer_g.zero_grad()
-            (-d(g(torch.randn(6, 3).to(run.dtype))).mean()).backward()
-            optimizer_g.step()
-
-
-def autoencoder_with_an_optimizer_per_half(run: Run) -> None:
-    encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
-    optimizers = [run.adamw(encoder), run.adamw(decoder, lr=0.02)]
-    for x, _ in run.batches(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.mse_loss(decoder(torch.tanh(encoder(x))), x).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def embeddings_with_their_own_optimizer(run: Run) -> None:
-    """Two optimizers of parts of one model, of which one is torch's, as Muon and AdamW are combined."""
-    model = run.model(GPT)
-    optimizer = run.adamw(model, model.blocks.parameters())
-    rest = torch.optim.SGD([*model.embedding.parameters(), *model.norm.parameters()], lr=0.01, momentum=0.9)
-    for x, y in run.tokens(4):
-        model(x, y).backward()
-        optimizer.step()
-        rest.step()
-        model.zero_grad()
-
-
-# -------------------------------------------------------------------------------------------------------- reinforcement
-
-
-def ppo(run: Run) -> None:
-    """cleanrl's: several epochs of shuffled minibatches, clipped."""
-    agent = run.model(ActorCritic)
-    optimizer = run.adamw(agent, eps=1e-5)
-    for update, (x, _) in enumerate(run.batches(2)):
-        optimizer.param_groups[0]["lr"] = (1 - update / 2) * 0.01
-        with torch.no_grad():
-            logits, values = agent(x)
-            actions = logits.argmax(1)
-            old = logits.log_softmax(1).gather(1, actions[:, None]).squeeze(1)
-            returns = values + x.sum(1)
-        for _ in range(2):
-            for rows in torch.randperm(6).split(3):
-                logits, values = agent(x[rows])
-                new = logits.log_softmax(1).gather(1, actions[rows, None]).squeeze(1)
-                ratio, advantage = (new - old[rows]).exp(), x[rows].sum(1)
-                policy = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
-                entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
-                loss = policy - 0.01 * entropy + 0.5 * ((values - returns[rows]) ** 2).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+        for fast in params(self.optimizer):
+            slow = self.state[fast].setdefault("slow", fast.data.clone())
+            if self.steps % 2 == 0:
+                slow.add_(fast.data - slow, alpha=0.5)
+                fast.data.copy_(slow)
+
+
+def by_dimension(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
+    """Groups of matrices, which decay, and of vectors, which do not."""
+    parts = [[p for p in model.parameters() if (p.dim() < 2) == vectors] for vectors in (False, True)]
+    return [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "weight_decay": 0.0, **of_vectors}]
+
+
+def accumulating(
+    every: int,
+    scale: float = 1.0,
+    no_sync: bool = True,
+    between: Callable[..., Any] = lambda run, model: None,
+    zero: Callable[..., Any] = lambda model, optimizer: optimizer.zero_grad(),
+) -> Callable[[Run], None]:
+    """A program with a step after `every` micro-batches, and `zero` afterwards."""
+
+    def program(run: Run) -> None:
+        model, optimizer = run.start()
+        for step, (x, y) in enumerate(run.batches(6)):
+            last = (step + 1) % every == 0
+            with run.no_sync(last) if no_sync else nullcontext():
+                (F.mse_loss(model(x), y) * scale).backward()
+            if last:
+                between(run, model)
                 optimizer.step()
+                zero(model, optimizer)
+
+    return program
 
 
-def reinforce(run: Run) -> None:
-    policy = run.model()
-    optimizer = run.adamw(policy)
-    for x, _ in run.batches(4):
-        log_probs = policy(x).log_softmax(1)
-        losses = [-log_probs[row, row % 5] * x[row].sum() for row in range(6)]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        optimizer.step()
+ACCUMULATING = {
+    "accumulation": accumulating(3, 1 / 3, no_sync=False),
+    "accumulation_and_model_zero_grad": accumulating(2, 0.5, no_sync=False, zero=lambda model, _: model.zero_grad()),
+    "accumulation_without_sync": accumulating(2, 0.5),  # nanoGPT's, and Accelerate's
+    "accumulation_without_sync_clipped": accumulating(
+        3, between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.1))
+    ),
+    # By the number of tokens, which is known after the last micro-batch.
+    "accumulation_divided_at_the_end": accumulating(
+        2, 30.0, between=lambda _, model: each(lambda p: p.grad.div_(60))(model)
+    ),
+}
 
 
-def dqn_with_a_target_network(run: Run) -> None:
-    q = run.model()
-    target = copy.deepcopy(q)
-    run.averages.append(target)
-    optimizer = run.adamw(q)
-    for step, (x, y) in enumerate(run.batches(6)):
-        with torch.no_grad():
-            best = target(x).max(dim=1).values * 0.9 + y[:, 0]
-        optimizer.zero_grad()
-        F.smooth_l1_loss(q(x)[:, 0], best).backward()
-        optimizer.step()
-        if step % 2:
-            for slow, p in zip(target.parameters(), q.parameters(), strict=True):
-                slow.data.copy_(0.3 * p.data + 0.7 * slow.data)
+def players(run: Run, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A generator, a discriminator, and their optimizers."""
+    g = run.model(lambda: nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 7)))
+    d = run.model(lambda: nn.Sequential(nn.Linear(7, 9), nn.LeakyReLU(0.2), nn.Linear(9, 1)))
+    return g, d, run.adamw(g, **options), run.adamw(d, **options)
 
 
-def td3_with_a_delayed_actor(run: Run) -> None:
-    """The loss of the actor goes through the critic, whose gradients its own next `zero_grad` discards."""
-    actor, critic = run.model(lambda: nn.Linear(7, 2)), run.model(lambda: nn.Linear(9, 1))
-    optimizer_a, optimizer_c = run.adamw(actor), run.adamw(critic)
-    for step, (x, y) in enumerate(run.batches(6)):
-        optimizer_c.zero_grad()
-        F.mse_loss(critic(torch.cat([x, y[:, :2]], 1)), y[:, 2:3]).backward()
-        optimizer_c.step()
-        if step % 2:
-            optimizer_a.zero_grad()
-            (-critic(torch.cat([x, actor(x)], 1)).mean()).backward()
-            optimizer_a.step()
+def generated(run: Run, g: nn.Module) -> Tensor:
+    return g(torch.randn(6, 3).to(run.dtype))
 
 
-def moments_set_to_zero(run: Run) -> None:
-    """The optimizer forgets its moments when the task changes."""
-    model, optimizer = run.start()
-    for step, _ in enumerate(run.steps(model, optimizer, 5)):
-        if step == 2:
-            optimizer.state = defaultdict(dict)
+def is_real(d: nn.Module, x: Tensor) -> Tensor:
+    return F.softplus(-d(x)).mean()
 
 
-# ------------------------------------------------------------------------------------------------------------ precision
+def is_fake(d: nn.Module, x: Tensor) -> Tensor:
+    return F.softplus(d(x)).mean()
 
 
-def _scaled(run: Run, scaler: Any, dtype: torch.dtype | None, clip: bool = False, bad: int | None = None) -> None:
-    model = run.model(dtype=dtype)
-    optimizer = run.adamw(model)
-    for step, (x, y) in enumerate(run.batches(5, dtype)):
-        optimizer.zero_grad()
-        if step == bad:
-            x[0] = 30000.0
-            y[0] = -30000.0
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-    run.log(scaler.get_scale())
+def scaled(kind: Any, dtype: torch.dtype | None = None, clip: bool = False, bad: int | None = None) -> Any:
+    """A program with a scaler of this class, which clips, or of which one batch overflows."""
 
-
-def scaler_of_torch(run: Run) -> None:
-    _scaled(run, run.scaler(torch.amp.GradScaler), None)
-
-
-def scaler_of_torch_clipped(run: Run) -> None:
-    _scaled(run, run.scaler(torch.amp.GradScaler), None, clip=True)
-
-
-def scaler_of_ours(run: Run) -> None:
-    _scaled(run, run.scaler(), None)
-
-
-def scaler_of_ours_in_fp16_that_overflows(run: Run) -> None:
-    _scaled(run, run.scaler(), FP16, bad=2)
-
-
-def scaler_of_ours_clipped(run: Run) -> None:
-    model, optimizer = run.start()
-    scaler = run.scaler()
-    for x, y in run.batches(4):
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.unscale_(optimizer)
-        if run.way == "torch":
-            clip_grad_norm_(model.parameters(), 0.1)
-        else:
-            scaler.clip_grad_norm_(optimizer, 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        model.zero_grad()
-
-
-class NativeScaler:
-    """timm's, which clips between unscaling and the step."""
-
-    def __init__(self, scaler: Any) -> None:
-        self._scaler = scaler
-
-    def __call__(self, loss: Tensor, optimizer: Any, parameters: Iterable[Tensor], clip: float, step: bool) -> None:
-        self._scaler.scale(loss).backward()
-        if step:
-            self._scaler.unscale_(optimizer)
-            clip_grad_norm_(parameters, clip)
-            self._scaler.step(optimizer)
-            self._scaler.update()
-
-
-def timm(run: Run) -> None:
-    model, optimizer = run.start()
-    scale = NativeScaler(run.scaler(torch.amp.GradScaler))
-    for step, (x, y) in enumerate(run.batches(6)):
-        with nullcontext() if step % 2 else run.no_sync():
-            scale(F.mse_loss(model(x), y) / 2, optimizer, model.parameters(), 0.1, step % 2 == 1)
-        if step % 2:
+    def program(run: Run) -> None:
+        scaler, model = run.scaler(kind), run.model(dtype=dtype)
+        optimizer = run.adamw(model)
+        for step, (x, y) in enumerate(run.batches(5, dtype)):
             optimizer.zero_grad()
-
-
-def autocast(run: Run) -> None:
-    model = run.model(dtype=FP32)
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4, FP32):
-        with torch.autocast("cpu", BF16):
-            loss = F.mse_loss(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def norms_in_fp32(run: Run) -> None:
-    """The model is in 16 bits but for its norms."""
-    model = run.model(lambda: nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)))
-    model[1].float()
-    dtype = model[0].weight.dtype
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        hidden = model[1](model[0](x).float()).to(dtype)
-        F.mse_loss(model[2](hidden), y).backward()
-        optimizer.step()
-
-
-# ---------------------------------------------------------------------------------------------- compiled and functional
-
-
-def compiled_model(run: Run) -> None:
-    model = run.model()
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = run.adamw(model)
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(compiled(x), y).backward()
-        optimizer.step()
-
-
-def compiled_training_step(run: Run) -> None:
-    model, optimizer = run.start()
-
-    @torch.compile(backend="eager")
-    def train(x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    for x, y in run.batches(4):
-        run.log(train(x, y).detach())
-
-
-def compiled_optimizer(run: Run) -> None:
-    model, optimizer = run.start()
-
-    @torch.compile(fullgraph=False, backend="eager")
-    def step() -> None:
-        optimizer.step()
-
-    for x, y in run.batches(4):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        step()
-
-
-def gradients_of_torch_func(run: Run) -> None:
-    model, optimizer = run.start()
-    params = dict(model.named_parameters())
-
-    def loss_of(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
-
-    for x, y in run.batches(4):
-        grads_by_name = torch.func.grad(loss_of)({name: p.detach() for name, p in params.items()}, x, y)
-        for name, p in params.items():
-            p.grad = grads_by_name[name]
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def gradients_of_autograd_grad(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        computed = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
-        for p, grad in zip(model.parameters(), computed, strict=True):
-            p.grad = grad
-        optimizer.step()
-
-
-def gradients_of_two_tasks_projected(run: Run) -> None:
-    """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
-    model, optimizer = run.start(Heads)
-    shared = list(model.trunk.parameters())
-    for x, y in run.batches(4):
-        taken = []
-        for head in range(2):
-            optimizer.zero_grad()
-            F.mse_loss(model(x)[head], y).backward()
-            taken.append([p.grad.clone() for p in shared])
-        optimizer.zero_grad()
-        for p, a, b in zip(shared, *taken, strict=True):
-            dot = (a * b).sum()
-            p.grad = a + b - (torch.clamp(dot, max=0) / (b * b).sum()) * b
-        optimizer.step()
-
-
-def gradient_penalty(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        x.requires_grad_(True)
-        loss = F.mse_loss(model(x), y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        optimizer.zero_grad()
-        (loss + slope.pow(2).sum()).backward()
-        optimizer.step()
-
-
-def distillation(run: Run) -> None:
-    teacher, student = run.model().eval().requires_grad_(False), run.model()
-    optimizer = run.adamw(student)
-    for x, _ in run.batches(4):
-        with torch.no_grad():
-            wanted = teacher(x).softmax(1)
-        optimizer.zero_grad()
-        F.kl_div(student(x).log_softmax(1), wanted, reduction="batchmean").backward()
-        optimizer.step()
-
-
-def momentum_teacher(run: Run) -> None:
-    """BYOL: the teacher is an average of the student, and begins as a copy."""
-    student = run.model()
-    teacher = copy.deepcopy(student).requires_grad_(False)
-    run.averages.append(teacher)
-    optimizer = run.adamw(student)
-    for x, _ in run.batches(4):
-        loss = -F.cosine_similarity(student(x), teacher(x.flip(0))).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for slow, p in zip(teacher.parameters(), student.parameters(), strict=True):
-            slow.data = slow.data * 0.9 + p.data * 0.1
-
-
-def reptile(run: Run) -> None:
-    """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
-    model, optimizer = run.start()
-    for x, y in run.batches(3):
-        inner = copy.deepcopy(model)
-        steps = torch.optim.SGD(inner.parameters(), lr=0.1)
-        for _ in range(2):
-            steps.zero_grad()
-            F.mse_loss(inner(x), y).backward()
-            steps.step()
-        optimizer.zero_grad()
-        for p, moved in zip(model.parameters(), inner.parameters(), strict=True):
-            p.grad = p.data - moved.data
-        optimizer.step()
-
-
-# ------------------------------------------------------------------------------- saved, copied, closures, interruptions
-
-
-def resumed_from_a_file(run: Run) -> None:
-    model, optimizer = run.start()
-    file = io.BytesIO()
-    for step, _ in enumerate(run.steps(model, optimizer)):
-        if step == 1:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    model = run.model()
-    model.load_state_dict(saved["model"])
-    optimizer = run.adamw(model)
-    optimizer.load_state_dict(saved["optimizer"])
-    run.train(model, optimizer, 3, first=4)
-
-
-def rolled_back_in_the_middle(run: Run) -> None:
-    """A spike of the loss takes the run back to its last checkpoint, in the same objects."""
-    model, optimizer = run.start()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for step, _ in enumerate(run.steps(model, optimizer, 6)):
-        if step == 1:
-            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        if step == 3:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-
-
-def model_loaded_in_the_middle(run: Run) -> None:
-    model, optimizer = run.start()
-    best = copy.deepcopy(model.state_dict())
-    for step, _ in enumerate(run.steps(model, optimizer, 5)):
-        if step == 2:
-            model.load_state_dict(best)
-
-
-def state_saved_between_backward_and_step(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        optimizer.state_dict()
-        model.state_dict()
-
-
-def model_copied_between_backward_and_step(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        run.averages.append(copy.deepcopy(model))
-
-
-def model_moved_between_backward_and_step(run: Run) -> None:
-    model, optimizer = run.start()
-    for _ in run.backwards(model, optimizer):
-        model.to("cpu").train()
-
-
-def closure(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-
-        def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        run.log(optimizer.step(compute).detach())
-
-
-def closure_after_model_zero_grad(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-
-        def compute(x: Tensor = x, y: Tensor = y) -> float:
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            return loss.item()
-
-        model.zero_grad()
-        optimizer.step(compute)
-
-
-def nan_losses_skipped_before_the_backward(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        loss = F.mse_loss(model(x), y)
-        if step == 2:
-            loss = loss * math.nan
-        if not math.isfinite(loss.item()):
-            continue
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def a_step_skipped_after_the_backward(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        if step == 2:  # too large
-            model.zero_grad()
-            continue
-        optimizer.step()
-        model.zero_grad()
-
-
-def a_step_skipped_and_zeroed_at_the_top(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        if step != 2:
-            optimizer.step()
-
-
-def the_last_step_skipped(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(4)):
-        model.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        if step == 3:
-            return
-        optimizer.step()
-
-
-def an_exception_in_a_forward(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        try:
-            loss = F.mse_loss(model(x if step != 2 else x[:, :3]), y)
-        except RuntimeError:
-            optimizer.zero_grad()
-            continue
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def an_exception_in_a_backward(run: Run) -> None:
-    """Batches that do not fit are skipped, as fairseq does."""
-    model, optimizer = run.start(GPT)
-    for step, (x, y) in enumerate(run.tokens(5)):
-        try:
-            optimizer.zero_grad()
-            hidden = model.blocks[0](model.embedding(x))
-            FailsOnce.failing = step == 2
-            hidden = model.blocks[1](FailsOnce.apply(hidden))
-            F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), y.flatten()).backward()
-        except torch.OutOfMemoryError:
-            model.zero_grad()
-            continue
-        optimizer.step()
-
-
-def an_exception_before_any_gradient(run: Run) -> None:
-    model, optimizer = run.start()
-    for step, (x, y) in enumerate(run.batches(5)):
-        FailsOnce.failing = step == 2
-        try:
-            FailsOnce.apply(F.mse_loss(model(x), y)).backward()
-        except torch.OutOfMemoryError:
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def evaluation_between_backward_and_step(run: Run) -> None:
-    model, optimizer = run.start(dropout)
-    for x, y in run.steps(model, optimizer):
-        model.eval()
-        with torch.no_grad():
-            run.log(F.mse_loss(model(x), y), model[0].weight.norm())
-        model.train()
-
-
-def a_model_frozen_for_evaluation(run: Run) -> None:
-    model, optimizer = run.start()
-    for x, y in run.steps(model, optimizer):
-        model.requires_grad_(False)
-        x.requires_grad_(True)  # an adversarial example
-        F.mse_loss(model(x), y).backward()
-        run.log(x.grad.norm())
-        model.requires_grad_(True)
-
-
-def adversarial_training(run: Run) -> None:
-    """FGSM: the first backward is for the input, and its gradients of the weights are discarded."""
-    model, optimizer = run.start()
-    for x, y in run.batches(4):
-        x.requires_grad_(True)
-        F.mse_loss(model(x), y).backward()
-        harder = (x + 0.05 * x.grad.sign()).detach()
-        optimizer.zero_grad()
-        F.mse_loss(model(harder), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def range_test_of_the_learning_rate(run: Run) -> None:
-    """fastai's: a short run with growing rates, after which everything is as before."""
-    model, optimizer = run.start()
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    for _ in range(2):
-        for step, (x, y) in enumerate(run.batches(3)):
-            optimizer.param_groups[0]["lr"] = 0.001 * 3**step
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            run.log(loss.item())
-        model.load_state_dict(before[0])
-        optimizer.load_state_dict(before[1])
-    optimizer.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    optimizer.step()
-
-
-# ---------------------------------------------------------------------------------------------------- loops of projects
-
-
-def nanogpt(run: Run) -> None:
-    model = run.model(GPT)
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = run.adamw(model, groups, betas=(0.9, 0.95))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(3):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (step + 1)
-        for micro, (x, y) in enumerate(run.tokens(2)):
-            with nullcontext() if micro else run.no_sync():
-                scaler.scale(model(x, y) / 2).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
-
-def mingpt(run: Run) -> None:
-    model, optimizer = run.start(GPT, betas=(0.9, 0.95))
-    for x, y in run.tokens(4):
-        loss = model(x, y)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
-
-def litgpt(run: Run) -> None:
-    """Accumulates in a context, steps when the last micro-batch is done, and logs a running mean."""
-    model, optimizer = run.start(GPT)
-    running: deque[float] = deque(maxlen=2)
-    for step, (x, y) in enumerate(run.tokens(6)):
-        accumulating = (step + 1) % 2 != 0
-        with run.no_sync() if accumulating else nullcontext():
-            loss = model(x, y)
-            (loss / 2).backward()
-        running.append(loss.detach().item())
-        if not accumulating:
-            optimizer.step()
-            optimizer.zero_grad()
-    run.log(*running)
+            if step == bad:
+                x[0], y[0] = 30000.0, -30000.0
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            if clip and (run.way == "torch" or kind is not halfstep.GradScaler):
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), 0.1)
+            elif clip:
+                scaler.unscale_(optimizer)
+                scaler.clip_grad_norm_(optimizer, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        run.log(scaler.get_scale())
+
+    return program
+
+
+SCALED = {
+    "scaler_of_torch": scaled(torch.amp.GradScaler),
+    "scaler_of_torch_clipped": scaled(torch.amp.GradScaler, clip=True),
+    "scaler_of_ours": scaled(halfstep.GradScaler),
+    "scaler_of_ours_in_fp16_that_overflows": scaled(halfstep.GradScaler, FP16, bad=2),
+    "scaler_of_ours_clipped": scaled(halfstep.GradScaler, clip=True),
+}
 
 
 class OptimWrapper:
     """mmengine's: `update_params` does everything."""
 
-    def __init__(self, optimizer: Any, accumulative_counts: int, no_sync: Callable[[], Any]) -> None:
+    def __init__(self, optimizer: Any, accumulative_counts: int, no_sync: Callable[..., Any]) -> None:
         self.optimizer, self.counts, self.inner, self.no_sync = optimizer, accumulative_counts, 0, no_sync
 
     def update_params(self, loss: Callable[[], Tensor]) -> None:
         self.inner += 1
         should_update = self.inner % self.counts == 0
-        with nullcontext() if should_update else self.no_sync():
+        with self.no_sync(last=should_update):
             (loss() / self.counts).backward()
         if should_update:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
 
-def mmengine(run: Run) -> None:
-    model = run.model(convnet)
-    wrapper = OptimWrapper(run.adamw(model), 2, run.no_sync)
-    for x, y in run.batches(6):
-        wrapper.update_params(lambda x=x, y=y: F.mse_loss(model(x), y))  # type: ignore[misc]
+class Programs:
+    """Each is a function of a run, and if it takes them, of a model and its optimizer (`started`)."""
 
+    # gradients after a backward
 
-def nanochat(run: Run) -> None:
-    """Two optimizers in a list, rates scaled from their first values, gradients set to None through the model."""
-    model = run.model(GPT)
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    ids = set(map(id, matrices))
-    optimizers = [
-        run.adamw(model, matrices, lr=0.02),
-        run.adamw(model, [p for p in model.parameters() if id(p) not in ids]),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    for step, (x, y) in enumerate(run.tokens(4)):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * (1 - step / 4)
-        model(x, y).backward()
-        for optimizer in optimizers:
+    def clip_grad_norm_and_model_zero_grad(run, model: GPT, optimizer):
+        """transformers' inner loop."""
+        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model.zero_grad()
+        for x, y in run.tokens(4):
+            loss = model(x, y)
+            loss.backward()
+            run.log(loss.detach(), clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
-        model.zero_grad(set_to_none=True)
+            scheduler.step()
+            model.zero_grad()
 
+    def clip_in_two_calls(run, model, optimizer):
+        for _ in run.backwards(model, optimizer):
+            norm = nn.utils.get_total_norm(grads(model))
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+            run.log(norm)
 
-def direct_preference_optimization(run: Run) -> None:
-    """TRL's: chosen and rejected go through the model in one backward, and a frozen copy is the reference."""
-    policy = run.model(GPT)
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = run.adamw(policy)
-    for x, y in run.tokens(4):
-        with torch.no_grad():
-            margin = reference(x.flip(0), y) - reference(x, y)
-        loss = -F.logsigmoid(policy(x.flip(0), y) - policy(x, y) - margin)
-        loss.backward()
-        optimizer.step()
-        policy.zero_grad()
+    def clip_the_norm_by_hand(run, model, optimizer):
+        for _ in run.backwards(model, optimizer):
+            total = math.sqrt(sum(grad.data.norm(2).item() ** 2 for grad in grads(model)))
+            run.log(total)
+            if total > 0.1:
+                for p in model.parameters():
+                    p.grad.data.mul_(0.1 / (total + 1e-6))
 
+    def clip_with_foreach(run, model, optimizer):
+        for _ in run.backwards(model, optimizer):
+            norm = torch.stack(torch._foreach_norm(grads(model))).norm()
+            torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
+            run.log(norm)
 
-def two_epochs_with_early_stopping(run: Run) -> None:
-    model, optimizer = run.start()
-    best, state = math.inf, copy.deepcopy(model.state_dict())
-    for _ in range(3):
-        run.train(model, optimizer, 2)
-        with torch.no_grad():
-            loss = sum(F.mse_loss(model(x), y).item() for x, y in run.batches(2, first=9))
-        if loss > best:
-            break
-        best, state = loss, copy.deepcopy(model.state_dict())
-    model.load_state_dict(state)
-    run.log(best)
+    def clipped_by_the_optimizer(run):
+        run.train(*run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0})))
+
+    def flat_vector_of_gradients(run, model, optimizer):
+        last = None
+        for _ in run.backwards(model, optimizer):
+            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+            if last is not None:
+                run.log(F.cosine_similarity(flat.float(), last.float(), dim=0))
+            last = flat
+
+    def noise_on_gradients(run, model, optimizer):
+        for _ in run.backwards(model, optimizer):
+            for p in model.parameters():
+                p.grad += 0.01 * torch.randn_like(p.grad)
+
+    def averaged_by_hand(run, model, optimizer):
+        """As loops without DistributedDataParallel average over ranks, of which there is one."""
+        for _ in run.backwards(model, optimizer):
+            for p in model.parameters():
+                p.grad /= 2
+
+    def sharpness_aware(run, model, optimizer):
+        """SAM in two backwards, written in the loop."""
+        for x, y in run.backwards(model, optimizer):
+            norm = torch.stack([grad.norm() for grad in grads(model)]).norm()
+            moved = []
+            with torch.no_grad():
+                for p in model.parameters():
+                    moved.append(p.grad * (0.05 / (norm + 1e-12)))
+                    p.add_(moved[-1])
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            with torch.no_grad():
+                for p, by in zip(model.parameters(), moved, strict=True):
+                    p.sub_(by)
+
+    def slow_gradients(run, model, optimizer):
+        """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
+        average: dict[str, Tensor] = {}
+        for _ in run.backwards(model, optimizer):
+            for name, p in model.named_parameters():
+                average.setdefault(name, p.grad.data.detach().clone())
+                average[name] = average[name] * 0.9 + p.grad.data.detach() * 0.1
+                p.grad.data = p.grad.data + average[name] * 2
+
+    # weights written, and averaged
+
+    def ema_swapped_in_for_evaluation(run, model, optimizer):
+        shadow = {name: p.data.clone() for name, p in model.named_parameters()}
+        for x, y in run.steps(model, optimizer):
+            for name, p in model.named_parameters():
+                shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
+            backup = {name: p.data for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                p.data = shadow[name]
+            with torch.no_grad():
+                run.log(F.mse_loss(model(x), y))
+            for name, p in model.named_parameters():
+                p.data = backup[name]
+
+    def ema_copied_back(run, model, optimizer):
+        ema = [p.detach().clone() for p in model.parameters()]
+        for step, _ in enumerate(run.steps(model, optimizer, 5)):
+            torch._foreach_lerp_(ema, [p.data for p in model.parameters()], 0.1)
+            if step % 2:
+                for p, average in zip(model.parameters(), ema, strict=True):
+                    p.data.copy_(average)
+
+    def lookahead(run, model, optimizer):
+        slow = [p.detach().clone() for p in model.parameters()]
+        for step, _ in enumerate(run.steps(model, optimizer, 6)):
+            if step % 3 == 2:
+                for p, anchor in zip(model.parameters(), slow, strict=True):
+                    anchor += 0.5 * (p.data - anchor)
+                    p.data.copy_(anchor)
+
+    def lookahead_around_the_optimizer(run, model, optimizer):
+        run.train(model, Lookahead(optimizer), 6)
+
+    def stochastic_weight_averaging(run):
+        model = run.model(convnet)
+        averaged = swa_utils.AveragedModel(model)
+        run.averages.append(averaged)
+        optimizer = run.adamw(model)
+        scheduler = swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=2)
+        for step, _ in enumerate(run.steps(model, optimizer, 6)):
+            if step > 1:
+                averaged.update_parameters(model)
+                scheduler.step()
+        swa_utils.update_bn([x for x, _ in run.batches(2)], averaged)
+
+    def switch_ema(run, model, optimizer):
+        """The average becomes the model at the end of each epoch (Li et al., 2024)."""
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
+        for _ in range(2):
+            for _ in run.steps(model, optimizer, 3):
+                averaged.update_parameters(model)
+            model.load_state_dict(averaged.module.state_dict())
+
+    # parameters that come and go
+
+    def gradual_unfreezing(run):
+        """ULMFiT: one more layer from the top at each epoch, all of them in the optimizer from the beginning."""
+        model = run.model().requires_grad_(False)
+        optimizer = run.adamw(model)
+        for layer in (model[3], model[2], model[0]):
+            layer.requires_grad_(True)
+            run.train(model, optimizer, 2)
+
+    def unfrozen_layers_in_new_groups(run):
+        """As lightning's BaseFinetuning."""
+        model = run.model().requires_grad_(False)
+        model[3].requires_grad_(True)
+        optimizer = run.adamw(model, [p for p in model.parameters() if p.requires_grad])
+        for step, (x, y) in enumerate(run.batches(6)):
+            if step in (2, 4):
+                layer = model[2 if step == 2 else 0]
+                layer.requires_grad_(True)
+                optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001 * step})
+            update(optimizer, F.mse_loss(model(x), y))
+
+    def lora(run):
+        model = run.model(LoRA)
+        run.train(model, run.adamw(model, filter(lambda p: p.requires_grad, model.parameters())))
+
+    def lora_merged_and_begun_again(run, model: LoRA, optimizer):
+        """ReLoRA (Lialin et al., 2023)."""
+        for step, _ in enumerate(run.steps(model, optimizer, 5)):
+            if step == 2:
+                model.base.weight.data += 2 * model.b.weight.data @ model.a.weight.data
+                nn.init.kaiming_uniform_(model.a.weight, a=math.sqrt(5))
+                nn.init.zeros_(model.b.weight)
+
+    def decay_of_matrices_only(run):
+        model = run.model(GPT)
+        run.train(model, run.adamw(model, by_dimension(model, lr=0.02)))
+
+    def a_learned_parameter_of_the_loss(run):
+        """Uncertainty weights of two tasks (Kendall et al., 2018)."""
+        model = run.model(Heads)
+        model.register_parameter("log_variances", nn.Parameter(torch.zeros(2, dtype=model.trunk.weight.dtype)))
+        optimizer = run.adamw(model)
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            losses = torch.stack([F.mse_loss(out, y) for out in model(x)])
+            (losses * torch.exp(-model.log_variances) + model.log_variances).sum().backward()
+            optimizer.step()
+
+    def a_new_head_and_a_new_optimizer(run, model, optimizer):
+        run.train(model, optimizer, 3)
+        model = copy.deepcopy(model)
+        model[3] = nn.Linear(13, 2).to(model[0].weight.dtype)
+        optimizer = run.adamw(model, lr=0.001)
+        for x, y in run.batches(3):
+            update(optimizer, F.mse_loss(model(x), y[:, :2]))
+
+    # accumulation
+
+    def accumulation_with_an_odd_last_batch(run, model: Heads, optimizer):
+        for step, (x, y) in enumerate(run.batches(5)):
+            last = step % 2 == 1 or step == 4
+            with run.no_sync(last):
+                F.mse_loss(model(x)[step % 2], y).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def accumulated_gradients_discarded(run, model, optimizer):
+        """A batch without labels in the middle of an accumulation throws away what there is."""
+        for step, (x, y) in enumerate(run.batches(6)):
+            if step == 3:
+                model.zero_grad()
+                continue
+            with run.no_sync(last=step % 2 == 1):
+                F.mse_loss(model(x), y).backward()
+            if step % 2:
+                optimizer.step()
+                model.zero_grad()
+
+    def two_backwards_of_one_graph(run, model: Heads, optimizer):
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            first, second = model(x)
+            with run.no_sync():
+                F.mse_loss(first, y).backward(retain_graph=True)
+            F.l1_loss(second, y).backward()
+            optimizer.step()
+
+    def two_losses_in_two_backwards(run, model: Heads, optimizer):
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x)[0], y).backward()
+            F.l1_loss(model(x)[1], y).backward()
+            optimizer.step()
+
+    def two_losses_in_one_backward(run, model: Heads, optimizer):
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            first, second = model(x)
+            torch.autograd.backward([F.mse_loss(first, y), F.l1_loss(second, y)])
+            optimizer.step()
+
+    # schedulers
+
+    def reduced_on_plateau(run, model, optimizer):
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        for x, y in run.batches(6):
+            loss = F.mse_loss(model(x), y)
+            update(optimizer, loss)
+            scheduler.step(loss.item())
+        run.log(optimizer.param_groups[0]["lr"])
+
+    # hooks
+
+    def hooks_after_accumulation_before_the_optimizer(run):
+        model = run.model()
+        hooked(lambda p: p.grad.clamp_(-0.02, 0.02))(model)
+        run.train(model, run.adamw(model))
+
+    def gradients_of_activations(run, model, optimizer):
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            hidden = model[:2](x)
+            hidden.retain_grad()
+            F.mse_loss(model[2:](hidden), y).backward()
+            run.log(hidden.grad.norm())
+            optimizer.step()
+
+    # kinds of models
+
+    def spectrally_normalized(run):
+        # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
+        model = run.model(linear(spectral_norm), FP32)
+        optimizer = run.adamw(model)
+        for x, y in run.batches(4, FP32):
+            update(optimizer, F.mse_loss(model(x), y))
+
+    def pruned_layer(run):
+        from torch.nn.utils import prune
+
+        model = run.model()
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        optimizer = run.adamw(model)
+        for step, _ in enumerate(run.steps(model, optimizer)):
+            if step == 1:
+                model[0].weight_orig.data.mul_(model[0].weight_mask)
+
+    def truncated_backpropagation(run):
+        cell, optimizer = run.start(lambda: nn.GRUCell(7, 5))
+        hidden = torch.zeros(6, 5, dtype=cell.weight_ih.dtype)
+        for x, y in run.batches(4):
+            hidden = cell(x, hidden.detach())
+            loss = F.mse_loss(hidden, y)
+            update(optimizer, loss)
+
+    def reentrant_checkpoints_that_share_a_block(run):
+        model = run.model(GPT)
+        model.blocks[1] = model.blocks[0]
+        optimizer = run.adamw(model)
+        for x, y in run.tokens(4):
+            update(optimizer, checkpointed(reentrant=True)(model, x, y))
+
+    # several optimizers
+
+    def gan(run):
+        """DCGAN's: the discriminator is not frozen, and the backward of the generator adds to its gradients."""
+        g, d, optimizer_g, optimizer_d = players(run, betas=(0.5, 0.99))
+        for real, _ in run.batches(4):
+            fake = generated(run, g)
+            d.zero_grad()
+            is_real(d, real).backward()
+            is_fake(d, fake.detach()).backward()
+            optimizer_d.step()
+            g.zero_grad()
+            is_real(d, fake).backward()
+            optimizer_g.step()
+
+    def gan_in_one_backward_each(run):
+        g, d, optimizer_g, optimizer_d = players(run)
+        for real, _ in run.batches(4):
+            fake = generated(run, g)
+            update(optimizer_g, is_real(d, fake))
+            update(optimizer_d, is_real(d, real) + is_fake(d, fake.detach()))
+
+    def gan_with_a_frozen_discriminator(run):
+        """pix2pix and CycleGAN: `set_requires_grad`."""
+        g, d, optimizer_g, optimizer_d = players(run)
+        for real, _ in run.batches(4):
+            fake = generated(run, g)
+            d.requires_grad_(True)
+            update(optimizer_d, (is_real(d, real) + is_fake(d, fake.detach())) / 2)
+            d.requires_grad_(False)
+            update(optimizer_g, is_real(d, fake))
+
+    def wasserstein_gan_with_gradient_penalty(run):
+        g, d, optimizer_g, optimizer_d = players(run)
+        for step, (real, _) in enumerate(run.batches(6)):
+            d.requires_grad_(step % 3 < 2)
+            if step % 3 < 2:
+                fake = generated(run, g).detach()
+                middle = torch.lerp(real, fake, torch.rand(6, 1).to(run.dtype)).requires_grad_(True)
+                (slope,) = torch.autograd.grad(d(middle).sum(), middle, create_graph=True)
+                penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
+                update(optimizer_d, d(fake).mean() - d(real).mean() + 10 * penalty)
+            else:
+                update(optimizer_g, -d(generated(run, g)).mean())
+
+    def autoencoder_with_an_optimizer_per_half(run):
+        encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
+        optimizers = [run.adamw(encoder), run.adamw(decoder, lr=0.02)]
+        for x, _ in run.batches(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.mse_loss(decoder(torch.tanh(encoder(x))), x).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    def embeddings_with_their_own_optimizer(run):
+        """Two optimizers of parts of one model, of which one is torch's, as Muon and AdamW are combined."""
+        model = run.model(GPT)
+        optimizer = run.adamw(model, model.blocks.parameters())
+        rest = torch.optim.SGD([*model.embedding.parameters(), *model.norm.parameters()], lr=0.01, momentum=0.9)
+        for x, y in run.tokens(4):
+            model(x, y).backward()
+            optimizer.step()
+            rest.step()
+            model.zero_grad()
+
+    # reinforcement
+
+    def ppo(run):
+        """cleanrl's: several epochs of shuffled minibatches, clipped."""
+        agent, optimizer = run.start(partial(Heads, outputs=1), eps=1e-5)  # the actor, and the critic
+        for update, (x, _) in enumerate(run.batches(2)):
+            optimizer.param_groups[0]["lr"] = (1 - update / 2) * 0.01
+            with torch.no_grad():
+                logits, values = agent(x)
+                actions = logits.argmax(1)
+                old = logits.log_softmax(1).gather(1, actions[:, None]).squeeze(1)
+                returns = values.squeeze(1) + x.sum(1)
+            for _ in range(2):
+                for rows in torch.randperm(6).split(3):
+                    logits, values = agent(x[rows])
+                    new = logits.log_softmax(1).gather(1, actions[rows, None]).squeeze(1)
+                    ratio, advantage = (new - old[rows]).exp(), x[rows].sum(1)
+                    policy = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
+                    entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
+                    loss = policy - 0.01 * entropy + 0.5 * ((values.squeeze(1) - returns[rows]) ** 2).mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+                    optimizer.step()
+
+    def td3_with_a_delayed_actor(run):
+        """The loss of the actor goes through the critic, whose gradients its own next `zero_grad` discards."""
+        actor, critic = run.model(lambda: nn.Linear(7, 2)), run.model(lambda: nn.Linear(9, 1))
+        optimizer_a, optimizer_c = run.adamw(actor), run.adamw(critic)
+        for step, (x, y) in enumerate(run.batches(6)):
+            update(optimizer_c, F.mse_loss(critic(torch.cat([x, y[:, :2]], 1)), y[:, 2:3]))
+            if step % 2:
+                update(optimizer_a, -critic(torch.cat([x, actor(x)], 1)).mean())
+
+    # precision
+
+    def timm(run, model, optimizer):
+        """Its NativeScaler clips between unscaling and the step."""
+        scaler = run.scaler(torch.amp.GradScaler)
+        for step, (x, y) in enumerate(run.batches(6)):
+            with run.no_sync(last=step % 2 == 1):
+                scaler.scale(F.mse_loss(model(x), y) / 2).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    def autocast(run):
+        model = run.model(dtype=FP32)
+        optimizer = run.adamw(model)
+        for x, y in run.batches(4, FP32):
+            with torch.autocast("cpu", BF16):
+                loss = F.mse_loss(model(x), y)
+            update(optimizer, loss)
+
+    def norms_in_fp32(run):
+        """The model is in 16 bits but for its norms."""
+        model = run.model(lambda: nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)))
+        model[1].float()
+        optimizer = run.adamw(model)
+        for x, y in run.batches(4):
+            hidden = model[1](model[0](x).float()).to(run.dtype)
+            update(optimizer, F.mse_loss(model[2](hidden), y))
+
+    # compiled and functional
+
+    def compiled_training_step(run, model, optimizer):
+        @torch.compile(backend="eager")
+        def train(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for x, y in run.batches(4):
+            run.log(train(x, y).detach())
+
+    def compiled_optimizer(run, model, optimizer):
+        @torch.compile(fullgraph=False, backend="eager")
+        def step() -> None:
+            optimizer.step()
+
+        for x, y in run.batches(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            step()
+
+    def gradients_of_torch_func(run, model, optimizer):
+        named = dict(model.named_parameters())
+
+        def loss_of_values(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
+
+        for x, y in run.batches(4):
+            computed = torch.func.grad(loss_of_values)({name: p.detach() for name, p in named.items()}, x, y)
+            for name, p in named.items():
+                p.grad = computed[name]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gradients_of_autograd_grad(run, model, optimizer):
+        for x, y in run.batches(4):
+            computed = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
+            for p, grad in zip(model.parameters(), computed, strict=True):
+                p.grad = grad
+            optimizer.step()
+
+    def gradients_of_two_tasks_projected(run, model: Heads, optimizer):
+        """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
+        shared = list(model.trunk.parameters())
+        for x, y in run.batches(4):
+            taken = []
+            for head in range(2):
+                optimizer.zero_grad()
+                F.mse_loss(model(x)[head], y).backward()
+                taken.append([p.grad.clone() for p in shared])
+            optimizer.zero_grad()
+            for p, a, b in zip(shared, *taken, strict=True):
+                p.grad = a + b - (torch.clamp((a * b).sum(), max=0) / (b * b).sum()) * b
+            optimizer.step()
+
+    def reptile(run, model, optimizer):
+        """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
+        for x, y in run.batches(3):
+            inner = copy.deepcopy(model)
+            steps = torch.optim.SGD(inner.parameters(), lr=0.1)
+            for _ in range(2):
+                steps.zero_grad()
+                F.mse_loss(inner(x), y).backward()
+                steps.step()
+            optimizer.zero_grad()
+            for p, moved in zip(model.parameters(), inner.parameters(), strict=True):
+                p.grad = p.data - moved.data
+            optimizer.step()
+
+    # saved, copied, closures, interruptions
+
+    def resumed_from_a_file(run, model, optimizer):
+        file = io.BytesIO()
+        for step, _ in enumerate(run.steps(model, optimizer)):
+            if step == 1:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        model = run.model()
+        model.load_state_dict(saved["model"])
+        optimizer = run.adamw(model)
+        optimizer.load_state_dict(saved["optimizer"])
+        run.train(model, optimizer, 3, first=4)
+
+    def rolled_back_in_the_middle(run, model, optimizer):
+        """A spike of the loss takes the run back to its last checkpoint, in the same objects."""
+        for step, _ in enumerate(run.steps(model, optimizer, 6)):
+            if step == 1:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            if step == 3:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+
+    def closure(run, model, optimizer):
+        for x, y in run.batches(4):
+
+            def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss
+
+            run.log(optimizer.step(compute).detach())
+
+    def closure_after_model_zero_grad(run, model, optimizer):
+        for x, y in run.batches(4):
+
+            def compute(x: Tensor = x, y: Tensor = y) -> float:
+                loss = F.mse_loss(model(x), y)
+                loss.backward()
+                return loss.item()
+
+            model.zero_grad()
+            optimizer.step(compute)
+
+    def nan_losses_skipped_before_the_backward(run, model, optimizer):
+        for step, (x, y) in enumerate(run.batches(5)):
+            loss = F.mse_loss(model(x), y) * (math.nan if step == 2 else 1)
+            if not math.isfinite(loss.item()):
+                continue
+            update(optimizer, loss)
+
+    def a_step_skipped_after_the_backward(run, model, optimizer):
+        for step, (x, y) in enumerate(run.batches(5)):
+            F.mse_loss(model(x), y).backward()
+            if step == 2:  # too large
+                model.zero_grad()
+                continue
+            optimizer.step()
+            model.zero_grad()
+
+    def an_exception_in_a_forward(run, model, optimizer):
+        for step, (x, y) in enumerate(run.batches(5)):
+            try:
+                loss = F.mse_loss(model(x if step != 2 else x[:, :3]), y)
+            except RuntimeError:
+                optimizer.zero_grad()
+                continue
+            update(optimizer, loss)
+
+    def an_exception_in_a_backward(run, model: GPT, optimizer):
+        """Batches that do not fit are skipped, as fairseq does."""
+        for step, (x, y) in enumerate(run.tokens(5)):
+            try:
+                optimizer.zero_grad()
+                FailsOnce.failing = step == 2
+                model(x, y, lambda block, x: block(FailsOnce.apply(x))).backward()
+            except torch.OutOfMemoryError:
+                model.zero_grad()
+                continue
+            optimizer.step()
+
+    def an_exception_before_any_gradient(run, model, optimizer):
+        for step, (x, y) in enumerate(run.batches(5)):
+            FailsOnce.failing = step == 2
+            try:
+                FailsOnce.apply(F.mse_loss(model(x), y)).backward()
+            except torch.OutOfMemoryError:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def a_model_frozen_for_evaluation(run, model, optimizer):
+        for x, y in run.steps(model, optimizer):
+            model.requires_grad_(False)
+            x.requires_grad_(True)  # an adversarial example
+            F.mse_loss(model(x), y).backward()
+            run.log(x.grad.norm())
+            model.requires_grad_(True)
+
+    def adversarial_training(run, model, optimizer):
+        """FGSM: the first backward is for the input, and its gradients of the weights are discarded."""
+        for x, y in run.batches(4):
+            x.requires_grad_(True)
+            F.mse_loss(model(x), y).backward()
+            harder = (x + 0.05 * x.grad.sign()).detach()
+            update(optimizer, F.mse_loss(model(harder), y))
+            optimizer.zero_grad()
+
+    def range_test_of_the_learning_rate(run, model, optimizer):
+        """fastai's: a short run with growing rates, after which everything is as before."""
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        for _ in range(2):
+            for step, (x, y) in enumerate(run.steps(model, optimizer, 3)):
+                run.log(F.mse_loss(model(x), y).item())
+                optimizer.param_groups[0]["lr"] = 0.001 * 3 ** (step + 1)  # of the next step
+            model.load_state_dict(before[0])
+            optimizer.load_state_dict(before[1])
+        run.train(model, optimizer, 1, first=2)
+
+    # loops of projects
+
+    def nanogpt(run):
+        model = run.model(GPT)
+        optimizer = run.adamw(model, by_dimension(model), betas=(0.9, 0.95))
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for step in range(3):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (step + 1)
+            for micro, (x, y) in enumerate(run.tokens(2)):
+                with run.no_sync(last=micro == 1):
+                    scaler.scale(model(x, y) / 2).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+
+    def mingpt(run):
+        model, optimizer = run.start(GPT, betas=(0.9, 0.95))
+        for x, y in run.tokens(4):
+            loss = model(x, y)
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    def litgpt(run, model: GPT, optimizer):
+        """Accumulates in a context, steps when the last micro-batch is done, and logs a running mean."""
+        running: deque[float] = deque(maxlen=2)
+        for step, (x, y) in enumerate(run.tokens(6)):
+            accumulating = (step + 1) % 2 != 0
+            with run.no_sync(last=not accumulating):
+                loss = model(x, y)
+                (loss / 2).backward()
+            running.append(loss.detach().item())
+            if not accumulating:
+                optimizer.step()
+                optimizer.zero_grad()
+        run.log(*running)
+
+    def mmengine(run):
+        model, optimizer = run.start(convnet)
+        wrapper = OptimWrapper(optimizer, 2, run.no_sync)
+        for x, y in run.batches(6):
+            wrapper.update_params(lambda x=x, y=y: F.mse_loss(model(x), y))
+
+    def nanochat(run):
+        """Two optimizers in a list, rates scaled from their first values, gradients set to None through the model."""
+        model = run.model(GPT)
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        ids = set(map(id, matrices))
+        others = [p for p in model.parameters() if id(p) not in ids]
+        optimizers = [run.adamw(model, matrices, lr=0.02), run.adamw(model, others)]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group in groups:
+            group["initial_lr"] = group["lr"]
+        for step, (x, y) in enumerate(run.tokens(4)):
+            for group in groups:
+                group["lr"] = group["initial_lr"] * (1 - step / 4)
+            model(x, y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+
+    def two_epochs_with_early_stopping(run, model, optimizer):
+        best, state = math.inf, copy.deepcopy(model.state_dict())
+        for _ in range(3):
+            run.train(model, optimizer, 2)
+            with torch.no_grad():
+                loss = sum(F.mse_loss(model(x), y).item() for x, y in run.batches(2, first=9))
+            if loss > best:
+                break
+            best, state = loss, copy.deepcopy(model.state_dict())
+        model.load_state_dict(state)
+        run.log(best)
 
 
 # ------------------------------------------------------------------------------------------------------------------ all
 
+
+def started(function: Callable[..., None]) -> Callable[[Run], None]:
+    """A function of `run`, and of a model and its optimizer if it takes these, as a program."""
+    if "model" not in inspect.signature(function).parameters:
+        return function
+    build = globals()[function.__annotations__.get("model", "mlp")]
+    return lambda run: function(run, *run.start(build))
+
+
 PROGRAMS: dict[str, Callable[[Run], None]] = {
-    name: function
-    for name, function in list(globals().items())
-    if getattr(function, "__annotations__", None) == {"run": "Run", "return": "None"}
+    **{name: in_order(calls) for name, calls in ORDERS.items()},
+    **LOOPS,
+    **ACCUMULATING,
+    **SCALED,
+    **{name: started(function) for name, function in vars(Programs).items() if inspect.isfunction(function)},
 }

@@ -1,0 +1,53 @@
+"""Cases that two real ranks run: shards, steps in the backward, flat states, communication hooks, and torch's cases.
+
+Each module in tests/support is run once in two processes, and each of its functions is a case here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import pytest
+import rank_processes
+from keeping import can_keep
+
+MODULES = ["shard_ranks", "release_ranks", "flat_ranks", "ddp_hook_ranks"]
+if not can_keep():
+    MODULES.remove("shard_ranks")
+try:
+    import state_dict_ranks
+except ImportError:  # another torch
+    pass
+else:
+    MODULES.append("state_dict_ranks")
+
+
+@functools.cache
+def complaints(module: str, every: bool = False) -> list[dict[str, str]]:
+    return rank_processes.run(rank_processes.run_cases, 2, module, every)
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [(module, case) for module in MODULES for case in importlib.import_module(module).CASES],
+)
+def test_on_two_ranks(module: str, case: str) -> None:
+    for rank in complaints(module):
+        assert rank[case] == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif("state_dict_ranks" not in MODULES, reason="another torch")
+def test_every_case_of_torch_on_two_ranks() -> None:
+    for rank in complaints("state_dict_ranks", True):
+        assert {case: text for case, text in rank.items() if text} == {}
+
+
+@pytest.mark.skipif("state_dict_ranks" not in MODULES, reason="another torch")
+@pytest.mark.parametrize("layout", ["fp32", "split"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_cases_of_torch_without_a_group(name: str, layout: str) -> None:
+    classes: dict[str, Any] = {cls.__name__: cls for cls in state_dict_ranks.CLASSES}
+    state_dict_ranks.without_a_group(classes[name], layout)
