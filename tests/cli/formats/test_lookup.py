@@ -18,7 +18,8 @@ from halfstep.cli.formats import number_text
 from halfstep.cli.formats.rules import chances, double_roundings
 from halfstep.cli.formats.screen import column_of
 from halfstep.cli.formats.values import encoded, overflow_threshold, overflows
-from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import formats
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.kernels import native
 from halfstep.kernels.philox import reference_words
 from halfstep.numerics.formats import bitwise, codec, philox_words
 from halfstep.numerics.formats.table import formats
@@ -252,14 +251,4 @@ def test_the_word_of_an_element_is_that_of_the_kernels() -> None:
     seed, first = 2**63 - 12345, 2**34 + 3  # beyond 32 bits, in the middle of a group
     want = reference_words(torch.arange(first, first + 4099), seed).numpy()
     np.testing.assert_array_equal(bitwise.random_words(first, 4099, seed), want)
-    if native.library("philox") is not None:
-        np.testing.assert_array_equal(bitwise.compiled_words(first, 4099, seed), want)
     assert [philox_words.word(first + i, seed) for i in range(9)] == want[:9].tolist()
-
-
-def test_the_noise_is_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large arrays take their words from C++ where there is a compiler, small ones from numpy."""
-    values = np.random.default_rng(0).standard_normal(bitwise.WORTH_COMPILING + 5)
-    usual = codec.encode(values, "fp16", "stochastic", seed=4, offset=1)
-    monkeypatch.setattr(bitwise.native, "library", lambda family: None)
-    np.testing.assert_array_equal(codec.encode(values, "fp16", "stochastic", seed=4, offset=1), usual)

@@ -21,7 +21,8 @@ from halfstep.cli.formats.screen import bits, coloured_outcome, number_line
 from halfstep.cli.formats.text import notations, ulps
 from halfstep.cli.formats.values import Encoded, Stored, code_text, encoded, finite, number_dict, overflows
 from halfstep.cli.terminal import Table, joined, show, text, width
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Neighbours, encode_exact, neighbours, parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Neighbours, encode_exact, neighbours
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each

@@ -9,7 +9,7 @@ from typing import Any
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.shared_values import lowest_exponent, shared_values, step_exponent
 from halfstep.cli.formats.values import encoded, number_dict, overflow_threshold
-from halfstep.numerics.formats.exact import parse_number
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")

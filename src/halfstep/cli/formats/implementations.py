@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.values import finite, number_dict, special_text
-from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format, formats
 
 _FP8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")

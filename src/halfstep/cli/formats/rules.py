@@ -6,7 +6,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from halfstep.cli.formats.values import Encoded, Stored, encoded, finite, overflows
-from halfstep.numerics.formats.exact import Neighbours, Number, decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats.exact import Neighbours, decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format, formats
 
 _WIDER = ("fp64", "fp32")  # what numbers are held in before they are cast

@@ -8,7 +8,8 @@ from halfstep.cli.formats import number_text
 from halfstep.cli.formats.rules import DoubleRounding, ends_around, nearest, rule
 from halfstep.cli.formats.text import distance
 from halfstep.cli.formats.values import Encoded, Stored, finite, overflow_threshold, overflows, special_text
-from halfstep.numerics.formats.exact import Neighbours, Number, neighbours
+from halfstep.numerics.formats.exact import Neighbours, neighbours
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format
 
 _DIRECTIONS = {"toward_zero": "toward zero", "odd": "to odd", "up": "up", "down": "down"}

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, ulp_exact
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format
 
 
