@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from lookup_run import STEADY, lines, results, said
 
 from halfstep.cli.formats import number_text
-from halfstep.cli.formats.rules import chances, double_roundings
 from halfstep.cli.formats.screen import column_of
-from halfstep.cli.formats.values import encoded, overflow_threshold, overflows
+from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
 from halfstep.numerics.formats.exact import decode_exact, encode_exact
 from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import formats
@@ -427,7 +426,7 @@ def test_overflow_begins_at_the_threshold_where_nothing_else_is_stored(format: s
 def test_rounding_twice_is_what_the_codec_makes_of_it(number: Fraction, format: str) -> None:
     row = formats[format]
     direct = encode_exact(number, row)
-    told = {tuple(one.name for one in found.via): found.found.stored for found in double_roundings(number, row)}
+    told = {tuple(one.name for one in found.via): found.result.stored for found in double_roundings(number, row)}
     held: Any = number
     via: tuple[str, ...] = ()
     for name in ("fp64", "fp32"):

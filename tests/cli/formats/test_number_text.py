@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lookup_run import STEADY
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
 from halfstep.numerics.formats.table import formats
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -54,7 +54,7 @@ def test_decimal_notation(value: Fraction, text: str | None) -> None:
 @STEADY
 @given(st.fractions().filter(bool))
 def test_power_of_two_is_floor_of_the_logarithm(value: Fraction) -> None:
-    exponent = number_text.power_of_two(value)
+    exponent = power_of_two(value)
     assert Fraction(2) ** exponent <= abs(value) < Fraction(2) ** (exponent + 1)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from halfstep.cli.formats.shared_values import binade_values, shared_values
+from halfstep.cli.formats.compare import shared_in, shared_values
 from halfstep.numerics.formats.exact import decode_exact
 from halfstep.numerics.formats.table import Format, formats
 
@@ -48,4 +48,4 @@ def test_values_of_a_binade(name: str) -> None:
     positive = [value for value in every_value(row) if math.isfinite(value) and value > 0]  # type: ignore[arg-type, operator]
     for exponent in range(-140, 140):
         inside = [value for value in positive if 2.0**exponent <= value < 2.0 ** (exponent + 1)]  # type: ignore[operator]
-        assert binade_values(row, exponent) == len(inside)
+        assert shared_in(exponent, row) == len(inside)

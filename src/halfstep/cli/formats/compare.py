@@ -1,4 +1,8 @@
-"""What one format holds that another does not."""
+"""What one format holds that another does not.
+
+Shared values are counted per binade, since fp64 has 2^64 values: between 2^e and 2^(e+1) the values of a format are the
+multiples of one step, and so are the shared values of two: those of the larger step.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,45 @@ from fractions import Fraction
 from typing import Any
 
 from halfstep.cli.formats import number_text
-from halfstep.cli.formats.shared_values import lowest_exponent, shared_values, step_exponent
-from halfstep.cli.formats.values import encoded, number_dict, overflow_threshold
+from halfstep.cli.formats.number_text import number_dict
+from halfstep.cli.formats.values import encoded, overflow_threshold
+from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")
+
+
+def lowest_exponent(format: Format) -> int:
+    """The exponent e of the smallest positive value, 2^e."""
+    return format.emin - format.mantissa if format.has_subnormals else format.emin
+
+
+def step_exponent(format: Format, exponent: int) -> int:
+    """The s for which the values in [2^exponent, 2^(exponent + 1)) are the multiples of 2^s."""
+    return 0 if format.kind == "integer" else max(exponent, format.emin) - format.mantissa
+
+
+def shared_in(exponent: int, *formats: Format, top: Fraction | None = None) -> int:
+    """Number of values in [2^exponent, 2^(exponent + 1)) up to `top`, by default the largest, that all formats have."""
+    if any(exponent < lowest_exponent(format) for format in formats):
+        return 0
+    top = Fraction(min(format.max for format in formats)) if top is None else top
+    step = max(step_exponent(format, exponent) for format in formats)
+    whole = 1 << (exponent - step)
+    if top >= Fraction(2) ** (exponent + 1):
+        return whole
+    return max(0, min(whole, int(top / Fraction(2) ** step) - whole + 1))
+
+
+def shared_values(one: Format, other: Format) -> int:
+    """Number of values that both formats have. Infinities count, NaNs do not, and both zeros count as one."""
+    exponents = range(max(lowest_exponent(one), lowest_exponent(other)), min(one.emax, other.emax) + 2)
+    tops = [Fraction(min(one.max, other.max))]
+    if one.signed and other.signed:
+        tops.append(Fraction(min(-one.lowest, -other.lowest)))
+    finite = sum(shared_in(exponent, one, other, top=top) for top in tops for exponent in exponents)
+    return finite + (one.has_zero and other.has_zero) + 2 * (one.has_infinity and other.has_infinity)
 
 
 def examples(chosen: Sequence[Format]) -> list[str]:
@@ -20,11 +57,8 @@ def examples(chosen: Sequence[Format]) -> list[str]:
     integer lost."""
     numbers = list(_EXAMPLES)
     for format in chosen:
-        numbers += [
-            number_text.decimal(overflow_threshold(format)) or "",
-            f"2^{number_text.power_of_two(Fraction(format.min_subnormal))}",
-            str(format.integer_range + 1),
-        ]
+        least = f"2^{power_of_two(Fraction(format.min_subnormal))}"
+        numbers += [number_text.decimal(overflow_threshold(format)) or "", least, str(format.integer_range + 1)]
     short = [text for text in dict.fromkeys(numbers) if len(text) <= 12]
     return [text for text in short if text in _EXAMPLES or _differs(text, chosen)]
 
@@ -45,25 +79,21 @@ def _percent(part: int, whole: int) -> str:
 def _range_words(one: Format, other: Format) -> list[str]:
     """Which format reaches further up, and which further down."""
     further: dict[str, list[str]] = {}
-    for what, first, second in (
-        ("up", one.emax, other.emax),
-        ("down", -lowest_exponent(one), -lowest_exponent(other)),
-    ):
-        if first != second:
-            name = one.name if first > second else other.name
-            further.setdefault(name, []).append(f"2^{abs(first - second)} times further {what}")
+    down = lowest_exponent(other) - lowest_exponent(one)
+    for what, by in (("up", one.emax - other.emax), ("down", down)):
+        if by:
+            further.setdefault((one if by > 0 else other).name, []).append(f"2^{abs(by)} times further {what}")
     reaches = [f"{name} reaches {' and '.join(ways)}" for name, ways in further.items()]
     return [", ".join(reaches) + "."] if reaches else []
 
 
 def _precision_words(one: Format, other: Format) -> list[str]:
     """Which format has the smaller distance between numbers, at 1 if both have normal numbers there."""
-    fine, coarse = (one, other) if step_exponent(one, 0) <= step_exponent(other, 0) else (other, one)
-    ratio = step_exponent(coarse, 0) - step_exponent(fine, 0)
-    if ratio == 0 or not fine.min_subnormal <= 1 <= fine.max or not coarse.min_subnormal <= 1 <= coarse.max:
+    coarser = step_exponent(other, 0) - step_exponent(one, 0)
+    if coarser == 0 or any(not format.min_subnormal <= 1 <= format.max for format in (one, other)):
         return []
-    times = str(1 << ratio) if ratio <= 16 else f"2^{ratio}"
-    return [f"Near 1 {fine.name}'s numbers are {times} times closer together."]
+    times = str(1 << abs(coarser)) if abs(coarser) <= 16 else f"2^{abs(coarser)}"
+    return [f"Near 1 {(one if coarser > 0 else other).name}'s numbers are {times} times closer together."]
 
 
 def pair_words(one: Format, other: Format) -> list[str]:

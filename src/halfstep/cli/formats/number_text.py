@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads
@@ -25,13 +26,6 @@ def _placed(negative: bool, digits: str, exponent: int, most: int = _MOST_POSITI
         whole = digits[: exponent + 1].ljust(exponent + 1, "0")
         text = whole + ("." + digits[exponent + 1 :] if len(digits) > exponent + 1 else "")
     return ("-" if negative else "") + text
-
-
-def power_of_two(x: Fraction) -> int:
-    """The e with 2^e <= |x| < 2^(e+1); `x` is not 0."""
-    numerator, denominator = abs(x.numerator), x.denominator
-    guess = numerator.bit_length() - denominator.bit_length()
-    return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
 
 
 def _power_of_ten(x: Fraction) -> int:
@@ -64,10 +58,43 @@ def rounded(x: Fraction, digits: int) -> str:
     if x == 0:
         return "0"
     exponent = _power_of_ten(x)
-    scaled = round(abs(x) * Fraction(10) ** (digits - 1 - exponent))
-    text = str(scaled)
+    text = str(round(abs(x) * Fraction(10) ** (digits - 1 - exponent)))
     exponent += len(text) - digits
     return _placed(x < 0, text, exponent, min(digits - 1, _MOST_POSITIONAL))  # no zeros that are no digits of it
+
+
+def special(number: float) -> str:
+    """An infinity, NaN or -0.0."""
+    return "nan" if number != number else "-0" if number == 0 else "inf" if number > 0 else "-inf"
+
+
+def fitting(number: Number, width: int, digits: int) -> str:
+    """All digits in at most `width` columns; otherwise ≈ and a number of significant digits."""
+    if isinstance(number, float):
+        return special(number)
+    whole = decimal(number)
+    return whole if whole is not None and len(whole) <= width else f"≈{rounded(number, digits)}"
+
+
+def among(number: Number, format: Format) -> str:
+    """A number with all its digits, or with enough of them to distinguish it from its neighbours in a format."""
+    return fitting(number, 24, format.max_digits10 + 2)
+
+
+def short(value: float | Fraction) -> str:
+    """A number with a few digits, or with all of them if they fit nine columns."""
+    return fitting(Fraction(value), 9 + (value < 0), 4).removeprefix("≈")
+
+
+def whole(number: Number) -> str:
+    """A number with all its digits, unless they never end."""
+    return fitting(number, 10 * _LONGEST, 17)
+
+
+def power(number: float | Fraction) -> str:
+    """A number as a power of two and in decimal."""
+    text = fitting(Fraction(number), 24, 4)
+    return f"2^{power_of_two(Fraction(number))} " + (f"≈ {text[1:]}" if text.startswith("≈") else f"= {text}")
 
 
 def hex_float(x: Fraction) -> str | None:
@@ -90,18 +117,24 @@ def shortest(code: int, format: Format) -> str:
     """
     value = decode_exact(code, format)
     if isinstance(value, float):
-        raise ValueError(
-            f"expected the code of a finite number other than -0, but got {code:#x}, which is {value} in {format.name}"
-        )
+        return special(value)
     if value == 0:
         return "0"
     exponent = _power_of_ten(value)
     for digits in range(1, 800):
         unit = Fraction(10) ** (exponent - digits + 1)
         below = value // unit
-        near = [text for text in (below, below + 1) if text and encode_exact(text * unit, format) == code]
+        near = [count * unit for count in (below, below + 1) if count and encode_exact(count * unit, format) == code]
         if near:
-            best = min(near, key=lambda count: abs(count * unit - value))
-            text = str(abs(best))
+            text = str(abs(min(near, key=lambda decimal: abs(decimal - value)) / unit))
             return _placed(value < 0, text, exponent + len(text) - digits)
     raise AssertionError("a decimal of 800 digits tells any two numbers apart")
+
+
+def number_dict(number: Number) -> dict[str, str | None]:
+    """A number in the form of all JSON of the lookup. Infinities and NaN have only a decimal."""
+    if isinstance(number, float):
+        zero = number == 0
+        return {"decimal": special(number), "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
+    legible = number.denominator.bit_length() < 8000 > number.numerator.bit_length()
+    return {"decimal": decimal(number), "hex": hex_float(number), "fraction": str(number) if legible else None}

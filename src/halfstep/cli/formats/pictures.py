@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.properties import fields, short
-from halfstep.cli.formats.shared_values import binade_values, lowest_exponent
-from halfstep.cli.formats.values import Stored, code_text, special_text
+from halfstep.cli.formats.compare import lowest_exponent, shared_in
+from halfstep.cli.formats.number_text import rounded, short, special
+from halfstep.cli.formats.properties import fields
+from halfstep.cli.formats.values import Stored, code_text
+from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.table import Format
 
 PICTURES = ("range", "density", "codes")
@@ -81,7 +82,7 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     label = {"ha": "center", "va": "center"}
     for row, format in enumerate(formats):
         first, last = max(lowest, lowest_exponent(format)), min(highest, format.emax + 1)
-        bits = [math.log2(binade_values(format, exponent)) for exponent in range(first, last)]
+        bits = [math.log2(shared_in(exponent, format)) for exponent in range(first, last)]
         edges, heights = list(range(first, last + 1)), [row - 0.31, row + 0.31]
         axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * most))
         for exponent, count in enumerate(() if wide else bits, first):
@@ -98,7 +99,7 @@ def _shade(stored: Stored) -> Any:
 
     if stored.sort != "normal":
         return _CLASSES[stored.sort]
-    format, exponent = stored.format, number_text.power_of_two(Fraction(stored.value))
+    format, exponent = stored.format, power_of_two(Fraction(stored.value))
     share = (exponent - format.emin) / max(1, format.emax - format.emin)
     pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
     return tuple(one + share * (other - one) for one, other in zip(pale, full, strict=True))
@@ -107,9 +108,9 @@ def _shade(stored: Stored) -> Any:
 def _cell(stored: Stored) -> str:
     """The value with as many digits as fit a cell."""
     if isinstance(stored.value, float):
-        return special_text(stored.value)
+        return special(stored.value)
     text = short(stored.value)
-    return text if len(text) <= 8 else number_text.rounded(stored.value, 3)
+    return text if len(text) <= 8 else rounded(stored.value, 3)
 
 
 def draw_codes(axes: Any, format: Format) -> None:

@@ -43,7 +43,7 @@ def _parser() -> command_line.Parser:
         metavar="MODE",
         help=f"{', '.join(ENCODE_ROUNDINGS[:-1])} (default: nearest, ties to even)",
     )
-    arguments.add_overflow(parser)
+    parser.add_argument(*arguments.OVERFLOW[0], **arguments.OVERFLOW[1])
     parser.add_argument("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
     parser.add_argument("--no-open", action="store_true", help="do not open the page in the browser")
     parser.add_argument(
