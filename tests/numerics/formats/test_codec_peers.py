@@ -239,14 +239,6 @@ def test_nan_in_formats_without() -> None:
         codec.encode(nan, "e2m1fn")
 
 
-def test_stochastic_among_subnormals() -> None:
-    """A probability on the format's own grid: half of the least subnormal goes up every second time."""
-    count = 20_000
-    values = np.full(count, 2.0**-25, np.float32)
-    share = (codec.encode(values, "fp16", "stochastic", seed=3) == 1).mean()
-    assert abs(share - 0.5) < 5 * 0.5 / count**0.5
-
-
 def test_the_word_of_an_element_is_that_of_the_kernels() -> None:
     seed, first = 2**63 - 12345, 2**34 + 3  # beyond 32 bits, in the middle of a group
     want = reference_words(torch.arange(first, first + 4099), seed).numpy()
