@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from halfstep.cli.formats.values import Stored, code_text
 from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.table import Format
 
-PICTURES = ("range", "density", "codes")
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both
 _FAMILIES = {64: "#6b7280", 32: "#374151", 19: "#0f766e", 16: "#1d4ed8", 8: "#c2410c", 6: "#7c3aed", 4: "#be185d"}
 _CLASSES = {"normal": "#b8d5fd", "subnormal": "#fde68a", "zero": "#e5e7eb", "infinity": "#fca5a5", "nan": "#d8b4fe"}
@@ -53,18 +52,11 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
         axes.barh(row, right - middle, left=middle, **bar)
         if left < middle:
             axes.barh(row, middle - left, left=left, alpha=0.35, linewidth=0, **bar)
-        outside, inside = (
-            {"fontsize": 9, "va": "center", "color": _INK},
-            {"fontsize": 9, "va": "center", "color": "white"},
-        )
-        if start < lowest:
-            axes.text(lowest + 1, row, f"← {short(format.min_subnormal)}", ha="left", **inside)
-        else:
-            axes.text(start - 1, row, short(format.min_subnormal), ha="right", **outside)
-        if end > highest:
-            axes.text(highest - 1, row, f"{short(format.max)} →", ha="right", **inside)
-        else:
-            axes.text(end + 1, row, short(format.max), ha="left", **outside)
+        least, most = short(format.min_subnormal), short(format.max)
+        lower = (start - 1, least, "right", _INK) if start >= lowest else (lowest + 1, f"← {least}", "left", "white")
+        upper = (end + 1, most, "left", _INK) if end <= highest else (highest - 1, f"{most} →", "right", "white")
+        for place, label, side, ink in (lower, upper):
+            axes.text(place, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
 def draw_density(axes: Any, formats: Sequence[Format]) -> None:
@@ -130,10 +122,8 @@ def draw_codes(axes: Any, format: Format) -> None:
     axes.set_yticks([row + 0.5 for row in range(rows)], names)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    for column in range(1, columns):
-        axes.axvline(column, color="white", linewidth=1)
-    for row in range(1, rows):
-        axes.axhline(row, color="white", linewidth=1)
+    axes.vlines(range(1, columns), 0, rows, color="white", linewidth=1)
+    axes.hlines(range(1, rows), 0, columns, color="white", linewidth=1)
     axes.spines[:].set_visible(False)
     sorts = dict.fromkeys(Stored(code, format).sort for code in range(format.codes))
     handles = [axes.fill_between([], [], [], color=_CLASSES[sort], label=sort) for sort in _CLASSES if sort in sorts]
@@ -145,7 +135,7 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        kinds: names from `PICTURES`, from top to bottom.
+        kinds: ``"range"``, ``"density"`` and ``"codes"``, from top to bottom.
         formats: the formats whose range and density are drawn.
         small: the format whose codes are drawn; at most 8 bits.
         out: the file. Its suffix decides the format of the picture.
@@ -154,14 +144,12 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    rows = 1.3 + 0.32 * len(formats)
-    panels: dict[str, tuple[float, Callable[[Any], None]]] = {
-        "range": (rows, lambda axes: draw_range(axes, formats)),
-        "density": (rows, lambda axes: draw_density(axes, formats)),
-        "codes": (1.6 + 0.36 * max(1, small.codes // 16), lambda axes: draw_codes(axes, small)),
-    }
-    heights = [panels[kind][0] for kind in kinds]
-    made = figure(12, sum(heights))
-    for kind, axes in zip(kinds, made.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
-        panels[kind][1](axes)
-    save(made, out, dpi=100)
+    codes_height = 1.6 + 0.36 * max(1, small.codes // 16)
+    heights = [codes_height if kind == "codes" else 1.3 + 0.32 * len(formats) for kind in kinds]
+    picture = figure(12, sum(heights))
+    for kind, axes in zip(kinds, picture.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
+        if kind == "codes":
+            draw_codes(axes, small)
+        else:
+            (draw_range if kind == "range" else draw_density)(axes, formats)
+    save(picture, out, dpi=100)
