@@ -86,11 +86,6 @@ def test_every_code_as_gfloat_reads_it(name: str) -> None:
     assert_same(codec.decode(codes, name), gfloat.decode_ndarray(IN_GFLOAT[name], codes))
 
 
-def test_every_fp16_code_as_numpy_reads_it() -> None:
-    codes = np.arange(2**16, dtype=np.uint16)
-    assert_same(codec.decode(codes, "fp16"), codes.view(np.float16))
-
-
 # --------------------------------------------------------------------------------------------------- all thresholds
 
 
@@ -172,15 +167,6 @@ def test_e8m0_just_above_its_least_number() -> None:
     assert codec.encode(value, "e8m0fnu").tolist() == [0]
     assert codec_walk.by_torch(value, "e8m0fnu").tolist() == [1]
     assert value.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8).tolist() == [1]
-
-
-def test_e8m0_ties() -> None:
-    """One significant bit: IEEE 754 takes the larger number, and so do torch and ml_dtypes; gfloat the even code."""
-    ties = np.array([1.5, 3.0], np.float32)
-    assert codec.round_to(ties, "e8m0fnu").tolist() == [2.0, 4.0]
-    assert ties.astype(ml_dtypes.float8_e8m0fnu).astype(float).tolist() == [2.0, 4.0]
-    assert torch.tensor(ties).to(torch.float8_e8m0fnu).float().tolist() == [2.0, 4.0]
-    assert gfloat.round_ndarray(IN_GFLOAT["e8m0fnu"], ties).tolist() == [2.0, 2.0]
 
 
 def test_e8m0_below_its_least_number() -> None:
