@@ -18,7 +18,7 @@ _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<deci
 WIDTHS = sorted({format.bits for format in formats.values()})
 
 
-class Given(NamedTuple):
+class Typed(NamedTuple):
     """A number, and the text it was parsed from."""
 
     text: str
@@ -107,13 +107,13 @@ def small_format(text: str) -> Format:
     return format
 
 
-def number(hint: str) -> Callable[[str], Given]:
+def number(hint: str) -> Callable[[str], Typed]:
     """An argparse type: a number, exactly. `hint` says what to do with the name of a format."""
 
-    def parse(text: str) -> Given:
+    def parse(text: str) -> Typed:
         text = text.strip()
         try:
-            return Given(text, parse_number(text))
+            return Typed(text, parse_number(text))
         except ValueError as error:
             remedy = f"; {text} is a format, and {hint}" if text in formats else ""
             raise argparse.ArgumentTypeError(f"{error}{remedy}") from error

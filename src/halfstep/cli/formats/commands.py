@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats import arguments, compare, implementations, properties, screen, sentences
-from halfstep.cli.formats.arguments import OVERFLOW, Code, Given, formats_option, option, rounding_option
+from halfstep.cli.formats.arguments import OVERFLOW, Code, Typed, formats_option, option, rounding_option
 from halfstep.cli.formats.number_text import number_dict
 from halfstep.cli.formats.values import Encoded, Stored, chances, double_roundings, encoded, finite
 from halfstep.cli.terminal import Table, joined, show, text
@@ -82,11 +82,11 @@ def _names(chosen: Iterable[Format]) -> list[str]:
 
 def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
     """The lines of blocks, with empty ones between two of them."""
-    return [line for place, block in enumerate(blocks) for line in (*(between if place else ()), *block)]
+    return [line for index, block in enumerate(blocks) for line in (*(between if index else ()), *block)]
 
 
-def _elsewhere(one: Encoded) -> list[dict[str, Any]]:
-    return [conversion.as_dict() for conversion in implementations.conversions(one.number, one.format)]
+def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
+    return [conversion.as_dict() for conversion in implementations.conversions(result.number, result.format)]
 
 
 @_command(
@@ -121,27 +121,27 @@ def _encode(options: argparse.Namespace) -> Answer:
         )
     chosen = arguments.distinct(options.formats)
     modes = options.rounding, options.overflow, options.seed
-    rows = [(given, [encoded(given.number, format, *modes) for format in chosen]) for given in options.numbers]
+    rows = [(typed, [encoded(typed.number, format, *modes) for format in chosen]) for typed in options.numbers]
     usual = modes[:2] == ("nearest", "inf")
 
     def results() -> list[dict[str, Any]]:
         return [
-            {"input": given.as_dict(), **one.as_dict(), "elsewhere": _elsewhere(one) if usual else []}
-            for given, row in rows
-            for one in row
+            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": _elsewhere(result) if usual else []}
+            for typed, row in rows
+            for result in row
         ]
 
-    def shown(given: Given, row: Sequence[Encoded]) -> list[Any]:
-        digits = [line for one in row for line in screen.all_digits(one)] if len(chosen) <= _FEW else []
+    def shown(typed: Typed, row: Sequence[Encoded]) -> list[Any]:
+        digits = [line for result in row for line in screen.all_digits(result)] if len(chosen) <= _FEW else []
         others = screen.elsewhere(row) if usual else []
-        return [text(given.notations, "strong"), *screen.encodings(row), *digits, *others]
+        return [text(typed.notations, "strong"), *screen.encodings(row), *digits, *others]
 
-    about = {"numbers": [given.text for given in options.numbers], "formats": _names(chosen)}
+    about = {"numbers": [typed.text for typed in options.numbers], "formats": _names(chosen)}
     about |= dict(zip(("rounding", "overflow", "seed"), modes, strict=True))
     return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
 
 
-def _read_in(given: Code, options: argparse.Namespace) -> list[Stored]:
+def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     """A code in the chosen formats.
 
     Raises:
@@ -153,15 +153,15 @@ def _read_in(given: Code, options: argparse.Namespace) -> list[Stored]:
         if bits not in (None, format.bits):
             raise UsageError(f"--width {bits} is not the {format.bits} bits of --format {format.name}; leave one out")
     if not chosen:
-        bits = bits or given.width
+        bits = bits or typed.width
         chosen = [format for format in formats.values() if format.bits == bits]
     for format in chosen:
-        if given.code >= format.codes:
+        if typed.code >= format.codes:
             raise UsageError(
                 f"argument CODE: expected a code of {format.name} from 0x0 to {format.codes - 1:#x}, but got "
-                f"{given.text}" + ("; a wider one is chosen with --width or --format" if given.code < 1 << 64 else "")
+                f"{typed.text}" + ("; a wider one is chosen with --width or --format" if typed.code < 1 << 64 else "")
             )
-    return [Stored(given.code, format) for format in chosen]
+    return [Stored(typed.code, format) for format in chosen]
 
 
 _WIDTHS = list(map(str, arguments.WIDTHS))
@@ -177,18 +177,18 @@ _WIDTHS = list(map(str, arguments.WIDTHS))
     option("-w", "--width", choices=_WIDTHS, metavar="BITS", help=f"bits of the code: {', '.join(_WIDTHS)}"),
 )
 def _decode(options: argparse.Namespace) -> Answer:
-    rows = [(given, _read_in(given, options)) for given in options.codes]
+    rows = [(typed, _read_in(typed, options)) for typed in options.codes]
 
     def results() -> list[dict[str, Any]]:
-        return [{"input": {"text": given.text}, **stored.as_dict()} for given, row in rows for stored in row]
+        return [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
 
-    def shown(given: Code, row: Sequence[Stored]) -> list[Any]:
+    def shown(typed: Code, row: Sequence[Stored]) -> list[Any]:
         widths = {stored.format.bits for stored in row}
-        title = f"{given.text}, {widths.pop()} bits" if len(widths) == 1 else given.text
+        title = f"{typed.text}, {widths.pop()} bits" if len(widths) == 1 else typed.text
         return [text(title, "strong"), screen.decodings(row)]
 
     about = {
-        "codes": [given.text for given in options.codes],
+        "codes": [typed.text for typed in options.codes],
         "formats": list(dict.fromkeys(stored.format.name for _, row in rows for stored in row)),
         "width": options.width and int(options.width),
     }
@@ -208,42 +208,41 @@ def _decode(options: argparse.Namespace) -> Answer:
 def _why(options: argparse.Namespace) -> Answer:
     if not options.named + options.formats:
         raise UsageError("argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16")
-    chosen, given = arguments.distinct(options.named + options.formats), options.number
+    chosen, typed = arguments.distinct(options.named + options.formats), options.number
     modes = options.rounding, options.overflow
-    rows = [encoded(given.number, format, *modes) for format in chosen]
-    about = {"number": given.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
+    rows = [encoded(typed.number, format, *modes) for format in chosen]
+    about = {"number": typed.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
     return Answer(
         about,
-        lambda: [_why_dict(given, one, *modes) for one in rows],
-        lambda: _apart((screen.explanation(given, one, *modes) for one in rows), "", ""),
+        lambda: [_why_dict(typed, result, *modes) for result in rows],
+        lambda: _apart((screen.explanation(typed, result, *modes) for result in rows), "", ""),
     )
 
 
-def _why_dict(given: Given, one: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
+def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
     def code(other: Encoded) -> str | None:
         return None if other.stored is None else other.stored.hex
 
     sides: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    if finite(one.number):
-        around = neighbours(one.number, one.format)
+    if finite(result.number):
+        around = neighbours(result.number, result.format)
         for name, side in (("below", around.code_below), ("above", around.code_above)):
-            sides[name] = None if side is None else Stored(side, one.format).as_dict()
+            sides[name] = None if side is None else Stored(side, result.format).as_dict()
         sides["midpoint"] = None if around.midpoint is None else number_dict(around.midpoint)
         sides["ulp"] = number_dict(around.ulp)
-    modes = {mode: encoded(one.number, one.format, mode, overflow) for mode in ENCODE_ROUNDINGS[:-1]}
-    twice = double_roundings(one.number, one.format) if rounding == "nearest" else []
+    modes = {mode: encoded(result.number, result.format, mode, overflow) for mode in ENCODE_ROUNDINGS[:-1]}
+    drawn = chances(result.number, result.format, overflow)
+    twice = double_roundings(result.number, result.format) if rounding == "nearest" else []
     return {
-        "input": given.as_dict(),
-        **one.as_dict(),
-        "rule": one.rule,
-        "explanation": sentences.reasons(one, rounding),
+        "input": typed.as_dict(),
+        **result.as_dict(),
+        "rule": result.rule,
+        "explanation": sentences.reasons(result, rounding),
         **sides,
         "roundings": {mode: code(other) for mode, other in modes.items()},
-        "stochastic": [
-            {"code": code(end), "probability": str(share)} for share, end in chances(one.number, one.format, overflow)
-        ],
+        "stochastic": [{"code": code(end), "probability": str(share)} for share, end in drawn],
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
-        "elsewhere": _elsewhere(one) if (rounding, overflow) == ("nearest", "inf") else [],
+        "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
     }
 
 
@@ -262,21 +261,21 @@ def _compare(options: argparse.Namespace) -> Answer:
         )
     pairs = list(itertools.combinations(chosen, 2))
     examples = [
-        (Given(number, parse_number(number)), [encoded(parse_number(number), format) for format in chosen])
+        (Typed(number, parse_number(number)), [encoded(parse_number(number), format) for format in chosen])
         for number in compare.examples(chosen)
     ]
 
     def results() -> list[dict[str, Any]]:
-        rows = [{"input": given.as_dict(), **one.as_dict()} for given, row in examples for one in row]
+        rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
         shown = list(map(properties.format_dict, chosen))
         return [{"formats": shown, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}]
 
     def shown() -> list[Any]:
         words = [
-            joined(text(f"{one.name}, {other.name}", "strong"), f": {' '.join(compare.pair_words(one, other))}")
-            for one, other in pairs
+            joined(text(f"{result.name}, {other.name}", "strong"), f": {' '.join(compare.pair_words(result, other))}")
+            for result, other in pairs
         ]
-        rows = [(given.text, *map(screen.example, row)) for given, row in examples]
+        rows = [(typed.text, *map(screen.example, row)) for typed, row in examples]
         return [screen.comparison(chosen), "", *words, "", Table(("number", *_names(chosen)), rows)]
 
     return Answer({"formats": _names(chosen)}, results, shown)

@@ -42,14 +42,14 @@ def shared_in(exponent: int, *formats: Format, top: Fraction | None = None) -> i
     return max(0, min(whole, int(top / Fraction(2) ** step) - whole + 1))
 
 
-def shared_values(one: Format, other: Format) -> int:
+def shared_values(first: Format, second: Format) -> int:
     """Number of values that both formats have. Infinities count, NaNs do not, and both zeros count as one."""
-    exponents = range(max(lowest_exponent(one), lowest_exponent(other)), min(one.emax, other.emax) + 2)
-    tops = [Fraction(min(one.max, other.max))]
-    if one.signed and other.signed:
-        tops.append(Fraction(min(-one.lowest, -other.lowest)))
-    finite = sum(shared_in(exponent, one, other, top=top) for top in tops for exponent in exponents)
-    return finite + (one.has_zero and other.has_zero) + 2 * (one.has_infinity and other.has_infinity)
+    exponents = range(max(lowest_exponent(first), lowest_exponent(second)), min(first.emax, second.emax) + 2)
+    tops = [Fraction(min(first.max, second.max))]
+    if first.signed and second.signed:
+        tops.append(Fraction(min(-first.lowest, -second.lowest)))
+    finite = sum(shared_in(exponent, first, second, top=top) for top in tops for exponent in exponents)
+    return finite + (first.has_zero and second.has_zero) + 2 * (first.has_infinity and second.has_infinity)
 
 
 def examples(chosen: Sequence[Format]) -> list[str]:
@@ -66,7 +66,7 @@ def examples(chosen: Sequence[Format]) -> list[str]:
 def _differs(text: str, chosen: Sequence[Format]) -> bool:
     """Whether the formats store different values, or with different outcomes."""
     results = [encoded(parse_number(text), format) for format in chosen]
-    return len({(one.outcome, None if one.stored is None else str(one.stored.value)) for one in results}) > 1
+    return len({(each.outcome, None if each.stored is None else str(each.stored.value)) for each in results}) > 1
 
 
 def _percent(part: int, whole: int) -> str:
@@ -76,52 +76,52 @@ def _percent(part: int, whole: int) -> str:
     return f"{number_text.rounded(Fraction(100 * part, whole), 3)} %"
 
 
-def _range_words(one: Format, other: Format) -> list[str]:
+def _range_words(first: Format, second: Format) -> list[str]:
     """Which format reaches further up, and which further down."""
     further: dict[str, list[str]] = {}
-    down = lowest_exponent(other) - lowest_exponent(one)
-    for what, by in (("up", one.emax - other.emax), ("down", down)):
+    down = lowest_exponent(second) - lowest_exponent(first)
+    for what, by in (("up", first.emax - second.emax), ("down", down)):
         if by:
-            further.setdefault((one if by > 0 else other).name, []).append(f"2^{abs(by)} times further {what}")
+            further.setdefault((first if by > 0 else second).name, []).append(f"2^{abs(by)} times further {what}")
     reaches = [f"{name} reaches {' and '.join(ways)}" for name, ways in further.items()]
     return [", ".join(reaches) + "."] if reaches else []
 
 
-def _precision_words(one: Format, other: Format) -> list[str]:
+def _precision_words(first: Format, second: Format) -> list[str]:
     """Which format has the smaller distance between numbers, at 1 if both have normal numbers there."""
-    coarser = step_exponent(other, 0) - step_exponent(one, 0)
-    if coarser == 0 or any(not format.min_subnormal <= 1 <= format.max for format in (one, other)):
+    coarser = step_exponent(second, 0) - step_exponent(first, 0)
+    if coarser == 0 or any(not format.min_subnormal <= 1 <= format.max for format in (first, second)):
         return []
     times = str(1 << abs(coarser)) if abs(coarser) <= 16 else f"2^{abs(coarser)}"
-    return [f"Near 1 {(one if coarser > 0 else other).name}'s numbers are {times} times closer together."]
+    return [f"Near 1 {(first if coarser > 0 else second).name}'s numbers are {times} times closer together."]
 
 
-def pair_words(one: Format, other: Format) -> list[str]:
+def pair_words(first: Format, second: Format) -> list[str]:
     """The comparison of two formats in sentences."""
-    shared = shared_values(one, other)
-    words = [*_range_words(one, other), *_precision_words(one, other)]
-    if shared == one.values == other.values:
+    shared = shared_values(first, second)
+    words = [*_range_words(first, second), *_precision_words(first, second)]
+    if shared == first.values == second.values:
         return [*words, f"Both have the same {shared:,} values."]
-    if shared in (one.values, other.values):
-        inner, outer = (one, other) if shared == one.values else (other, one)
+    if shared in (first.values, second.values):
+        inner, outer = (first, second) if shared == first.values else (second, first)
         return [*words, f"{outer.name} holds every value of {inner.name}: casting there and back loses nothing."]
     return [
         *words,
-        f"They share {shared:,} values: {_percent(shared, one.values)} of {one.name}'s {one.values:,} are exact in "
-        f"{other.name}, {_percent(shared, other.values)} of {other.name}'s {other.values:,} in {one.name}.",
+        f"They share {shared:,} values: {_percent(shared, first.values)} of {first.name}'s {first.values:,} are exact "
+        f"in {second.name}, {_percent(shared, second.values)} of {second.name}'s {second.values:,} in {first.name}.",
     ]
 
 
-def pair_dict(one: Format, other: Format) -> dict[str, Any]:
-    shared = shared_values(one, other)
+def pair_dict(first: Format, second: Format) -> dict[str, Any]:
+    shared = shared_values(first, second)
     ratios = {
-        f"{name.split('_')[0]}_ratio": number_dict(Fraction(getattr(one, name)) / Fraction(getattr(other, name)))
+        f"{name.split('_')[0]}_ratio": number_dict(Fraction(getattr(first, name)) / Fraction(getattr(second, name)))
         for name in ("eps", "max", "min_subnormal")
     }
     return {
-        "formats": [one.name, other.name],
+        "formats": [first.name, second.name],
         "shared_values": shared,
-        "only_in": {one.name: one.values - shared, other.name: other.values - shared},
+        "only_in": {first.name: first.values - shared, second.name: second.values - shared},
         **ratios,
-        "words": pair_words(one, other),
+        "words": pair_words(first, second),
     }

@@ -99,7 +99,7 @@ def conversions(number: Number, format: Format) -> list[Conversion]:
             value = implementation.cast(number, format)
             stored.setdefault(_key(value), Conversion(value, [])).names.append(implementation.name)
     nearest = None if number != number and not format.has_nan else decode_exact(encode_exact(number, format), format)
-    if all(one.value == nearest or key == _key(nearest) for key, one in stored.items()):
+    if all(conversion.value == nearest or key == _key(nearest) for key, conversion in stored.items()):
         return []
     return list(stored.values())
 

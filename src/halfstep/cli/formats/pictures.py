@@ -66,7 +66,8 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     # The powers of two of the narrow formats. Bars of wider ones cross the picture.
     narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
     lowest = min(map(lowest_exponent, narrow)) - 4 if narrow else max(_LOWEST, min(map(lowest_exponent, formats)))
-    highest = max(one.emax for one in narrow) + 5 if narrow else min(_HIGHEST, max(one.emax + 1 for one in formats))
+    highest = max(format.emax for format in narrow or formats) + 1
+    highest = highest + 4 if narrow else min(_HIGHEST, highest)
     title = "Density: numbers between one power of two and the next, as log2: 10 stands for 1024"
     _axes_of_powers(axes, lowest, highest, formats, title)
     most = min(24, max(format.precision for format in formats))
@@ -94,7 +95,7 @@ def _shade(stored: Stored) -> Any:
     format, exponent = stored.format, power_of_two(Fraction(stored.value))
     share = (exponent - format.emin) / max(1, format.emax - format.emin)
     pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
-    return tuple(one + share * (other - one) for one, other in zip(pale, full, strict=True))
+    return tuple(low + share * (high - low) for low, high in zip(pale, full, strict=True))
 
 
 def _cell(stored: Stored) -> str:

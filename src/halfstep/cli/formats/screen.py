@@ -8,7 +8,7 @@ from fractions import Fraction
 from rich.text import Text
 
 from halfstep.cli.formats import implementations, number_text, properties, sentences
-from halfstep.cli.formats.arguments import Given
+from halfstep.cli.formats.arguments import Typed
 from halfstep.cli.formats.number_text import among, number_dict
 from halfstep.cli.formats.values import (
     Encoded,
@@ -35,9 +35,9 @@ def _bits(stored: Stored) -> Text:
     return joined(*(styled(digits, name) for name, digits in stored.fields), by=" ")
 
 
-def outcome(one: Encoded) -> Text:
+def outcome(result: Encoded) -> Text:
     """The outcome in its colour."""
-    return styled(one.outcome_text, _OUTCOMES.get(one.outcome_text, ""))
+    return styled(result.outcome_text, _OUTCOMES.get(result.outcome_text, ""))
 
 
 def _fitting(*tables: Table) -> Table:
@@ -57,11 +57,11 @@ def limits(chosen: Sequence[Format]) -> list[Part]:
     """One row per format; with overflow, integers and the name in torch if they fit."""
     header = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has")
     rows, wide = [], []
-    for one in chosen:
-        figures = map(number_text.short, (one.max, one.min_normal, one.min_subnormal, one.eps))
-        digits = f"{one.digits10}-{one.max_digits10}"
-        rows.append([one.name, properties.fields(one), *figures, digits, properties.special(one)])
-        wide.append([*rows[-1], properties.overflow(one), properties.integers(one), one.torch or "-"])
+    for result in chosen:
+        figures = map(number_text.short, (result.max, result.min_normal, result.min_subnormal, result.eps))
+        digits = f"{result.digits10}-{result.max_digits10}"
+        rows.append([result.name, properties.fields(result), *figures, digits, properties.special(result)])
+        wide.append([*rows[-1], properties.overflow(result), properties.integers(result), result.torch or "-"])
     right = {2, 3, 4, 5, 6, 9}
     return [_fitting(Table((*header, "overflow", "integers to", "torch"), wide, right), Table(header, rows, right))]
 
@@ -69,9 +69,9 @@ def limits(chosen: Sequence[Format]) -> list[Part]:
 def elsewhere(rows: Iterable[Encoded]) -> list[Part]:
     """The implementations that store another value."""
     cells = [
-        (one.format.name if not place else "", conversion.text, conversion.who)
-        for one in rows
-        for place, conversion in enumerate(implementations.conversions(one.number, one.format))
+        (result.format.name if not index else "", conversion.text, conversion.who)
+        for result in rows
+        for index, conversion in enumerate(implementations.conversions(result.number, result.format))
     ]
     return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
 
@@ -79,32 +79,33 @@ def elsewhere(rows: Iterable[Encoded]) -> list[Part]:
 def encodings(row: Sequence[Encoded]) -> list[Part]:
     """A table; on a narrow screen without hexadecimal floats, and with wide codes below it."""
 
-    def cells(one: Encoded, narrow: bool) -> list[str | Text]:
+    def cells(result: Encoded, narrow: bool) -> list[str | Text]:
         code: list[str | Text] = ["-", "", "", *([] if narrow else [""])]
-        if stored := one.stored:
-            spread = narrow and one.format.bits > 16  # whose codes are below
-            code = ["", ""] if spread else [stored.hex, _bits(stored)]
+        if stored := result.stored:
+            below = narrow and result.format.bits > 16
+            code = ["", ""] if below else [stored.hex, _bits(stored)]
             code += [stored.text(16)] if narrow else [stored.text(24), number_dict(stored.value)["hex"] or ""]
-        return [one.format.name, *code, one.ulps_text, outcome(one)]
+        return [result.format.name, *code, result.ulps_text, outcome(result)]
 
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
-    wide = Table(header, [cells(one, False) for one in row], {5})
+    wide = Table(header, [cells(result, False) for result in row], {5})
     if wide.width <= width():
         return [wide]
-    below = [(one.format.name, one.stored.hex, _bits(one.stored)) for one in row if one.stored and one.format.bits > 16]
-    narrow = Table((*header[:4], *header[5:]), [cells(one, True) for one in row], {4})
+    codes = [result.stored for result in row if result.stored and result.format.bits > 16]
+    below = [(stored.format.name, stored.hex, _bits(stored)) for stored in codes]
+    narrow = Table((*header[:4], *header[5:]), [cells(result, True) for result in row], {4})
     return [narrow, Table((), below, wraps=2)] if below else [narrow]
 
 
-def all_digits(one: Encoded) -> list[str]:
+def all_digits(result: Encoded) -> list[str]:
     """A line with all digits of a number that is not exact."""
-    if one.stored is None or not one.error:
+    if result.stored is None or not result.error:
         return []
-    exact = number_dict(one.stored.value)
+    exact = number_dict(result.stored.value)
     value = " = ".join(digits for digits in (exact["decimal"], exact["hex"]) if digits and len(digits) <= 60)
-    relative = "" if one.relative is None else f", {number_text.rounded(one.relative * 100, 3)} %"
-    error = number_text.fitting(one.error, 30, 6)
-    return [f"{one.format.name}: {value}, shortest {one.stored.shortest}; error {error}{relative}"]
+    relative = "" if result.relative is None else f", {number_text.rounded(result.relative * 100, 3)} %"
+    error = number_text.fitting(result.error, 30, 6)
+    return [f"{result.format.name}: {value}, shortest {result.stored.shortest}; error {error}{relative}"]
 
 
 def decodings(row: Sequence[Stored]) -> Table:
@@ -120,44 +121,46 @@ def decodings(row: Sequence[Stored]) -> Table:
     return _fitting(*map(table, (44, 24, 16)))
 
 
-def explanation(given: Given, one: Encoded, rounding: str, overflow: str) -> list[Part]:
+def explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Part]:
     """The screen of `halfstep why` for one format."""
-    title = joined(text(given.text, "strong"), f" in {one.format.name} is ")
-    if one.stored is None:
+    title = joined(text(typed.text, "strong"), f" in {result.format.name} is ")
+    if result.stored is None:
         title.append("nothing")
     else:
-        title = joined(title, f"{among(one.stored.value, one.format)}, {one.stored.hex} = ", _bits(one.stored))
-    parts: list[Part] = [joined(title, ": ", outcome(one), f", {one.ulps_text} ulp" if one.error else ""), ""]
-    if line := between(one):
-        number = given.text if len(given.text) <= 24 else among(one.number, one.format)
+        title = joined(
+            title, f"{among(result.stored.value, result.format)}, {result.stored.hex} = ", _bits(result.stored)
+        )
+    parts: list[Part] = [joined(title, ": ", outcome(result), f", {result.ulps_text} ulp" if result.error else ""), ""]
+    if line := between(result):
+        number = typed.text if len(typed.text) <= 24 else among(result.number, result.format)
         parts += [*number_line(width(), *line, number), ""]
-    parts += sentences.reasons(one, rounding)
-    if one.rule not in ("special", "exact", "sign", "least"):
-        parts += ["", _roundings(one, overflow)]
-    for twice in double_roundings(one.number, one.format) if rounding == "nearest" else []:
-        parts += ["", joined(text("note", "note"), f" {sentences.double_rounding_words(twice, one)}")]
-    others = elsewhere([one]) if (rounding, overflow) == ("nearest", "inf") else []
+    parts += sentences.reasons(result, rounding)
+    if result.rule not in ("special", "exact", "sign", "least"):
+        parts += ["", _roundings(result, overflow)]
+    for twice in double_roundings(result.number, result.format) if rounding == "nearest" else []:
+        parts += ["", joined(text("note", "note"), f" {sentences.double_rounding_words(twice, result)}")]
+    others = elsewhere([result]) if (rounding, overflow) == ("nearest", "inf") else []
     return [*parts, *([""] if others else []), *others]
 
 
-def _roundings(one: Encoded, overflow: str) -> Table:
+def _roundings(result: Encoded, overflow: str) -> Table:
     """The value that each rounding mode stores."""
     rows: list[tuple[str | Text, ...]] = []
     for rounding in ENCODE_ROUNDINGS[:-1]:
-        other = encoded(one.number, one.format, rounding, overflow)
+        other = encoded(result.number, result.format, rounding, overflow)
         if other.stored is not None:
-            value = among(other.stored.value, one.format)
+            value = among(other.stored.value, result.format)
             rows.append((rounding, other.stored.hex, value, other.ulps_text, outcome(other)))
-    for place, (share, end) in enumerate(chances(one.number, one.format, overflow)):
-        code = ("", "no NaN") if end.stored is None else (end.stored.hex, among(end.stored.value, one.format))
-        error, chance = Encoded(one.number, one.format, end.stored).ulps_text, number_text.rounded(share * 100, 6)
-        rows.append(("" if place else "stochastic", *code, error, f"with {chance} %"))
+    for index, (share, end) in enumerate(chances(result.number, result.format, overflow)):
+        code = ("", "no NaN") if end.stored is None else (end.stored.hex, among(end.stored.value, result.format))
+        error, chance = Encoded(result.number, result.format, end.stored).ulps_text, number_text.rounded(share * 100, 6)
+        rows.append(("" if index else "stochastic", *code, error, f"with {chance} %"))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
 
 
-def example(one: Encoded) -> Text:
+def example(result: Encoded) -> Text:
     """A stored value and its outcome."""
-    return joined("-" if one.stored is None else one.stored.text(15), " ", outcome(one))
+    return joined("-" if result.stored is None else result.stored.text(15), " ", outcome(result))
 
 
 def comparison(chosen: Sequence[Format]) -> Table:

@@ -12,39 +12,39 @@ _DIRECTIONS = {"toward_zero": "toward zero", "odd": "to odd", "up": "up", "down"
 _TAKEN = {"toward_zero": "the one nearer to zero", "up": "the upper one", "down": "the lower one"}
 
 
-def reasons(one: Encoded, rounding: str = "nearest") -> list[str]:
+def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
     """The explanation of a number rounded in any mode but ``"stochastic"``, as a list of one or two sentences each.
 
     Args:
         one: the number rounded in this mode, subnormal results kept.
         rounding: the mode.
     """
-    format, number, rule = one.format, one.number, one.rule
+    format, number, rule = result.format, result.number, result.rule
     if rule == "special":
-        return ["An infinity is not rounded." if number == number else "NaN is not rounded.", _instead(one)]
+        return ["An infinity is not rounded." if number == number else "NaN is not rounded.", _instead(result)]
     if rule == "exact":
         below, above = (among(near(number, format), format) for near in (next_down_exact, next_up_exact))
         nothing = f"It is a number of {format.name}: nothing is rounded."
         return [nothing, f"The next ones are {below} below and {above} above."]
     if rule == "sign":
-        stands = "nothing" if one.stored is None else among(one.stored.value, format)
+        stands = "nothing" if result.stored is None else among(result.stored.value, format)
         return [f"{format.name} has no sign, and {stands} stands for negative numbers."]
     if rule == "least":
         return [f"{format.name} has no zero: everything below its least number, 2^{format.emin}, becomes that."]
 
     negative = number < 0
-    inner, outer = map(abs, reversed(one.ends) if negative else one.ends)
+    inner, outer = map(abs, reversed(result.ends) if negative else result.ends)
     last = abs(Fraction(format.lowest if negative else format.max))
     away = rounding == "nearest_away" and rule in ("tie", "tie_up")
     if rule == "overflow" and rounding in ("nearest", "nearest_away"):
-        return _nearest_beyond(one)
-    why = _obstacle(one) if rule != "overflow" else []
+        return _nearest_beyond(result)
+    why = _obstacle(result) if rule != "overflow" else []
     if rounding in ("nearest", "nearest_away"):
-        return [*why, _step(one), *(_tie_away(one, outer > last) if away else _nearest(one, rule))]
+        return [*why, _step(result), *(_tie_away(result, outer > last) if away else _nearest(result, rule))]
     inward = rounding in ("toward_zero", "odd", "up" if negative else "down")
     if inner > last or (outer > last and not inward):
-        return [*why, *_directed_beyond(one, rounding, inward)]
-    stored = one.stored or _nearest_code(one)
+        return [*why, *_directed_beyond(result, rounding, inward)]
+    stored = result.stored or _nearest_code(result)
     value = among(stored.value, format)
     if rounding != "odd":
         taken = f"Rounding {_DIRECTIONS[rounding]} takes {_TAKEN[rounding]}: {value}."
@@ -52,27 +52,27 @@ def reasons(one: Encoded, rounding: str = "nearest") -> list[str]:
         taken = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
     else:
         taken = f"Rounding to odd takes the one whose last bit is 1, {stored.bits}: {value}."
-    return [*why, _step(one), _where(one), taken]
+    return [*why, _step(result), _where(result), taken]
 
 
-def double_rounding_words(twice: DoubleRounding, one: Encoded) -> str:
+def double_rounding_words(twice: DoubleRounding, result: Encoded) -> str:
     """What comes of rounding to wider formats first."""
     stored, middle = twice.result.stored, twice.result.number
     if stored is None:
         return ""
-    way, once = " and ".join(format.name for format in twice.via), among(_nearest_code(one).value, one.format)
-    becomes = f"and that becomes {among(stored.value, one.format)} instead of {once}."
+    way, once = " and ".join(format.name for format in twice.via), among(_nearest_code(result).value, result.format)
+    becomes = f"and that becomes {among(stored.value, result.format)} instead of {once}."
     return f"Rounded twice: first to {way}, the number is {whole(middle)}, {becomes}"
 
 
-def _nearest_code(one: Encoded) -> Stored:
+def _nearest_code(result: Encoded) -> Stored:
     """What rounding to nearest stores."""
-    return Stored(encode_exact(one.number, one.format), one.format)
+    return Stored(encode_exact(result.number, result.format), result.format)
 
 
-def _obstacle(one: Encoded) -> list[str]:
+def _obstacle(result: Encoded) -> list[str]:
     """Why a finite number between two numbers of the format is none itself; empty where its size is the reason."""
-    format, number = one.format, Fraction(one.number)
+    format, number = result.format, Fraction(result.number)
     denominator, numerator = number.denominator, abs(number.numerator)
     if format.kind == "scale" or (format.kind == "integer" and denominator == 1):
         return []
@@ -90,9 +90,9 @@ def _obstacle(one: Encoded) -> list[str]:
     return [f"The number has {significant} significant bits, and {format.name} has {format.precision}."]
 
 
-def _step(one: Encoded) -> str:
+def _step(result: Encoded) -> str:
     """The distance between the numbers."""
-    format, exact, step = one.format, abs(Fraction(one.number)), one.ends[1] - one.ends[0]
+    format, exact, step = result.format, abs(Fraction(result.number)), result.ends[1] - result.ends[0]
     if format.kind == "integer":
         return f"The numbers of {format.name} are 1 apart: 1 ulp."
     if format.kind == "scale":
@@ -107,49 +107,52 @@ def _step(one: Encoded) -> str:
     return words + f" Of the {format.precision} bits of precision {left} {'is' if left == 1 else 'are'} left."
 
 
-def _where(one: Encoded) -> str:
+def _where(result: Encoded) -> str:
     """The distances to both neighbours."""
-    low, high = one.ends
-    below, above = (distance(abs(Fraction(one.number) - end) / (high - low)) for end in one.ends)
-    first, second = among(low, one.format), among(high, one.format)
+    low, high = result.ends
+    below, above = (distance(abs(Fraction(result.number) - end) / (high - low)) for end in result.ends)
+    first, second = among(low, result.format), among(high, result.format)
     return f"The number is {below} ulp above {first} and {above} ulp below {second}."
 
 
-def _halfway(one: Encoded) -> str:
-    low, high = (among(end, one.format) for end in one.ends)
+def _halfway(result: Encoded) -> str:
+    low, high = (among(end, result.format) for end in result.ends)
     return f"The number is exactly halfway between {low} and {high}."
 
 
-def _nearest(one: Encoded, rule: str) -> list[str]:
+def _nearest(result: Encoded, rule: str) -> list[str]:
     """The decision of rounding to nearest, and its reason."""
-    format, taken = one.format, _nearest_code(one)
+    format, taken = result.format, _nearest_code(result)
     if rule == "nearer":
-        words = [_where(one), f"The nearer one is taken: {among(taken.value, format)}."]
+        words = [_where(result), f"The nearer one is taken: {among(taken.value, format)}."]
     elif rule == "tie":
-        sides = (Stored(encode_exact(one.number, format, mode), format) for mode in ("down", "up"))
+        sides = (Stored(encode_exact(result.number, format, mode), format) for mode in ("down", "up"))
         odd = [f", {side.bits} ends in 1" for side in sides if side.code != taken.code]
-        words = [_halfway(one), f"Ties go to even: {taken.bits} ends in 0 and is taken{''.join(odd)}."]
+        words = [_halfway(result), f"Ties go to even: {taken.bits} ends in 0 and is taken{''.join(odd)}."]
     else:
         reason = "with one significant bit none of them is even (IEEE 754-2019, 4.3.1)"
-        words = [_halfway(one), f"Ties go away from zero: {reason}."]
-    if one.outcome == "underflow":
+        words = [_halfway(result), f"Ties go away from zero: {reason}."]
+    if result.outcome == "underflow":
         half = power(Fraction(format.min_subnormal) / 2)
         words.append(f"Whatever is no larger than {half}, half the least number, becomes zero.")
     return words
 
 
-def _tie_away(one: Encoded, overflow: bool) -> list[str]:
+def _tie_away(result: Encoded, overflow: bool) -> list[str]:
     """The decision of "nearest_away" in a tie."""
     if overflow:
-        threshold = among(sum(one.ends) / Fraction(2), one.format)
+        threshold = among(sum(result.ends) / Fraction(2), result.format)
         where = f"The number is exactly halfway to the number after the last one, {threshold}."
-        return [where, "Ties go away from zero, so it overflows.", _instead(one)]
-    return [_halfway(one), f"Ties go away from zero: {among((one.stored or _nearest_code(one)).value, one.format)}."]
+        return [where, "Ties go away from zero, so it overflows.", _instead(result)]
+    return [
+        _halfway(result),
+        f"Ties go away from zero: {among((result.stored or _nearest_code(result)).value, result.format)}.",
+    ]
 
 
-def _nearest_beyond(one: Encoded) -> list[str]:
+def _nearest_beyond(result: Encoded) -> list[str]:
     """The reason why rounding to nearest overflows."""
-    format, negative = one.format, one.number < 0
+    format, negative = result.format, result.number < 0
     sign = -1 if negative else 1
     threshold = overflow_threshold(format, negative)
     largest = abs(Fraction(format.lowest)) if negative and format.kind == "integer" else Fraction(format.max)
@@ -160,30 +163,30 @@ def _nearest_beyond(one: Encoded) -> list[str]:
     else:
         even = "exactly halfway still rounds to the largest number, whose last bit is 0"
     end, after, halfway = (among(sign * value, format) for value in (largest, 2 * threshold - largest, threshold))
-    where = "at" if abs(Fraction(one.number)) == threshold else "beyond"
+    where = "at" if abs(Fraction(result.number)) == threshold else "beyond"
     return [
         f"The {'lowest' if negative else 'largest'} number of {format.name} is {end}. If the numbers went on, {after} "
         f"would come next; halfway lies {halfway}.",
         f"The number lies {where} it, so it overflows ({even}).",
-        _instead(one),
+        _instead(result),
     ]
 
 
-def _directed_beyond(one: Encoded, rounding: str, inward: bool) -> list[str]:
+def _directed_beyond(result: Encoded, rounding: str, inward: bool) -> list[str]:
     """What a directed rounding makes of a number beyond the last one of the format."""
-    format = one.format
-    name, end = ("lowest", format.lowest) if one.number < 0 else ("largest", format.max)
+    format = result.format
+    name, end = ("lowest", format.lowest) if result.number < 0 else ("largest", format.max)
     where = f"The {name} number of {format.name} is {among(Fraction(end), format)}, and the number lies beyond it."
     if not inward:
-        return [where, f"Rounding {rounding} leads away from zero, so it overflows.", _instead(one)]
-    stored = one.stored or _nearest_code(one)
+        return [where, f"Rounding {rounding} leads away from zero, so it overflows.", _instead(result)]
+    stored = result.stored or _nearest_code(result)
     kept = f"{among(stored.value, format)} is stored, {stored.hex}"
     return [where, f"Rounding {_DIRECTIONS[rounding]} does not overflow here: {kept}."]
 
 
-def _instead(one: Encoded) -> str:
+def _instead(result: Encoded) -> str:
     """What represents an overflow, an infinity or a NaN."""
-    format, stored = one.format, one.stored
+    format, stored = result.format, result.stored
     if stored is None:
         return f"{format.name} has no NaN, so that nothing can stand for it."
     what = {"zero": "Zero", "infinity": "Infinity", "nan": "NaN"}.get(stored.sort)
