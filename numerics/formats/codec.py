@@ -355,21 +355,21 @@ def _next(x: Array, form: Format, step: int) -> Array:
     """The next number up (1) or down (-1) of float64 values, as `exact.next_up_exact` finds it."""
     codes = encode_array(x, form, "down" if step > 0 else "up", "saturate", "zero", True, 0, 0).astype(np.uint64)
     near = _values(codes, form)
-    place, minus = codes.astype(np.int64), (codes & np.uint64(form.sign_bit)) != 0
+    order, minus = codes.astype(np.int64), (codes & np.uint64(form.sign_bit)) != 0
     if form.kind == "integer":
-        place = near.astype(np.int64)
+        order = near.astype(np.int64)
     elif form.signed:
-        place = np.where(minus, -(codes & np.uint64(form.sign_bit - 1)).astype(np.int64), place)
+        order = np.where(minus, -(codes & np.uint64(form.sign_bit - 1)).astype(np.int64), order)
     beyond = x < near if step > 0 else x > near
-    place = np.where(beyond, place, place + step)
-    inside = place.clip(0 if form.kind == "scale" else -largest_magnitude(True, form), form.largest_code)
+    order = np.where(beyond, order, order + step)
+    inside = order.clip(0 if form.kind == "scale" else -largest_magnitude(True, form), form.largest_code)
     minus = (inside < 0) | ((inside == 0) & (step > 0) & form.has_negative_zero)
     if form.kind == "integer":
         result = inside.astype(np.float64)
     else:
         result = _values(np.abs(inside).astype(np.uint64) | minus * np.uint64(form.sign_bit), form)
     if form.has_infinity or form.has_nan:
-        result[place != inside] = step * np.inf if form.has_infinity else np.nan
+        result[order != inside] = step * np.inf if form.has_infinity else np.nan
     result[np.isnan(x)] = np.nan
     return result
 

@@ -346,22 +346,22 @@ def next_down_exact(value: Any, format: Any) -> Number:
 
 
 def _next(number: Number, format: Format, *, up: bool) -> Number:
-    """The next number by its place in the order of the format's numbers: 0 is zero (in E8M0 the least number)."""
+    """The next number by its position in the order of the format's numbers: 0 is zero (in E8M0 the least number)."""
     if number != number:
         return number
     code = encode_exact(number, format, "down" if up else "up", overflow="saturate")
     near = decode_exact(code, format)
     if near > number if up else near < number:
         return near  # the number is beyond the lowest or the largest one
-    place = code
+    order = code
     if code & format.sign_bit:
-        place = code - format.codes if format.kind == "integer" else format.sign_bit - code
-    place += 1 if up else -1
+        order = code - format.codes if format.kind == "integer" else format.sign_bit - code
+    order += 1 if up else -1
     lowest = 0 if format.kind == "scale" else -largest_magnitude(True, format)
-    if not lowest <= place <= format.largest_code:
-        return decode_exact(beyond_code(place < lowest, format, "inf"), format)
-    minus = place < 0 or (place == 0 and up and format.kind != "scale")
-    return decode_exact(signed_code(abs(place), minus, format), format)
+    if not lowest <= order <= format.largest_code:
+        return decode_exact(beyond_code(order < lowest, format, "inf"), format)
+    minus = order < 0 or (order == 0 and up and format.kind != "scale")
+    return decode_exact(signed_code(abs(order), minus, format), format)
 
 
 @dataclass(frozen=True)

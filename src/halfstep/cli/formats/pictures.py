@@ -55,8 +55,8 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
         least, most = short(format.min_subnormal), short(format.max)
         lower = (start - 1, least, "right", _INK) if start >= lowest else (lowest + 1, f"← {least}", "left", "white")
         upper = (end + 1, most, "left", _INK) if end <= highest else (highest - 1, f"{most} →", "right", "white")
-        for place, label, side, ink in (lower, upper):
-            axes.text(place, row, label, ha=side, va="center", fontsize=9, color=ink)
+        for x, label, side, ink in (lower, upper):
+            axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
 def draw_density(axes: Any, formats: Sequence[Format]) -> None:
