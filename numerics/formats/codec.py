@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats.bitwise import BLOCK_ELEMENTS, Array, code_dtype, encoder, flushing
+from halfstep.numerics.formats.bitwise import Array, code_dtype, encode_array
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
@@ -26,12 +26,13 @@ from halfstep.numerics.formats.exact import (
     Neighbours,
     check_options,
     encode_exact,
+    largest_magnitude,
     neighbours,
     next_down_exact,
     next_up_exact,
-    parse_number,
     ulp_exact,
 )
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
+_FP32 = formats["fp32"]
 
 
 # -------------------------------------------------------------------------------------------------------------- public
@@ -114,13 +116,9 @@ def encode(
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
     array = _prepared(values)
-    single = array.ndim == 0 and not isinstance(values, np.ndarray)
     rows = np.ascontiguousarray(array).reshape(-1)
-    use = None
-    if array.dtype != object:
-        rows, use = _source(rows, form, rounding, overflow, nan, subnormals)
-    if use is not None:
-        codes = use(rows, seed or 0, offset)
+    if rows.dtype != object:
+        codes = encode_array(rows, form, rounding, overflow, nan, subnormals, seed or 0, offset)
     else:
         options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "seed": seed}
         codes = np.array(
@@ -128,7 +126,7 @@ def encode(
             code_dtype(form),
         )
     codes = codes.reshape(array.shape)
-    return codes[()] if single else codes
+    return codes if isinstance(values, np.ndarray) else codes[()]
 
 
 def decode(codes: Any, format: Any) -> Any:
@@ -155,16 +153,17 @@ def decode(codes: Any, format: Any) -> Any:
     if _is_tensor(codes):
         return _as_tensor(decode(_array_of(codes, codes=True), form), codes)
     array = np.asarray(codes)
-    single = array.ndim == 0 and not isinstance(codes, np.ndarray)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.uint8)
     if array.dtype.kind not in "iu":
         raise TypeError(f"Expected codes to be integers from 0 to {form.codes - 1:#x}, but got type {array.dtype}")
     if array.dtype.kind == "i" and array.dtype.itemsize * 8 == form.bits:
         array = array.view(array.dtype.str.replace("i", "u"))
-    _check_codes(array, form)
-    values = np.asarray(_values(array.astype(np.uint64, copy=False) if form.bits > 16 else array, form))
-    return values[()] if single else values
+    if array.size and (array.min() < 0 or array.max() >= form.codes):
+        wrong = int(array.min() if array.min() < 0 else array.max())
+        raise ValueError(f"Expected codes of {form.name} to be from 0 to {form.codes - 1:#x}, but got {wrong:#x}")
+    values = _values(array.reshape(-1).astype(np.uint64), form).reshape(array.shape)
+    return values if isinstance(codes, np.ndarray) else values[()]
 
 
 def round_to(
@@ -256,7 +255,7 @@ def next_down(values: Any, format: Any) -> Any:
 
 
 def _prepared(values: Any) -> Array:
-    """The values as an array of floats or integers, or of objects that `exact` accepts, without rounding."""
+    """The values as an array of fp32 or fp64, or of objects that `exact` accepts, without rounding."""
     if isinstance(values, (np.ndarray, np.generic)):
         array = np.asarray(values)
     else:
@@ -267,62 +266,25 @@ def _prepared(values: Any) -> Array:
         elif kinds <= {int, bool}:
             plain = np.asarray(values)
             array = plain if plain.dtype.kind in "iub" else array  # integers beyond 64 bits stay objects
-    kind = array.dtype.kind
+    kind, size = array.dtype.kind, array.dtype.itemsize
     if kind == "S":
         array = np.char.decode(array, "ascii")
     if kind in "SUTO":
         return array.astype(object)
-    if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+    if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes" or (kind == "f" and size == 2):
         return array.astype(np.float32)  # which represents every value of every one of these types
-    if kind == "b":
-        return array.astype(np.uint8)
-    if kind not in "fiu":
+    if kind not in "fiub":
         raise TypeError(
             "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
             f"{array.dtype}"
         )
-    if array.dtype.itemsize > 8:
-        return _objects(array)  # numpy's long double
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _objects(array: Array) -> Array:
-    """The same numbers as numpy scalars. ``astype(object)`` would round them to Python floats."""
-    result = np.empty(array.shape, dtype=object)
-    result.reshape(-1)[:] = list(array.reshape(-1))
-    return result
-
-
-def _source(
-    rows: Array, form: Format, rounding: str, overflow: str, nan: str, subnormals: bool
-) -> tuple[Array, Callable[..., Array] | None]:
-    """The values in fp32 or fp64 and their encoder, or the unchanged values and None if there is no encoder."""
-    options = (form, rounding, overflow, nan, subnormals)
-    if rows.dtype == np.float16:
-        rows = rows.astype(np.float32)
-    if rows.dtype == np.float32:
-        single = encoder(False, *options)
-        if single is not None:
-            return rows, single
-    double = encoder(True, *options)
-    if double is None or (rows.dtype.kind in "iu" and not _fits(rows)):
-        return rows, None
-    return _widened(rows), double
-
-
-def _fits(integers: Array) -> bool:
-    """Whether float64 represents all of these integers."""
-    if integers.dtype.itemsize < 8 or not integers.size:
-        return True
-    return int(integers.max()) <= _LARGEST_EXACT and int(integers.min()) >= -_LARGEST_EXACT
-
-
-def _widened(rows: Array) -> Array:
-    """The same values in float64."""
-    if rows.dtype == np.float32 and flushing():
-        return _values(rows.view(np.uint32).astype(np.uint64), formats["fp32"])
-    with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
-        return rows.astype(np.float64, copy=False)
+    if kind == "f" and size <= 8:
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if kind == "f" or (array.size and (int(array.max()) > _LARGEST_EXACT or int(array.min()) < -_LARGEST_EXACT)):
+        objects = np.empty(array.shape, dtype=object)  # astype(object) would round long doubles to Python's floats
+        objects.reshape(-1)[:] = list(array.reshape(-1))
+        return objects
+    return array.astype(np.float64)
 
 
 def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Callable[..., Any]) -> Any:
@@ -330,18 +292,13 @@ def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Cal
     if _is_tensor(values):
         return _as_tensor(_around(_array_of(values), form, fast, slow), values)
     array = _prepared(values)
-    if array.dtype == object or (array.dtype.kind in "iu" and not _fits(array)) or not _rounds_float64(form):
-        flat = [_float(slow(value, form)) for value in array.reshape(-1).tolist()]
-        result = np.array(flat, np.float64).reshape(array.shape)
-    else:
-        rows = np.ascontiguousarray(array).reshape(-1)
-        result = fast(_widened(rows.astype(np.float32) if rows.dtype == np.float16 else rows)).reshape(array.shape)
+    rows = np.ascontiguousarray(array).reshape(-1)
+    if array.dtype == object:
+        flat = np.array([_float(slow(value, form)) for value in rows.tolist()], np.float64)
+    else:  # by its code, since fp32 subnormals may be read as zeros after torch.set_flush_denormal(True)
+        flat = fast(rows if rows.dtype == np.float64 else _values(rows.view(np.uint32).astype(np.uint64), _FP32))
+    result = flat.reshape(array.shape)
     return result if isinstance(values, np.ndarray) else result[()]
-
-
-def _rounds_float64(form: Format) -> bool:
-    """Whether there is an encoder of float64 values. There is none for custom formats with about the range of fp64."""
-    return encoder(True, form, "down", "saturate", "zero", True) is not None
 
 
 def _float(number: Any) -> float:
@@ -354,132 +311,80 @@ def _float(number: Any) -> float:
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def _check_codes(array: Array, form: Format) -> None:
-    if not array.size:
-        return
-    least, largest = int(array.min()), int(array.max())
-    if least < 0 or largest >= form.codes:
-        wrong = least if least < 0 else largest
-        raise ValueError(f"Expected codes of {form.name} to be from 0 to {form.codes - 1:#x}, but got {wrong:#x}")
-
-
 def _values(codes: Array, form: Format) -> Array:
-    """The values of valid codes."""
-    if form.bits <= 16:
-        return _looked_up(codes, _table(form))
-    if form.name == "fp64":
-        return _quiet(codes.view(np.float64))
-    if form.name == "fp32" and not flushing():
-        with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
-            return codes.astype(np.uint32).view(np.float32).astype(np.float64)
-    return _computed(codes, form)
-
-
-def _looked_up(codes: Array, table: Array) -> Array:
-    """``table[codes]``, in blocks, so that numpy's conversion of the codes to indices stays in the cache."""
-    flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size)
-    indices = np.empty(min(BLOCK_ELEMENTS, flat.size), np.intp)
-    for start in range(0, flat.size, BLOCK_ELEMENTS):
-        block = flat[start : start + BLOCK_ELEMENTS]
-        np.copyto(indices[: block.size], block, casting="unsafe")
-        np.take(table, indices[: block.size], out=values[start : start + BLOCK_ELEMENTS], mode="clip")
-    return values.reshape(codes.shape)
+    """The values of valid codes, which are uint64."""
+    return _table(form)[codes] if form.bits <= 16 else _computed(codes, form)
 
 
 @lru_cache(maxsize=32)
 def _table(form: Format) -> Array:
     """The value of every code."""
-    codes = np.arange(form.codes, dtype=np.uint64)
-    values = _computed(codes, form)
+    values = _computed(np.arange(form.codes, dtype=np.uint64), form)
     values.flags.writeable = False
     return values
 
 
 def _computed(codes: Array, form: Format) -> Array:
-    """The values, computed by integer arithmetic. `codes` are uint64."""
+    """The values, computed by integer arithmetic."""
     U = np.uint64
+    negative, magnitude = (codes & U(form.sign_bit)) != 0, codes & U(form.codes - 1 - form.sign_bit)
     if form.kind == "integer":
-        return (codes.astype(np.int64) - (codes >= U(form.sign_bit)) * form.codes).astype(np.float64)
-    negative, magnitude = codes & U(form.sign_bit), codes & U(form.codes - 1 - form.sign_bit)
+        return codes.astype(np.float64) - negative * float(form.codes)
     field, units = (magnitude >> U(form.mantissa)).astype(np.int64), magnitude & U((1 << form.mantissa) - 1)
     if form.kind == "scale":
         values = np.ldexp(1.0, field + form.emin)
+    elif form.name == "fp64":
+        values = magnitude.copy().view(np.float64)
     else:
-        units = units + ((field > 0).astype(U) << U(form.mantissa))
+        whole = units + ((field > 0).astype(U) << U(form.mantissa))
         with np.errstate(over="ignore"):  # infinities and NaNs are replaced below
-            values = np.ldexp(units.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
+            values = np.ldexp(whole.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
     patterns = values.view(U)
-    patterns |= (negative != 0).astype(U) << U(63)
     special = magnitude > U(form.largest_code)
+    patterns[special] = 0x7FF8 << 48
+    if form.kind == "ieee":
+        patterns[special] |= units[special] << U(52 - form.mantissa)
+        patterns[magnitude == U(form.infinity_code or 0)] = 0x7FF << 52
+    patterns |= negative.astype(U) << U(63)
     if form.kind == "fnuz":
-        special |= codes == U(form.sign_bit)
-    found = codes[special]
-    if found.size:
-        patterns[special] = _special_patterns(found, form)
+        patterns[codes == U(form.sign_bit)] = 0x7FF8 << 48
     return values
 
 
-def _special_patterns(codes: Array, form: Format) -> Array:
-    """The float64 bit patterns of infinities and NaNs."""
-    U = np.uint64
-    patterns = np.full(codes.shape, 0x7FF8 << 48, U)
-    if form.kind == "ieee":
-        magnitude = codes & U(form.sign_bit - 1)
-        payload = (magnitude & U((1 << form.mantissa) - 1)) << U(52 - form.mantissa)
-        patterns = np.where(magnitude == U(form.infinity_code or 0), U(0x7FF << 52), patterns | payload)
-    if form.kind in ("ieee", "fn"):
-        patterns |= ((codes & U(form.sign_bit)) != 0).astype(U) << U(63)
-    return patterns
-
-
-def _quiet(values: Array) -> Array:
-    """The same values with quiet NaNs, which all other conversions give."""
-    patterns = values.view(np.uint64)
-    nan = (patterns & np.uint64(2**63 - 1)) > np.uint64(0x7FF << 52)
-    if not nan.any():
-        return values.copy()
-    return (patterns | (nan.astype(np.uint64) << np.uint64(51))).view(np.float64)
-
-
-def _next(x: Array, form: Format, direction: int) -> Array:
-    """The next number up (1) or down (-1) of float64 values."""
-    use = encoder(True, form, "down" if direction > 0 else "up", "saturate", "zero", True)
-    assert use is not None
-    codes = use(x).astype(np.uint64)
+def _next(x: Array, form: Format, step: int) -> Array:
+    """The next number up (1) or down (-1) of float64 values, as `exact.next_up_exact` finds it."""
+    codes = encode_array(x, form, "down" if step > 0 else "up", "saturate", "zero", True, 0, 0).astype(np.uint64)
     near = _values(codes, form)
-    # The place of a number is its position in the order of the format's numbers; see exact.py.
+    order, minus = codes.astype(np.int64), (codes & np.uint64(form.sign_bit)) != 0
     if form.kind == "integer":
-        place, lowest = near.astype(np.int64), int(form.lowest)
-    elif form.kind == "scale":
-        place, lowest = codes.astype(np.int64), 0
-    else:
-        magnitude = (codes & np.uint64(form.sign_bit - 1)).astype(np.int64)
-        place, lowest = np.where((codes & np.uint64(form.sign_bit)) != 0, -magnitude, magnitude), -form.largest_code
-    # Values beyond the largest or lowest number were rounded to it, and it is the next number.
-    beyond = x < near if direction > 0 else x > near
-    place = np.where(beyond, place, place + direction)
-    inside = place.clip(lowest, form.largest_code)
+        order = near.astype(np.int64)
+    elif form.signed:
+        order = np.where(minus, -(codes & np.uint64(form.sign_bit - 1)).astype(np.int64), order)
+    beyond = x < near if step > 0 else x > near
+    order = np.where(beyond, order, order + step)
+    inside = order.clip(0 if form.kind == "scale" else -largest_magnitude(True, form), form.largest_code)
+    minus = (inside < 0) | ((inside == 0) & (step > 0) & form.has_negative_zero)
     if form.kind == "integer":
         result = inside.astype(np.float64)
     else:
-        minus = (inside < 0) | ((inside == 0) & (direction > 0) & form.has_negative_zero)
         result = _values(np.abs(inside).astype(np.uint64) | minus * np.uint64(form.sign_bit), form)
     if form.has_infinity or form.has_nan:
-        result[place != inside] = direction * np.inf if form.has_infinity else np.nan
+        result[order != inside] = step * np.inf if form.has_infinity else np.nan
     result[np.isnan(x)] = np.nan
     return result
 
 
 def _holds(outer: Format, inner: Format) -> bool:
     """Whether every value of `inner` is a value of `outer`, a dtype of torch, all of which have NaN."""
-    finite = (
+    return (
         outer.kind not in ("integer", "scale")
         and outer.precision >= inner.precision
         and outer.min_subnormal <= inner.min_subnormal
         and outer.max >= inner.max
         and outer.emin - outer.mantissa <= inner.emin - inner.mantissa
+        and outer.has_infinity >= inner.has_infinity
+        and outer.has_negative_zero >= inner.has_negative_zero
     )
-    return finite and outer.has_infinity >= inner.has_infinity and outer.has_negative_zero >= inner.has_negative_zero
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -505,7 +410,7 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
     patterns = tensor.view(torch.int16 if form.bits == 16 else torch.uint8).numpy()
     if form.name == "bf16":
         return (patterns.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return _values(patterns, form).astype(np.float32)
+    return _values(patterns.view(np.uint8).astype(np.uint64), form).astype(np.float32)
 
 
 def _unknown_to_numpy() -> tuple[Any, ...]:

@@ -39,33 +39,14 @@ from numbers import Integral, Rational
 from typing import Any
 
 from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.parse import Number, Special, parse_number
+from halfstep.numerics.formats.parse import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
-
-__all__ = [
-    "ENCODE_ROUNDINGS",
-    "NANS",
-    "OVERFLOWS",
-    "Neighbours",
-    "Number",
-    "Special",
-    "check_options",
-    "decode_exact",
-    "encode_exact",
-    "exact",
-    "neighbours",
-    "next_down_exact",
-    "next_up_exact",
-    "parse_number",
-    "ulp_exact",
-]
 
 ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd", "stochastic")
 OVERFLOWS = ("inf", "saturate", "nan")
 NANS = ("canonical", "payload", "zero", "raise")
 LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
 
-_HALF = Fraction(1, 2)
 _QUIET = 1 << 51  # of a float64 NaN
 
 
@@ -123,15 +104,6 @@ def _pattern(value: float) -> int:
     return int.from_bytes(struct.pack("<d", value), "little")
 
 
-def _from_pattern(pattern: int) -> float:
-    return float(struct.unpack("<d", pattern.to_bytes(8, "little"))[0])
-
-
-def _sign(value: Number) -> bool:
-    """Whether the sign bit is set, also for zeros and NaNs."""
-    return _pattern(value) >> 63 == 1 if isinstance(value, float) else value < 0
-
-
 def check_options(
     format: Format, rounding: str, overflow: str, nan: str, subnormals: bool, seed: int | None, offset: int
 ) -> None:
@@ -140,11 +112,8 @@ def check_options(
     Raises:
         TypeError, ValueError: an option is unknown, out of range, or impossible for the format.
     """
-    for name, value, allowed in (
-        ("rounding", rounding, ENCODE_ROUNDINGS),
-        ("overflow", overflow, OVERFLOWS),
-        ("nan", nan, NANS),
-    ):
+    words = (("rounding", rounding, ENCODE_ROUNDINGS), ("overflow", overflow, OVERFLOWS), ("nan", nan, NANS))
+    for name, value, allowed in words:
         if value not in allowed:
             raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {value!r}")
     if overflow == "nan" and not format.has_nan:
@@ -206,54 +175,48 @@ def encode_exact(
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
     if number != number:
         return nan_code(_pattern(float(number)), form, nan)
-    negative = _sign(number)
-    if isinstance(number, float) and number != 0:
+    negative = _pattern(number) >> 63 == 1 if isinstance(number, float) else number < 0
+    if number in (math.inf, -math.inf) or (form.kind == "scale" and number < 0):
         return beyond_code(negative, form, overflow)
-    if number == 0:
-        return signed_code(0, negative, form)
-    if form.kind == "scale" and negative:
-        return beyond_code(True, form, overflow)
-    below, rest, power = _units(abs(Fraction(number)), form)
-    if not below and form.kind == "scale":
-        return 0
     word = 0
     if rounding == "stochastic":
         word = philox_words.word(offset, random.getrandbits(63) if seed is None else seed)
-    code = _code(below + _away(below, rest, rounding, negative, word, power, form), power, form)
+    magnitude = abs(Fraction(number))
+    unit = Fraction(_unit(magnitude, form))
+    below = magnitude // unit
+    code = below + _away(below, magnitude / unit - below, rounding, negative, word, form)
+    if form.kind == "scale":
+        code = max(code + power_of_two(unit) - form.emin - 1, 0) if below else 0
+    elif form.kind != "integer":  # as if the exponent had no upper limit
+        code += (power_of_two(unit) - (form.emin - form.mantissa)) << form.mantissa
     if code > largest_magnitude(negative, form):
-        stops = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
-        return beyond_code(negative, form, "saturate" if stops else overflow)
+        return beyond_code(negative, form, "saturate" if stops_at_the_end(rounding, negative, form) else overflow)
     if not subnormals and form.has_subnormals and code < 1 << form.mantissa:
         code = 0
     return signed_code(code, negative, form)
 
 
-def _units(magnitude: Fraction, format: Format) -> tuple[int, Fraction, int]:
-    """For a positive number k, d and the exponent of the unit."""
-    exponent = _exponent(magnitude)
+def power_of_two(x: Fraction) -> int:
+    """The e with 2^e <= |x| < 2^(e+1); `x` is not 0."""
+    numerator, denominator = abs(x.numerator), x.denominator
+    guess = numerator.bit_length() - denominator.bit_length()
+    return guess if numerator << max(-guess, 0) >= denominator << max(guess, 0) else guess - 1
+
+
+def _unit(magnitude: Fraction, format: Format) -> Fraction:
+    """The distance between the numbers around a magnitude, as if the exponent had no upper limit."""
     if format.kind == "integer":
-        power = 0
-    elif format.kind == "scale":
-        power = exponent if exponent >= format.emin else format.emin
-    else:
-        power = max(exponent, format.emin) - format.mantissa
-    scaled = magnitude / Fraction(2) ** power
-    below = scaled.numerator // scaled.denominator
-    return below, scaled - below, power
+        return Fraction(1)
+    exponent = max(power_of_two(magnitude), format.emin) if magnitude else format.emin
+    return Fraction(2) ** (exponent - format.mantissa)
 
 
-def _exponent(magnitude: Fraction) -> int:
-    """floor(log2) of a positive number."""
-    guess = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    return guess if magnitude >= Fraction(2) ** guess else guess - 1
-
-
-def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, power: int, format: Format) -> bool:
+def _away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, format: Format) -> bool:
     """Whether rounding chooses k + 1."""
     if rounding == "nearest":
-        return rest > _HALF or (rest == _HALF and below % 2 == 1)
+        return 2 * rest > 1 or (2 * rest == 1 and below % 2 == 1)
     if rounding == "nearest_away":
-        return rest >= _HALF
+        return 2 * rest >= 1
     if rounding == "odd":
         return rest > 0 and below % 2 == 0
     if rounding == "stochastic":
@@ -270,13 +233,10 @@ def subnormal_steps(format: Format) -> int | None:
     return 23 - format.mantissa if coarse else None
 
 
-def _code(units: int, power: int, format: Format) -> int:
-    """The code of a magnitude of `units` units, as if the exponent had no upper limit."""
-    if format.kind == "integer":
-        return units
-    if format.kind == "scale":
-        return units + power - format.emin - 1
-    return units + ((power - (format.emin - format.mantissa)) << format.mantissa)
+def stops_at_the_end(rounding: str, negative: bool, format: Format) -> bool:
+    """Whether finite numbers beyond the last one become that, whatever `overflow` says."""
+    inward = rounding in ("toward_zero", "odd") or rounding == ("up" if negative else "down")
+    return inward and not (negative and format.kind == "scale")
 
 
 def largest_magnitude(negative: bool, format: Format) -> int:
@@ -306,8 +266,8 @@ def beyond_code(negative: bool, format: Format, overflow: str) -> int:
     return format.nan_code
 
 
-def nan_code(pattern: int, format: Format, nan: str) -> int:
-    """The code of a NaN, given by its float64 bit pattern.
+def nan_code(pattern: Any, format: Format, nan: str) -> Any:
+    """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns.
 
     Raises:
         ValueError: the format has no NaN, or `nan` is ``"raise"``.
@@ -341,27 +301,19 @@ def decode_exact(code: int, format: Any) -> Number:
     if form.kind == "integer":
         return Fraction(code - form.codes if code & form.sign_bit else code)
     negative, magnitude = bool(code & form.sign_bit), code & ~form.sign_bit
+    field, units = divmod(magnitude, 1 << form.mantissa)
     if form.kind == "fnuz" and code == form.sign_bit:
         return math.nan
     if magnitude > form.largest_code:
         if magnitude == form.infinity_code:
             return -math.inf if negative else math.inf
-        payload = magnitude & ((1 << form.mantissa) - 1) if form.kind == "ieee" else 0
-        return _from_pattern(negative << 63 | 0x7FF << 52 | _QUIET | payload << (52 - form.mantissa))
-    value = _value(magnitude, form)
+        payload = units << (52 - form.mantissa) if form.kind == "ieee" else 0
+        pattern = negative << 63 | 0x7FF << 52 | _QUIET | payload
+        return float(struct.unpack("<d", pattern.to_bytes(8, "little"))[0])
+    if form.kind == "scale":
+        return Fraction(2) ** (field + form.emin)
+    value = (units + (bool(field) << form.mantissa)) * Fraction(2) ** (max(field - 1, 0) + form.emin - form.mantissa)
     return (-value if value else -0.0) if negative else value
-
-
-def _value(magnitude: int, format: Format) -> Fraction:
-    """The value of a code without its sign bit."""
-    if format.kind == "scale":
-        return Fraction(2) ** (magnitude + format.emin)
-    if format.kind == "integer":
-        return Fraction(magnitude)
-    field, units = magnitude >> format.mantissa, magnitude & ((1 << format.mantissa) - 1)
-    if field:
-        units += 1 << format.mantissa
-    return units * Fraction(2) ** (max(field, 1) - 1 + format.emin - format.mantissa)
 
 
 # ---------------------------------------------------------------------------------------------------- what lies around
@@ -375,10 +327,7 @@ def ulp_exact(value: Any, format: Any) -> Number:
     form, number = formats[format], exact(value)
     if isinstance(number, float) and number != 0:
         return abs(number)
-    if form.kind == "integer":
-        return Fraction(1)
-    exponent = max(_exponent(abs(Fraction(number))), form.emin) if number else form.emin
-    return Fraction(2) ** (exponent - form.mantissa)
+    return _unit(abs(Fraction(number)), form)
 
 
 def next_up_exact(value: Any, format: Any) -> Number:
@@ -388,62 +337,31 @@ def next_up_exact(value: Any, format: Any) -> Number:
     or NaN in a format without infinity, or the largest number again in a format without both. The result for NaN is
     NaN.
     """
-    form, number = formats[format], exact(value)
-    return number if number != number else _at(_floor(number, form) + 1, form, rising=True)
+    return _next(exact(value), formats[format], up=True)
 
 
 def next_down_exact(value: Any, format: Any) -> Number:
     """The greatest number of the format less than `value`: nextDown of IEEE 754. See `next_up_exact`."""
-    form, number = formats[format], exact(value)
-    return number if number != number else _at(_ceiling(number, form) - 1, form, rising=False)
+    return _next(exact(value), formats[format], up=False)
 
 
-# The place of a number is its position in the order of the format's numbers: 0 is zero (in E8M0 the least number), the
-# largest finite numbers are at the ends, and places beyond them stand for overflow.
-
-
-def _ends(format: Format) -> tuple[int, int]:
+def _next(number: Number, format: Format, *, up: bool) -> Number:
+    """The next number by its position in the order of the format's numbers: 0 is zero (in E8M0 the least number)."""
+    if number != number:
+        return number
+    code = encode_exact(number, format, "down" if up else "up", overflow="saturate")
+    near = decode_exact(code, format)
+    if near > number if up else near < number:
+        return near  # the number is beyond the lowest or the largest one
+    order = code
+    if code & format.sign_bit:
+        order = code - format.codes if format.kind == "integer" else format.sign_bit - code
+    order += 1 if up else -1
     lowest = 0 if format.kind == "scale" else -largest_magnitude(True, format)
-    return lowest, format.largest_code
-
-
-def _floor(number: Number, format: Format) -> int:
-    """The place of the greatest number not above `number`; one below the lowest place if there is none."""
-    lowest, highest = _ends(format)
-    if isinstance(number, float) and number != 0:
-        return lowest - 1 if number < 0 else highest + 1
-    if number == 0:
-        return -1 if format.kind == "scale" else 0
-    if format.kind == "scale" and number < Fraction(format.min_normal):
-        return -1
-    below, rest, power = _units(abs(Fraction(number)), format)
-    code = _code(below, power, format)
-    place = -(code + (rest > 0)) if number < 0 else code
-    return max(lowest - 1, min(highest, place))
-
-
-def _ceiling(number: Number, format: Format) -> int:
-    """The place of the least number not below `number`; one above the highest place if there is none."""
-    floor, (lowest, highest) = _floor(number, format), _ends(format)
-    if isinstance(number, float) and number != 0:
-        return floor
-    if lowest <= floor <= highest and _at(floor, format, rising=False) == number:
-        return floor
-    return floor + 1
-
-
-def _at(place: int, format: Format, *, rising: bool) -> Number:
-    """The number at a place. At place 0 it is -0.0 if `rising` and the format has a negative zero."""
-    return decode_exact(_place_code(place, format, rising), format)
-
-
-def _place_code(place: int, format: Format, rising: bool) -> int:
-    lowest, highest = _ends(format)
-    if not lowest <= place <= highest:
-        if format.kind == "scale":
-            return int(format.nan_code or 0)
-        return beyond_code(place < lowest, format, "inf")
-    return signed_code(abs(place), place < 0 or (place == 0 and rising and format.kind != "scale"), format)
+    if not lowest <= order <= format.largest_code:
+        return decode_exact(beyond_code(order < lowest, format, "inf"), format)
+    minus = order < 0 or (order == 0 and up and format.kind != "scale")
+    return decode_exact(signed_code(abs(order), minus, format), format)
 
 
 @dataclass(frozen=True)
@@ -504,31 +422,21 @@ def neighbours(value: Any, format: Any) -> Neighbours:
     form, number = formats[format], exact(value)
     if isinstance(number, float) and number != 0:
         raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
-    floor, ceiling = _floor(number, form), _ceiling(number, form)
-    lowest, highest = _ends(form)
     code = encode_exact(number, form)
-    hit = floor == ceiling
-
-    def side(place: int) -> tuple[int | None, Number | None]:
-        if hit and lowest <= place <= highest:
-            return code, number
-        outside = not lowest <= place <= highest
-        if outside and not form.has_infinity and not form.has_nan:
-            return None, None
-        chosen = _place_code(place, form, rising=number < 0)
-        return chosen, decode_exact(chosen, form)
-
-    code_below, below = side(floor)
-    code_above, above = side(ceiling)
-    step = Fraction(ulp_exact(number, form))
+    nearest, step = decode_exact(code, form), Fraction(ulp_exact(number, form))
+    previous, following = next_down_exact(number, form), next_up_exact(number, form)
+    if nearest == number:
+        return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
+    below: Number | None = previous if number > form.lowest else None
+    above: Number | None = following if number < form.max else None
+    if form.has_infinity or form.has_nan:
+        below, above = previous, following
     midpoint = None
-    if not hit and lowest <= floor <= highest and lowest <= ceiling <= highest:
-        midpoint = (Fraction(below or 0) + Fraction(above or 0)) / 2
-    elif not hit and floor == highest:
+    if form.lowest < number < form.max:
+        midpoint = (Fraction(previous) + Fraction(following)) / 2
+    elif number > form.max:
         midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
-    elif not hit and form.signed:
+    elif form.signed:
         midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    return Neighbours(
-        number, hit, below, above, midpoint, decode_exact(code, form), code_below, code_above, code, step,
-        next_down_exact(number, form), next_up_exact(number, form),
-    )  # fmt: skip
+    first, second = (None if side is None else encode_exact(side, form) for side in (below, above))
+    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 Special = float  # an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
@@ -64,16 +65,16 @@ class _Parser:
             if plain[at].isspace():
                 at += 1
                 continue
-            found = _TOKEN.match(plain, at)
-            if not found:
+            token = _TOKEN.match(plain, at)
+            if not token:
                 raise self._error(f"{plain[at:].split()[0]!r} is not understood")
-            self._tokens.append((str(found.lastgroup), found.group()))
-            at = found.end()
+            self._tokens.append((str(token.lastgroup), token.group()))
+            at = token.end()
         self._at = 0
         self._depth = 0
 
     def result(self) -> Number:
-        value = self._sum()
+        value = self._chain("+-")
         if self._at < len(self._tokens):
             raise self._error(f"{self._tokens[self._at][1]!r} is not expected there")
         return value
@@ -94,28 +95,25 @@ class _Parser:
             return self._tokens[self._at - 1][1]
         return None
 
-    def _sum(self) -> Number:
-        value = self._product()
-        while sign := self._take("+", "-"):
-            other = self._product()
-            left, right = self._finite(value, sign), self._finite(other, sign)
-            if value == other == 0 and _negative(value) and _negative(other) == (sign == "+"):
-                continue  # -0 + -0 and -0 - 0 are -0; all other sums of zeros are 0
-            value = self._limited(left + right if sign == "+" else left - right)
+    def _chain(self, operators: str) -> Number:
+        """A sum (of products) or a product (of signed numbers)."""
+        operand = self._signed if operators == "*/" else lambda: self._chain("*/")
+        value = operand()
+        while sign := self._take(*operators):
+            value = self._applied(sign, value, operand())
         return value
 
-    def _product(self) -> Number:
-        value = self._signed()
-        while sign := self._take("*", "/"):
-            other = self._signed()
-            left, right = self._finite(value, sign), self._finite(other, sign)
-            if sign == "/" and right == 0:
-                raise self._error("it divides by zero; an infinity is written inf")
-            if left == 0 or right == 0:
-                value = -0.0 if _negative(value) != _negative(other) else Fraction(0)
-            else:
-                value = self._limited(left * right if sign == "*" else left / right)
-        return value
+    def _applied(self, sign: str, one: Number, other: Number) -> Number:
+        left, right = self._finite(one, sign), self._finite(other, sign)
+        if sign in "+-":
+            if left == right == 0 and _negative(one) and _negative(other) == (sign == "+"):
+                return one  # -0 + -0 and -0 - 0 are -0; all other sums of zeros are 0
+            return self._limited(left + right if sign == "+" else left - right)
+        if sign == "/" and right == 0:
+            raise self._error("it divides by zero; an infinity is written inf")
+        if left == 0 or right == 0:
+            return -0.0 if _negative(one) != _negative(other) else Fraction(0)
+        return self._limited(left * right if sign == "*" else left / right)
 
     def _signed(self) -> Number:
         negative = False
@@ -148,7 +146,7 @@ class _Parser:
 
     def _atom(self) -> Number:
         if self._take("("):
-            value = self._deeper(self._sum)
+            value = self._deeper(lambda: self._chain("+-"))
             if not self._take(")"):
                 raise self._error("a parenthesis is not closed")
             return value
@@ -160,36 +158,28 @@ class _Parser:
         self._at += 1
         if kind == "special":
             return math.nan if token == "nan" else math.inf
-        return self._limited(self._hexadecimal(token) if kind == "hexadecimal" else self._decimal(token))
+        if kind == "hexadecimal":
+            return self._literal(token[2:], "p", 16, 2, 4, LARGEST_POWER)
+        return self._literal(token.replace("_", ""), "e", 10, 10, 1, _LARGEST_DECIMAL_POWER)
 
-    def _deeper(self, rule: object) -> Number:
+    def _deeper(self, rule: Callable[[], Number]) -> Number:
         self._depth += 1
         if self._depth > 50:
             raise self._error("it is nested more than 50 deep")
-        value: Number = rule()  # type: ignore[operator]
+        value = rule()
         self._depth -= 1
         return value
 
-    def _decimal(self, token: str) -> Fraction:
-        digits, _, power = token.replace("_", "").partition("e")
+    def _literal(self, token: str, mark: str, base: int, root: int, per_digit: int, largest: int) -> Fraction:
+        """Digits of a base, times a power of `root` behind a mark; a digit after the point is worth `per_digit`."""
+        digits, _, power = token.partition(mark)
         whole, _, part = digits.partition(".")
-        significand = int(whole + part)
-        exponent = self._exponent(power, _LARGEST_DECIMAL_POWER, significand) - len(part)
-        return Fraction(significand) * Fraction(10) ** exponent if significand else Fraction(0)
-
-    def _hexadecimal(self, token: str) -> Fraction:
-        digits, _, power = token[2:].partition("p")
-        whole, _, part = digits.partition(".")
-        significand = int(whole + part, 16)
-        exponent = self._exponent(power, LARGEST_POWER, significand) - 4 * len(part)
-        return Fraction(significand) * Fraction(2) ** exponent if significand else Fraction(0)
-
-    def _exponent(self, text: str, largest: int, significand: int) -> int:
-        if not text or not significand:
-            return 0
-        if len(text.lstrip("+-").lstrip("0")) > 9 or abs(int(text)) > largest:
+        significand = int(whole + part, base)
+        if not significand:
+            return Fraction(0)
+        if power and (len(power.lstrip("+-").lstrip("0")) > 9 or abs(int(power)) > largest):
             raise self._too_far()
-        return int(text)
+        return self._limited(Fraction(significand) * Fraction(root) ** (int(power or 0) - per_digit * len(part)))
 
     def _finite(self, value: Number, operator: str) -> Fraction:
         if isinstance(value, float) and value != 0:

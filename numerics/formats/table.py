@@ -299,14 +299,14 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # names in ml_dtypes of OCP's formats without NaN
         name += "-nan"
     title = f"{1 + exponent + mantissa}-bit format of your own: {FORMAT_KINDS[kind]}"
-    made = Format(name, title, exponent, mantissa, chosen, kind)
-    if made.emin - mantissa < -1074 or made.emax > 1023:
-        least, most = 1 - chosen - mantissa, made.emax
+    result = Format(name, title, exponent, mantissa, chosen, kind)
+    if result.emin - mantissa < -1074 or result.emax > 1023:
+        least, most = 1 - chosen - mantissa, result.emax
         raise ValueError(
             f"Expected values within float64's range, 2^-1074 to 2^1023, but got 2^{least} to 2^{most}: choose a "
             f"smaller exponent or another bias than {chosen}"
         )
-    return made
+    return result
 
 
 _ROWS = (
@@ -411,7 +411,7 @@ class _Formats(Mapping[str, Format]):
         if name is float:
             return self._rows["fp64"]  # Python's float; the name "float" means fp32, as in C and torch
         if isinstance(name, tuple) and len(name) == 2:
-            return self._known(custom(*name))
+            return self._row_of(custom(*name))
         text = name if isinstance(name, str) else getattr(name, "name", None) or getattr(name, "__name__", str(name))
         plain = _plain(str(text))
         if plain in self._names:
@@ -419,7 +419,9 @@ class _Formats(Mapping[str, Format]):
         fields = re.fullmatch(r"(?:float[0-9]+)?e([0-9]+)m([0-9]+)(?:b([0-9]+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
         if fields and (not fields[5] or fields[4] == "fn"):
             kind: Any = fields[4] or "ieee"
-            return self._known(custom(int(fields[1]), int(fields[2]), kind, bias=int(fields[3]) if fields[3] else None))
+            return self._row_of(
+                custom(int(fields[1]), int(fields[2]), kind, bias=int(fields[3]) if fields[3] else None)
+            )
         raise UnknownFormat(self._unknown(str(text), plain))
 
     def __iter__(self) -> Iterator[str]:
@@ -435,11 +437,11 @@ class _Formats(Mapping[str, Format]):
             return False
         return True
 
-    def _known(self, made: Format) -> Format:
+    def _row_of(self, result: Format) -> Format:
         """The row with the same fields, or the format itself if there is none."""
-        same = (made.exponent, made.mantissa, made.bias, made.kind)
+        same = (result.exponent, result.mantissa, result.bias, result.kind)
         return next(
-            (row for row in self._rows.values() if (row.exponent, row.mantissa, row.bias, row.kind) == same), made
+            (row for row in self._rows.values() if (row.exponent, row.mantissa, row.bias, row.kind) == same), result
         )
 
     def _unknown(self, text: str, plain: str) -> str:

@@ -27,29 +27,24 @@ STYLES = {
 _ASCII = str.maketrans(dict(zip("─├┤┼▲●≈÷…", "-||+^o~/~", strict=True)))
 
 
-def _variable(name: str) -> bool:
-    return os.environ.get(name, "") not in ("", "0")
-
-
 def has_colour(stream: TextIO) -> bool:
     """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
     if os.environ.get("NO_COLOR"):
         return False
-    if _variable("FORCE_COLOR") or _variable("CLICOLOR_FORCE"):
+    if any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
         return True
     return stream.isatty() and os.environ.get("TERM") != "dumb" and os.environ.get("CLICOLOR") != "0"
 
 
 def has_lines(stream: TextIO) -> bool:
     """Whether lines can be drawn: the encoding has them, and the locale is not the plain C locale."""
-    locale = next((value for name in ("LC_ALL", "LC_CTYPE", "LANG") if (value := os.environ.get(name))), "")
+    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
     if locale in ("C", "POSIX"):  # Python writes UTF-8 even then (PEP 540), but the terminal may not read it
         return False
     try:
-        "─├▲●≈".encode(stream.encoding or "ascii")
+        return bool("─├▲●≈".encode(stream.encoding or "ascii"))
     except (UnicodeEncodeError, LookupError):
         return False
-    return True
 
 
 def width(stream: TextIO | None = None) -> int:
@@ -67,9 +62,9 @@ def styled(words: str, style: str) -> Text:
     """`words` of ours in a style of `STYLES`."""
     from rich.text import Text
 
-    made = Text(words)
-    made.stylize(STYLES.get(style, ""))  # unlike a style of the whole text, this leaves out the padding of a cell
-    return made
+    line = Text(words)
+    line.stylize(STYLES.get(style, ""))  # unlike a style of the whole text, this leaves out the padding of a cell
+    return line
 
 
 def text(words: str, style: str = "") -> Text:
@@ -77,11 +72,13 @@ def text(words: str, style: str = "") -> Text:
     return styled(printable(words), style)
 
 
+def _as_text(part: str | Text) -> Text:
+    return text(part) if isinstance(part, str) else part
+
+
 def joined(*parts: str | Text, by: str = "") -> Text:
     """Texts one after the other."""
-    from rich.text import Text
-
-    return Text(by).join(text(part) if isinstance(part, str) else part for part in parts)
+    return styled(by, "").join(map(_as_text, parts))
 
 
 class Table:
@@ -105,38 +102,35 @@ class Table:
         wraps: int | None = None,
     ) -> None:
         self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps
-        self.rows = [[text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        self.rows = [list(map(_as_text, row)) for row in rows]
 
     @property
     def widths(self) -> list[int]:
         """The columns of the screen that each column needs."""
         from rich.cells import cell_len
 
-        columns = len(self.header) or max(map(len, self.rows), default=1)
-        least = []
-        for column in range(columns):
-            cells = [row[column].plain for row in self.rows if row]
-            words = [word for cell in cells for word in cell.split()] if column == self.wraps else cells
-            names = self.header[column].split("\n") if self.header else []
-            least.append(max(map(cell_len, [*words, *names]), default=0))
-        return least
+        words = [name.split("\n") for name in self.header] or [[] for _ in max(self.rows, key=len, default=[None])]
+        for row in self.rows:
+            for column, cell in enumerate(row):
+                words[column] += cell.plain.split() if column == self.wraps else [cell.plain]
+        return [max(map(cell_len, column), default=0) for column in words]
 
     @property
     def width(self) -> int:
         return sum(self.widths) + 2 * (len(self.widths) - 1)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        least, room = self.widths, options.max_width
-        parts, rest = [[0, *range(1, min(2, len(least)))]], range(2, len(least))
-        for column in rest:
-            if sum(least[one] + 2 for one in parts[-1]) + least[column] <= room:
+        needed = [width + 2 for width in self.widths]
+        parts = [[*range(min(2, len(needed)))]]
+        for column in range(2, len(needed)):
+            if sum(needed[one] for one in parts[-1]) + needed[column] - 2 <= options.max_width:
                 parts[-1].append(column)
             else:
                 parts.append([0, column])
         for number, columns in enumerate(parts):
             if number:
                 yield ""
-            yield self._part(columns, sum(least[column] + 2 for column in columns) - 2 <= room)
+            yield self._part(columns, sum(needed[column] for column in columns) - 2 <= options.max_width)
 
     def _part(self, columns: Sequence[int], fits: bool) -> Any:
         from rich.box import Box
@@ -155,9 +149,11 @@ class Table:
                 no_wrap=fits and column != self.wraps,
                 overflow="fold",
             )
-        for row, following in zip(self.rows, [*self.rows[1:], None], strict=False):
+        for row in self.rows:
             if row:
-                grid.add_row(*(row[column] for column in columns), end_section=following == [])
+                grid.add_row(*(row[column] for column in columns))
+            else:
+                grid.add_section()
         return grid
 
 
@@ -205,7 +201,6 @@ class Progress:
         self._stream = sys.stderr if stream is None else stream
         self._appears = time.monotonic() + patience
         self._bar: Any = None
-        self._task: Any = None
 
     def __enter__(self) -> Progress:
         self.show()
@@ -221,29 +216,32 @@ class Progress:
         if not self._stream.isatty() or os.environ.get("TERM") == "dumb" or time.monotonic() < self._appears:
             return
         if self._bar is None:
-            self._start()
-        self._bar.update(self._task, completed=self.done, total=self.total or None, description=self.text)
-        self._bar.refresh()
-
-    def _start(self) -> None:
-        from rich import progress
-        from rich.console import Console
-        from rich.table import Column
-
-        colour, room = has_colour(self._stream), Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        self._bar = progress.Progress(
-            *[progress.BarColumn(20)] * has_lines(self._stream),
-            progress.TaskProgressColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}", markup=False, table_column=room),
-            console=Console(file=self._stream, width=width(self._stream), force_terminal=True, no_color=not colour),
-            transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-        )  # fmt: skip
-        self._task = self._bar.add_task(self.text, total=self.total or None, completed=self.done)
-        self._bar.start()
+            self._bar = _bar(self._stream)
+            self._bar.add_task("")
+            self._bar.start()
+        self._bar.update(
+            self._bar.task_ids[0], completed=self.done, total=self.total or None, description=self.text, refresh=True
+        )
 
     def clear(self) -> None:
         """Remove the bar. The next `show` draws it again."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _bar(stream: TextIO) -> Any:
+    from rich import progress
+    from rich.console import Console
+    from rich.table import Column
+
+    return progress.Progress(
+        *[progress.BarColumn(20)] * has_lines(stream),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        ),
+        console=Console(file=stream, width=width(stream), force_terminal=True, no_color=not has_colour(stream)),
+        transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+    )  # fmt: skip

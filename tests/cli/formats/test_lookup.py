@@ -14,11 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY, lines, results, said
 
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.rules import chances, double_roundings
 from halfstep.cli.formats.screen import column_of
-from halfstep.cli.formats.values import encoded, overflow_threshold, overflows
-from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
+from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import formats
 
 
@@ -32,72 +31,34 @@ def encode(number: str, format: str, *more: str) -> dict[str, Any]:
     [
         ("2.5", "fp16", "0x4100", "2.5", "exact"),
         ("1.0001", "fp16", "0x3c00", "1", "rounded"),
-        ("65504", "fp16", "0x7bff", "65504", "exact"),
-        ("65519.99", "fp16", "0x7bff", "65504", "rounded"),
-        ("65520", "fp16", "0x7c00", "inf", "overflow"),
         ("-65520", "fp16", "0xfc00", "-inf", "overflow"),
-        ("2^-25", "fp16", "0x0000", "0", "underflow"),
         ("-2^-25", "fp16", "0x8000", "-0", "underflow"),
-        ("2^-25 + 2^-80", "fp16", "0x0001", "5.9604644775390625e-8", "rounded"),
-        ("2^-24", "fp16", "0x0001", "5.9604644775390625e-8", "exact"),
-        ("1 + 2^-11 + 2^-40", "fp16", "0x3c01", "1.0009765625", "rounded"),
-        ("8", "bf16", "0x4100", "8", "exact"),
-        ("3.4e38", "bf16", "0x7f80", "inf", "overflow"),
-        ("464", "e4m3fn", "0x7e", "448", "rounded"),
         ("464.001", "e4m3fn", "0x7f", "nan", "overflow"),
         ("inf", "e4m3fn", "0x7f", "nan", "overflow"),
-        ("-0", "e4m3fnuz", "0x00", "0", "exact"),
-        ("6.5", "e2m1fn", "0x7", "6", "rounded"),
-        ("7", "e2m1fn", "0x7", "6", "saturated"),
-        ("inf", "int8", "0x7f", "127", "saturated"),
-        ("-128.5", "int8", "0x80", "-128", "rounded"),
         ("-129", "int8", "0x80", "-128", "saturated"),
-        ("1.5", "e8m0fnu", "0x80", "2", "rounded"),
         ("nan", "e5m2", "0x7e", "nan", "exact"),
+        ("nan", "int8", None, None, "none"),
         ("1e-400", "fp64", "0x0000000000000000", "0", "underflow"),
-        (
-            "1e-40",
-            "e8m0fnu",
-            "0x00",
-            "5.8774717541114375398436826861112283890933277838604376075437585313920862972736358642578125e-39",
-            "rounded",
-        ),
         ("0.1", "e5m7", "0x05cd", "0.10009765625", "rounded"),
     ],
 )
-def test_what_a_number_becomes(number: str, format: str, code: str, value: str, outcome: str) -> None:
-    found = encode(number, format)
-    assert (found["code"], found["value"]["decimal"], found["outcome"]) == (code, value, outcome)
+def test_what_a_number_becomes(number: str, format: str, code: str | None, value: str | None, outcome: str) -> None:
+    one = encode(number, format)
+    assert (one["code"], one["value"] and one["value"]["decimal"], one["outcome"]) == (code, value, outcome)
 
 
-@pytest.mark.parametrize(
-    ("options", "value", "outcome"),
-    [
-        (["--overflow", "saturate"], "65504", "saturated"),
-        (["--overflow", "nan"], "nan", "overflow"),
-        (["--rounding", "toward_zero"], "65504", "saturated"),
-        (["--rounding", "down"], "65504", "saturated"),
-        (["--rounding", "up"], "inf", "overflow"),
-    ],
-)
-def test_roundings_and_overflow_are_passed_on(options: list[str], value: str, outcome: str) -> None:
-    found = encode("1e6", "fp16", *options)
-    assert (found["value"]["decimal"], found["outcome"]) == (value, outcome)
-
-
-def test_a_nan_has_no_code_in_formats_without() -> None:
-    for format in ("e2m3fn", "e3m2fn", "e2m1fn", "int8"):
-        found = encode("nan", format)
-        assert (found["code"], found["outcome"]) == (None, "none")
-    # The largest number is what overflow becomes there; asked for NaN instead, there is none.
+def test_a_format_without_nan_has_no_code_for_overflow_to_nan() -> None:
     assert encode("100", "e2m1fn", "--overflow", "nan")["code"] is None
     assert encode("5", "e2m1fn", "--overflow", "nan")["code"] == "0x6"
 
 
-def test_stochastic_rounding_repeats_with_its_seed() -> None:
-    drawn = [encode("1.3", "e2m1", "--rounding", "stochastic", "--seed", str(seed))["code"] for seed in range(40)]
-    again = [encode("1.3", "e2m1", "--rounding", "stochastic", "--seed", str(seed))["code"] for seed in range(40)]
-    assert drawn == again and set(drawn) == {"0x2", "0x3"}
+def test_options_reach_the_codec() -> None:
+    assert encode("1e6", "fp16", "--overflow", "saturate")["outcome"] == "saturated"
+    assert encode("1e6", "fp16", "--rounding", "toward_zero")["code"] == "0x7bff"
+    chance = ("--rounding", "stochastic", "--seed")
+    drawn = [[encode("1.3", "e2m1", *chance, str(seed))["code"] for seed in range(40)] for _ in range(2)]
+    assert drawn[0] == drawn[1] and set(drawn[0]) == {"0x2", "0x3"}
+    assert [one["format"] for one in results("why", "0.1", "fp16", "-f", "bf16")] == ["fp16", "bf16"]
 
 
 def test_the_error_is_in_ulps_of_the_format() -> None:
@@ -127,18 +88,11 @@ def test_several_numbers_and_formats_in_any_order() -> None:
     assert results("encode", "-f", "fp16", "--", "--2")[0]["value"]["decimal"] == "2"
 
 
-def test_figures_of_the_table() -> None:
-    (found,) = results("format", "float16")
-    assert (found["name"], found["max"]["decimal"], found["overflow"]["decimal"]) == ("fp16", "65504", "65520")
-    assert found["min_subnormal"] == {
-        "decimal": "5.9604644775390625e-8",
-        "hex": "0x1p-24",
-        "fraction": "1/16777216",
-    }
-    assert (found["digits10"], found["max_digits10"], found["largest_code"]) == (3, 5, "0x7bff")
-    # Of fp64 it is no float64 number.
-    (double,) = results("format", "fp64")
-    assert double["overflow"]["fraction"] == str(2**1024 - 2**970)
+def test_figures_are_exact() -> None:
+    (half,), (double,) = results("format", "float16"), results("format", "fp64")
+    assert half["min_subnormal"] == {"decimal": "5.9604644775390625e-8", "hex": "0x1p-24", "fraction": "1/16777216"}
+    assert (half["name"], half["largest_code"], half["overflow"]["decimal"]) == ("fp16", "0x7bff", "65520")
+    assert double["overflow"]["fraction"] == str(2**1024 - 2**970)  # which is no float64 number
 
 
 @pytest.mark.parametrize(
@@ -148,11 +102,7 @@ def test_figures_of_the_table() -> None:
         ("0b0101", {"e2m1fn": "3"}),
         ("0b010101", {"e2m3fn": "3.25", "e3m2fn": "5"}),
         ("0x4100", {"fp16": "2.5", "bf16": "8"}),
-        ("0x03ff", {"fp16": "6.0975551605224609375e-5"}),
         ("0x0041", {"fp16": "3.874301910400390625e-6"}),
-        ("0b000001", {"e2m3fn": "0.125"}),
-        ("0x00000001", {"fp32": str(number_text.decimal(Fraction(1, 2**149)))}),
-        ("5", {"int8": "5"}),
         ("0x3f80_0000", {"fp32": "1"}),
         ("0x3f8", {"fp16": "6.0558319091796875e-5"}),
         ("0x1fc00", {"tf32": "1"}),
@@ -328,10 +278,6 @@ def test_the_reasons_of_other_rounding_modes(number: str, format: str, rounding:
     assert told["elsewhere"] == told["rounded_twice"] == []
 
 
-def test_formats_may_be_named_as_in_encode() -> None:
-    assert [one["format"] for one in results("why", "0.1", "fp16", "-f", "bf16")] == ["fp16", "bf16"]
-
-
 def test_neighbours_and_roundings() -> None:
     found = why("-1.3", "bf16")
     assert (found["below"]["code"], found["above"]["code"]) == ("0xbfa7", "0xbfa6")
@@ -369,16 +315,7 @@ def test_chance_stores_one_of_the_two(number: Fraction, format: str, seed: int) 
 
 
 @pytest.mark.parametrize(
-    ("number", "format"),
-    [
-        ("1.3", "e4m3"),
-        ("2^-20", "fp16"),
-        ("100/3", "fp16"),
-        ("65530", "fp16"),
-        ("0.3", "int8"),
-        ("5", "e8m0"),
-        ("-2^-140/3", "bf16"),
-    ],
+    ("number", "format"), [("2^-20", "fp16"), ("65530", "fp16"), ("5", "e8m0"), ("-2^-140/3", "bf16")]
 )
 def test_chance_is_as_often_as_told(number: str, format: str) -> None:
     found = why(number, format)["stochastic"]
@@ -394,14 +331,8 @@ def test_overflow_begins_at_the_threshold(number: Fraction, format: str) -> None
     """Against the codec, which says infinity or NaN where the format has one."""
     row = formats[format]
     assume(row.has_nan or row.has_infinity)
-    threshold = overflow_threshold(row)
-    for one in (
-        number,
-        threshold,
-        threshold * (1 - Fraction(1, 2**70)),
-        threshold * (1 + Fraction(1, 2**70)),
-        -threshold,
-    ):
+    threshold, near = overflow_threshold(row), Fraction(1, 2**70)
+    for one in (number, threshold, threshold * (1 - near), threshold * (1 + near), -threshold):
         stored = decode_exact(encode_exact(one, row), row)
         assert overflows(one, row) == (isinstance(stored, float) and stored != 0)
 
@@ -426,7 +357,7 @@ def test_overflow_begins_at_the_threshold_where_nothing_else_is_stored(format: s
 def test_rounding_twice_is_what_the_codec_makes_of_it(number: Fraction, format: str) -> None:
     row = formats[format]
     direct = encode_exact(number, row)
-    told = {tuple(one.name for one in found.via): found.found.stored for found in double_roundings(number, row)}
+    told = {tuple(one.name for one in found.via): found.result.stored for found in double_roundings(number, row)}
     held: Any = number
     via: tuple[str, ...] = ()
     for name in ("fp64", "fp32"):
@@ -450,28 +381,18 @@ def test_rounding_twice_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "format", "drawn"),
-    [("1.7", "fp16", True), ("65510", "fp16", True), ("65530", "fp16", True), ("65536", "fp16", False),
-     ("1", "fp16", False), ("inf", "fp16", False), ("-3", "e8m0", False), ("0", "e8m0", True), ("-65510", "fp16", True),
-     ("1e-9", "fp16", True), ("-1e-9", "fp16", True), ("470", "e4m3", True), ("-128.2", "int8", True)],
+    ("number", "format", "ends"),
+    [("1.0001", "fp16", "●┤"), ("1.0009", "fp16", "├●"), ("-1.3", "bf16", "├●"), ("65510", "fp16", "●┤"),
+     ("65530", "fp16", "├┤"), ("65536", "fp16", ""), ("1", "fp16", ""), ("inf", "fp16", ""), ("-3", "e8m0", ""),
+     ("0", "e8m0", "├●"), ("-65510", "fp16", "├●"), ("470", "e4m3", "├┤"), ("-128.2", "int8", "├●"),
+     ("1e-9", "fp16", "●┤"), ("-1e-9", "fp16", "├●")],
 )  # fmt: skip
-def test_a_line_is_drawn_between_neighbours(number: str, format: str, drawn: bool) -> None:
-    assert any("┼" in line for line in lines("why", number, format)) == drawn
-
-
-def test_the_line_marks_the_end_that_is_stored() -> None:
-    def line(number: str, format: str) -> str:
-        return next(line.strip() for line in lines("why", number, format) if "┼" in line)
-
-    assert line("1.0001", "fp16").startswith("●") and line("1.0009", "fp16").endswith("●")
-    assert line("-1.3", "bf16").endswith("●")
-    assert "●" not in line("65530", "fp16")
-    assert line("1e-9", "fp16").startswith("●") and line("-1e-9", "fp16").endswith("●")
-
-
-def test_the_line_has_the_code_of_the_zero_on_its_side() -> None:
-    assert lines("why", "-1e-9", "fp16")[3].split()[-1] == "0x8000"
-    assert lines("why", "1e-9", "fp16")[3].split()[0] == "0x0000"
+def test_the_line_between_neighbours_marks_the_end_that_is_stored(number: str, format: str, ends: str) -> None:
+    printed = lines("why", number, format)
+    line = next((line.strip() for line in printed if "┼" in line), "")
+    assert line[:1] + line[-1:] == ends
+    if number.endswith("1e-9"):  # the zero has the sign of its side
+        assert printed[3].split()[0 if number == "1e-9" else -1] == ("0x0000" if number == "1e-9" else "0x8000")
 
 
 # --------------------------------------------------------------------------------------------------------------- screen
@@ -483,18 +404,6 @@ def test_what_the_user_wrote_is_shown_in_any_encoding() -> None:
         lines("encode", "\N{MINUS SIGN}2.5", "-f", "fp16", encoding="latin-1")[0]
         == "\\u22122.5 = -2.5 = -0x1.4p+1 = -5/2"
     )
-
-
-def test_every_digit_of_wide_formats_is_shown_at_80_columns() -> None:
-    found = lines("encode", "0.1", COLUMNS="80")
-    place = found.index("fp64  0x3fb999999999999a  0 01111111011")
-    assert found[place + 1].strip() == "1001100110011001100110011001100110011001100110011010"
-    assert len(found) <= 20  # one screen
-
-
-def test_wide_screens_show_hexadecimal_floats() -> None:
-    assert "hex float" in lines("encode", "0.1", COLUMNS="160")[1]
-    assert "hex float" not in lines("encode", "0.1", COLUMNS="80")[1]
 
 
 @pytest.mark.parametrize(
@@ -520,16 +429,6 @@ def test_a_number_hardly_off_halfway_does_not_look_like_a_tie() -> None:
     found = lines("encode", "1+2^-11+2^-40", "-f", "fp16")[2]
     assert "+0.499999999" in found
     assert "+0.5 " in lines("encode", "1+3*2^-11", "-f", "fp16")[2]
-
-
-def test_the_number_line() -> None:
-    assert lines("why", "1.0001", "fp16", COLUMNS="80")[2:7] == [
-        "  1                                                              1.0009765625",
-        "  0x3c00                     halfway 1.00048828125                     0x3c01",
-        "  ●────────────────────────────────────┼────────────────────────────────────┤",
-        "          ▲",
-        "       1.0001",
-    ]
 
 
 def test_only_halfway_stands_in_the_middle() -> None:

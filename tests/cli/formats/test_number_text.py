@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import random
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY
 
 from halfstep.cli.formats import number_text
-from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
 from halfstep.numerics.formats.table import formats
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
@@ -54,7 +52,7 @@ def test_decimal_notation(value: Fraction, text: str | None) -> None:
 @STEADY
 @given(st.fractions().filter(bool))
 def test_power_of_two_is_floor_of_the_logarithm(value: Fraction) -> None:
-    exponent = number_text.power_of_two(value)
+    exponent = power_of_two(value)
     assert Fraction(2) ** exponent <= abs(value) < Fraction(2) ** (exponent + 1)
 
 
@@ -104,18 +102,6 @@ def test_shortest_of_fp64_is_pythons_repr(value: float) -> None:
     text = number_text.shortest(encode_exact(abs(value), "fp64"), formats["fp64"])
     assert float(text) == abs(value)
     assert _digits(text) == _digits(repr(abs(value)))
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("fp16", np.float16), ("fp32", np.float32)])
-def test_shortest_is_numpys(name: str, dtype: type) -> None:
-    drawn, row = random.Random(0), formats[name]
-    kind = np.dtype(f"u{dtype().itemsize}")
-    for _ in range(400):
-        code = drawn.randrange(1, row.largest_code + 1)
-        value = np.array(code, kind).view(dtype)[()]
-        text = number_text.shortest(code, row)
-        assert np.format_float_scientific(value, unique=True) == np.format_float_scientific(dtype(text), unique=True)
-        assert len(_digits(text)[0]) == len(_digits(np.format_float_scientific(value, unique=True, trim="-"))[0])
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e4m3fnuz", "e8m0fnu", "e2m1fn", "int8", "e4m0"])

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
-from halfstep.cli.formats.values import number_dict
-from halfstep.numerics.formats.exact import OVERFLOWS, Number, parse_number
+from halfstep.cli.formats.number_text import fitting, number_dict
+from halfstep.numerics.formats.exact import OVERFLOWS
+from halfstep.numerics.formats.parse import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
 WIDTHS = sorted({format.bits for format in formats.values()})
 
 
-class Given(NamedTuple):
+class Typed(NamedTuple):
     """A number, and the text it was parsed from."""
 
     text: str
@@ -25,6 +26,14 @@ class Given(NamedTuple):
 
     def as_dict(self) -> dict[str, str | None]:
         return {"text": self.text, **number_dict(self.number)}
+
+    @property
+    def notations(self) -> str:
+        """The number in every notation that adds information."""
+        exact = [words for words in number_dict(self.number).values() if words and len(words) <= 40]
+        if isinstance(self.number, float):
+            exact = exact[:1]
+        return " = ".join(dict.fromkeys((self.text, *(exact or [fitting(self.number, 0, 17)]))))
 
 
 class Code(NamedTuple):
@@ -43,14 +52,10 @@ class Code(NamedTuple):
         Raises:
             UsageError: no format is as wide.
         """
-        if self.shown:
-            fitting = [width for width in WIDTHS if width >= self.shown]
-            # 0x4000 fills 16 bits, but five hexadecimal digits can be more than TF32's 19 bits: the first are then 0.
-            fitting += [width for width in WIDTHS if self.code < 1 << width and width > self.shown - 4 and not fitting]
-            if self.shown == 20 and self.code < 1 << 19:
-                fitting.insert(0, 19)
-        else:
-            fitting = [width for width in (8, 16, 32, 64) if self.code < 1 << width]
+        wide = [width for width in WIDTHS if width >= self.shown] if self.shown else [8, 16, 32, 64]
+        if self.shown == 20:  # five hexadecimal digits: TF32, if its 19 bits suffice
+            wide.insert(0, 19)
+        fitting = [width for width in wide if self.code < 1 << width]
         if not fitting:
             raise UsageError(
                 f"argument CODE: expected up to {WIDTHS[-1]} bits, but got {self.text}, which has "
@@ -69,7 +74,7 @@ class LookupParser(command_line.Parser):
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words, with -f repeated before each name of a format that follows it."""
         many = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
-        made: list[str] = []
+        repeated: list[str] = []
         naming = plain = False  # after -f and a name; after --
         for word in super().prepared(words):
             if word == "--" and not plain:
@@ -78,10 +83,10 @@ class LookupParser(command_line.Parser):
                 naming = word in many
             elif plain or command_line.is_number(word.strip()):
                 naming = False
-            elif naming and made[-1] not in many:
-                made.append("-f")
-            made.append(word)
-        return made
+            elif naming and repeated[-1] not in many:
+                repeated.append("-f")
+            repeated.append(word)
+        return repeated
 
 
 def format_named(text: str) -> Format:
@@ -102,16 +107,16 @@ def small_format(text: str) -> Format:
     return format
 
 
-def number(hint: str) -> Callable[[str], Given]:
+def number(hint: str) -> Callable[[str], Typed]:
     """An argparse type: a number, exactly. `hint` says what to do with the name of a format."""
 
-    def parse(text: str) -> Given:
+    def parse(text: str) -> Typed:
         text = text.strip()
         try:
-            return Given(text, parse_number(text))
+            return Typed(text, parse_number(text))
         except ValueError as error:
-            known = f"; {text} is a format, and {hint}" if text in formats else ""
-            raise argparse.ArgumentTypeError(f"{error}{known}") from error
+            remedy = f"; {text} is a format, and {hint}" if text in formats else ""
+            raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
     return parse
 
@@ -119,45 +124,43 @@ def number(hint: str) -> Callable[[str], Given]:
 def code(text: str) -> Code:
     """An argparse type: a code in hexadecimal, binary or decimal."""
     text = text.strip()
-    found = _CODE.fullmatch(text) if len(text) <= 100 else None
-    if found is None:
+    match = _CODE.fullmatch(text) if len(text) <= 100 else None
+    if match is None:
         raise argparse.ArgumentTypeError(
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
             f"got {text!r}: for numbers use halfstep encode"
         )
-    kind = found.lastgroup or ""
-    digits = found[kind].replace("_", "")
+    digits = match[match.lastgroup or ""].replace("_", "")
     if not digits:
         raise argparse.ArgumentTypeError(f"expected a code such as 0x4100, but got {text!r}, which has no digits")
-    base, each = {"hexadecimal": (16, 4), "binary": (2, 1), "decimal": (10, 0)}[kind]
-    return Code(text, int(digits, base), each * len(digits))
+    base, bits = {"hexadecimal": (16, 4), "binary": (2, 1), "decimal": (10, 0)}[match.lastgroup or ""]
+    return Code(text, int(digits, base), bits * len(digits))
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """The arguments of add_argument."""
+    return names, settings
 
 
 def formats_option(help: str) -> Option:
     """The option -f, which takes several names and may be repeated."""
     how = {"action": "append", "type": format_named, "metavar": "FORMAT", "default": [], "help": help}
-    return ("-f", "--format"), {"dest": "formats", **how}
+    return option("-f", "--format", dest="formats", **how)
 
 
 def rounding_option(modes: Sequence[str]) -> Option:
     """The option --rounding."""
     listed = f"{', '.join(modes)} (default: nearest, ties to even)"
-    return ("--rounding",), {"choices": modes, "default": "nearest", "metavar": "MODE", "help": listed}
+    return option("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
 
 
 _BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
-OVERFLOW: Option = (
-    ("--overflow",),
-    {"choices": OVERFLOWS, "default": "inf", "metavar": "MODE", "help": f"what overflow becomes: {_BEYOND}"},
+OVERFLOW = option(
+    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"what overflow becomes: {_BEYOND}"
 )
-
-
-def add_overflow(parser: command_line.Parser) -> None:
-    """Add the option --overflow."""
-    parser.add_argument(*OVERFLOW[0], **OVERFLOW[1])
 
 
 def distinct(chosen: Iterable[Format]) -> list[Format]:

@@ -11,9 +11,10 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.values import finite, number_dict, special_text
-from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact
+from halfstep.cli.formats.number_text import fitting, number_dict
+from halfstep.cli.formats.values import finite
+from halfstep.numerics.formats.exact import decode_exact, encode_exact
+from halfstep.numerics.formats.parse import Number
 from halfstep.numerics.formats.table import Format, formats
 
 _FP8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
@@ -43,39 +44,28 @@ class Implementation(NamedTuple):
             if formats[name].bits <= format.bits and name != "fp64":
                 break  # from float64 to float64 nothing is rounded
             number = decode_exact(encode_exact(number, name), name)
-        if format.kind == "integer":
-            return _truncated(number, format)
+        if format.kind == "integer":  # C's conversion: toward zero, and undefined outside the range
+            whole = Fraction(math.trunc(number)) if finite(number) else None
+            return whole if whole is not None and format.lowest <= whole <= format.max else None
         if number != number:
             return -0.0 if not format.has_nan else math.nan
-        if format.kind == "scale" and number <= 0:
-            if self.scale == "nan":
+        if format.kind == "scale":
+            if number <= 0 and self.scale == "nan":
                 return math.nan
-            number = -number
-        if format.kind == "scale" and format.min_normal < number < 2 * format.min_normal:
-            return Fraction(2 * format.min_normal)  # fp32's subnormals go up whatever is beyond their first bit
+            number = -number if number < 0 else number
+            if format.min_normal < number < 2 * format.min_normal:
+                return Fraction(2 * format.min_normal)  # fp32's subnormals go up whatever is beyond their first bit
         overflow = "saturate" if format.name in self.saturates else "inf"
         return decode_exact(encode_exact(number, format, overflow=overflow), format)
 
 
-def _truncated(number: Number, format: Format) -> Number | None:
-    """C's conversion to an integer: toward zero, and undefined outside the range."""
-    if not finite(number):
-        return None
-    whole = Fraction(math.trunc(number))
-    return whole if format.lowest <= whole <= format.max else None
-
-
 _TORCH = ("fp64", "fp32", "fp16", "bf16", *_FP8, "e8m0fnu", "int8")
+_ML_DTYPES = ("bf16", *_FP8, "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn")
 IMPLEMENTATIONS = (
     Implementation("torch 2.12 and later", _TORCH, ("fp64", "fp32"), saturates=("e4m3fn",)),
     Implementation("torch before 2.12", _TORCH, ("fp64", "fp32")),
     Implementation("numpy", ("fp64", "fp32", "fp16", "int8")),
-    Implementation(
-        "ml_dtypes",
-        ("bf16", *_FP8, "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn"),
-        ("fp64", "fp32"),
-        scale="nan",
-    ),
+    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), scale="nan"),
     Implementation("OCP saturating", ("e4m3fn", "e5m2"), saturates=("e4m3fn", "e5m2")),
     Implementation("OCP non-saturating", ("e4m3fn", "e5m2")),
 )
@@ -85,10 +75,10 @@ class Conversion(NamedTuple):
     """A value, None if it is undefined, and the implementations that store it."""
 
     value: Number | None
-    names: tuple[str, ...]
+    names: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"value": None if self.value is None else number_dict(self.value), "who": list(self.names)}
+        return {"value": None if self.value is None else number_dict(self.value), "who": self.names}
 
     @property
     def who(self) -> str:
@@ -98,24 +88,20 @@ class Conversion(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The value as it is shown, or "undefined"."""
-        if not isinstance(self.value, Fraction):
-            return "undefined" if self.value is None else special_text(self.value)
-        whole = number_text.decimal(self.value)
-        return whole if whole is not None and len(whole) <= 20 else f"≈{number_text.rounded(self.value, 9)}"
+        return "undefined" if self.value is None else fitting(self.value, 20, 9)
 
 
 def conversions(number: Number, format: Format) -> list[Conversion]:
     """The values and who stores them, in the order of the table; empty if all store the nearest number."""
-    stored: dict[str, tuple[Number | None, list[str]]] = {}  # by text, in which NaN equals NaN
+    stored: dict[str, Conversion] = {}  # by text, in which NaN equals NaN
     for implementation in IMPLEMENTATIONS:
         if format.name in implementation.formats:
             value = implementation.cast(number, format)
-            stored.setdefault(_key(value), (value, []))[1].append(implementation.name)
-    ours = None if number != number and not format.has_nan else decode_exact(encode_exact(number, format), format)
-    if all(value == ours or key == _key(ours) for key, (value, _) in stored.items()):
+            stored.setdefault(_key(value), Conversion(value, [])).names.append(implementation.name)
+    nearest = None if number != number and not format.has_nan else decode_exact(encode_exact(number, format), format)
+    if all(conversion.value == nearest or key == _key(nearest) for key, conversion in stored.items()):
         return []
-    return [Conversion(value, tuple(names)) for value, names in stored.values()]
+    return list(stored.values())
 
 
 def _key(value: Number | None) -> str:

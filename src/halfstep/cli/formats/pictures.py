@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.properties import fields, short
-from halfstep.cli.formats.shared_values import binade_values, lowest_exponent
-from halfstep.cli.formats.values import Stored, code_text, special_text
+from halfstep.cli.formats.compare import lowest_exponent, shared_in
+from halfstep.cli.formats.number_text import rounded, short, special
+from halfstep.cli.formats.properties import fields
+from halfstep.cli.formats.values import Stored, code_text
+from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.table import Format
 
-PICTURES = ("range", "density", "codes")
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both
 _FAMILIES = {64: "#6b7280", 32: "#374151", 19: "#0f766e", 16: "#1d4ed8", 8: "#c2410c", 6: "#7c3aed", 4: "#be185d"}
 _CLASSES = {"normal": "#b8d5fd", "subnormal": "#fde68a", "zero": "#e5e7eb", "infinity": "#fca5a5", "nan": "#d8b4fe"}
@@ -52,18 +52,11 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
         axes.barh(row, right - middle, left=middle, **bar)
         if left < middle:
             axes.barh(row, middle - left, left=left, alpha=0.35, linewidth=0, **bar)
-        outside, inside = (
-            {"fontsize": 9, "va": "center", "color": _INK},
-            {"fontsize": 9, "va": "center", "color": "white"},
-        )
-        if start < lowest:
-            axes.text(lowest + 1, row, f"← {short(format.min_subnormal)}", ha="left", **inside)
-        else:
-            axes.text(start - 1, row, short(format.min_subnormal), ha="right", **outside)
-        if end > highest:
-            axes.text(highest - 1, row, f"{short(format.max)} →", ha="right", **inside)
-        else:
-            axes.text(end + 1, row, short(format.max), ha="left", **outside)
+        least, most = short(format.min_subnormal), short(format.max)
+        lower = (start - 1, least, "right", _INK) if start >= lowest else (lowest + 1, f"← {least}", "left", "white")
+        upper = (end + 1, most, "left", _INK) if end <= highest else (highest - 1, f"{most} →", "right", "white")
+        for x, label, side, ink in (lower, upper):
+            axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
 def draw_density(axes: Any, formats: Sequence[Format]) -> None:
@@ -73,7 +66,8 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     # The powers of two of the narrow formats. Bars of wider ones cross the picture.
     narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
     lowest = min(map(lowest_exponent, narrow)) - 4 if narrow else max(_LOWEST, min(map(lowest_exponent, formats)))
-    highest = max(one.emax for one in narrow) + 5 if narrow else min(_HIGHEST, max(one.emax + 1 for one in formats))
+    highest = max(format.emax for format in narrow or formats) + 1
+    highest = highest + 4 if narrow else min(_HIGHEST, highest)
     title = "Density: numbers between one power of two and the next, as log2: 10 stands for 1024"
     _axes_of_powers(axes, lowest, highest, formats, title)
     most = min(24, max(format.precision for format in formats))
@@ -81,7 +75,7 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     label = {"ha": "center", "va": "center"}
     for row, format in enumerate(formats):
         first, last = max(lowest, lowest_exponent(format)), min(highest, format.emax + 1)
-        bits = [math.log2(binade_values(format, exponent)) for exponent in range(first, last)]
+        bits = [math.log2(shared_in(exponent, format)) for exponent in range(first, last)]
         edges, heights = list(range(first, last + 1)), [row - 0.31, row + 0.31]
         axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * most))
         for exponent, count in enumerate(() if wide else bits, first):
@@ -98,18 +92,18 @@ def _shade(stored: Stored) -> Any:
 
     if stored.sort != "normal":
         return _CLASSES[stored.sort]
-    format, exponent = stored.format, number_text.power_of_two(Fraction(stored.value))
+    format, exponent = stored.format, power_of_two(Fraction(stored.value))
     share = (exponent - format.emin) / max(1, format.emax - format.emin)
     pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
-    return tuple(one + share * (other - one) for one, other in zip(pale, full, strict=True))
+    return tuple(low + share * (high - low) for low, high in zip(pale, full, strict=True))
 
 
 def _cell(stored: Stored) -> str:
     """The value with as many digits as fit a cell."""
     if isinstance(stored.value, float):
-        return special_text(stored.value)
+        return special(stored.value)
     text = short(stored.value)
-    return text if len(text) <= 8 else number_text.rounded(stored.value, 3)
+    return text if len(text) <= 8 else rounded(stored.value, 3)
 
 
 def draw_codes(axes: Any, format: Format) -> None:
@@ -129,10 +123,8 @@ def draw_codes(axes: Any, format: Format) -> None:
     axes.set_yticks([row + 0.5 for row in range(rows)], names)
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
-    for column in range(1, columns):
-        axes.axvline(column, color="white", linewidth=1)
-    for row in range(1, rows):
-        axes.axhline(row, color="white", linewidth=1)
+    axes.vlines(range(1, columns), 0, rows, color="white", linewidth=1)
+    axes.hlines(range(1, rows), 0, columns, color="white", linewidth=1)
     axes.spines[:].set_visible(False)
     sorts = dict.fromkeys(Stored(code, format).sort for code in range(format.codes))
     handles = [axes.fill_between([], [], [], color=_CLASSES[sort], label=sort) for sort in _CLASSES if sort in sorts]
@@ -144,7 +136,7 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        kinds: names from `PICTURES`, from top to bottom.
+        kinds: ``"range"``, ``"density"`` and ``"codes"``, from top to bottom.
         formats: the formats whose range and density are drawn.
         small: the format whose codes are drawn; at most 8 bits.
         out: the file. Its suffix decides the format of the picture.
@@ -153,14 +145,12 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    rows = 1.3 + 0.32 * len(formats)
-    panels: dict[str, tuple[float, Callable[[Any], None]]] = {
-        "range": (rows, lambda axes: draw_range(axes, formats)),
-        "density": (rows, lambda axes: draw_density(axes, formats)),
-        "codes": (1.6 + 0.36 * max(1, small.codes // 16), lambda axes: draw_codes(axes, small)),
-    }
-    heights = [panels[kind][0] for kind in kinds]
-    made = figure(12, sum(heights))
-    for kind, axes in zip(kinds, made.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
-        panels[kind][1](axes)
-    save(made, out, dpi=100)
+    codes_height = 1.6 + 0.36 * max(1, small.codes // 16)
+    heights = [codes_height if kind == "codes" else 1.3 + 0.32 * len(formats) for kind in kinds]
+    picture = figure(12, sum(heights))
+    for kind, axes in zip(kinds, picture.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
+        if kind == "codes":
+            draw_codes(axes, small)
+        else:
+            (draw_range if kind == "range" else draw_density)(axes, formats)
+    save(picture, out, dpi=100)

@@ -5,21 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.values import code_text, number_dict, overflow_threshold, overflows
+from halfstep.cli.formats.number_text import number_dict, short
+from halfstep.cli.formats.values import code_text, overflow_threshold, overflows
+from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.table import FORMAT_KINDS, Format
-
-
-def short(value: float | Fraction) -> str:
-    """A number with a few digits, or with all of them if they fit nine columns."""
-    exact = Fraction(value)
-    whole = number_text.decimal(exact)
-    return whole if whole is not None and len(whole.lstrip("-")) <= 9 else number_text.rounded(exact, 4)
-
-
-def _power(value: float) -> str:
-    """A power of two, and its decimal."""
-    return f"2^{number_text.power_of_two(Fraction(value))} = {short(value)}"
 
 
 def fields(format: Format) -> str:
@@ -29,8 +18,7 @@ def fields(format: Format) -> str:
 
 def special(format: Format) -> str:
     """The special values of a format."""
-    have = (("inf", format.has_infinity), ("nan", format.has_nan))
-    return " ".join(name for name, has in have if has) or "neither"
+    return " ".join(["inf"] * format.has_infinity + ["nan"] * format.has_nan) or "neither"
 
 
 def overflow(format: Format) -> str:
@@ -39,10 +27,14 @@ def overflow(format: Format) -> str:
     return f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"
 
 
+def large(number: int, text: str) -> str:
+    """A count: `text`, or a power of two above a million."""
+    return f"2^{number.bit_length() - 1}" if number > 10**6 and not number & (number - 1) else text
+
+
 def integers(format: Format) -> str:
     """The largest n for which all integers from 0 to n are numbers of the format."""
-    number = format.integer_range
-    return f"2^{number.bit_length() - 1}" if number > 10**6 and not number & (number - 1) else str(number)
+    return large(format.integer_range, str(format.integer_range))
 
 
 def figures(format: Format) -> list[tuple[str, str]]:
@@ -50,15 +42,19 @@ def figures(format: Format) -> list[tuple[str, str]]:
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
     codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
+    least_normal, least, eps = (
+        f"2^{power_of_two(Fraction(value))} = {short(value)}"
+        for value in (format.min_normal, format.min_subnormal, format.eps)
+    )
     return [
         ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
         ("bias", str(format.bias)),
         ("largest", short(format.max)),
         ("lowest", short(format.lowest)),
         ("overflow", overflow(format)),
-        ("least normal", _power(format.min_normal)),
-        ("least above 0", _power(format.min_subnormal)),
-        ("eps, 1 to next", _power(format.eps)),
+        ("least normal", least_normal),
+        ("least above 0", least),
+        ("eps, 1 to next", eps),
         ("integers, all to", integers(format)),
         ("digits kept", str(format.digits10)),
         ("digits to tell apart", str(format.max_digits10)),

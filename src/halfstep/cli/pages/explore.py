@@ -27,23 +27,11 @@ def _parser() -> command_line.Parser:
         metavar="NUMBER",
         help="the number to begin with, as in halfstep encode (default: 0.1)",
     )
-    parser.add_argument(
-        *("-f", "--format"),
-        dest="formats",
-        action="append",
-        type=arguments.format_named,
-        metavar="FORMAT",
-        default=[],
-        help="the format to begin with (default: bf16); given again, the one to compare it with (default: fp16)",
-    )
-    parser.add_argument(
-        "--rounding",
-        choices=ENCODE_ROUNDINGS[:-1],
-        default="nearest",
-        metavar="MODE",
-        help=f"{', '.join(ENCODE_ROUNDINGS[:-1])} (default: nearest, ties to even)",
-    )
-    arguments.add_overflow(parser)
+    first = "the format to begin with (default: bf16); given again, the one to compare it with (default: fp16)"
+    for names, settings in (
+        arguments.formats_option(first), arguments.rounding_option(ENCODE_ROUNDINGS[:-1]), arguments.OVERFLOW,
+    ):  # fmt: skip
+        parser.add_argument(*names, **settings)
     parser.add_argument("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
     parser.add_argument("--no-open", action="store_true", help="do not open the page in the browser")
     parser.add_argument(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 
-from halfstep.cli.formats.shared_values import binade_values, shared_values
+from halfstep.cli.formats.compare import shared_values
 from halfstep.numerics.formats.exact import decode_exact
 from halfstep.numerics.formats.table import Format, formats
 
@@ -35,17 +34,3 @@ def test_shared_values_of_16_bits() -> None:
 @pytest.mark.parametrize("name", list(formats))
 def test_a_format_shares_all_its_values_with_itself(name: str) -> None:
     assert shared_values(formats[name], formats[name]) == formats[name].values
-
-
-def test_narrow_in_wide() -> None:
-    for narrow, wide in (("fp32", "fp64"), ("fp16", "tf32"), ("bf16", "tf32"), ("tf32", "fp32"), ("e2m1", "e4m3")):
-        assert shared_values(formats[narrow], formats[wide]) == formats[narrow].values
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_values_of_a_binade(name: str) -> None:
-    row = formats[name]
-    positive = [value for value in every_value(row) if math.isfinite(value) and value > 0]  # type: ignore[arg-type, operator]
-    for exponent in range(-140, 140):
-        inside = [value for value in positive if 2.0**exponent <= value < 2.0 ** (exponent + 1)]  # type: ignore[operator]
-        assert binade_values(row, exponent) == len(inside)
