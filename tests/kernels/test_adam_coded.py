@@ -191,25 +191,15 @@ def test_the_maximum_never_falls_and_takes_what_was_stored(name: str) -> None:
     assert (tops[2] >= v).all() and np.isin(tops[0], tops[2]).any()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_skipped_step_writes_nothing(name: str) -> None:
-    rng = np.random.default_rng(5)
-    tensors = [matrix(FULL, 3, 200, rng, step=7)]
-    with using(name, "adam") as device:
-        memory = Memory(FULL, tensors, device, 0)
-        memory.step(Step([np.full(600, NAN, NUMPY[FP16])], grad_scale=0.0, found_inf=2.0))
-        memory.compare(tensors, name, exactly=True)
-
-
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_second_moment_under_constant_gradients_comes_to_their_square(stochastic: bool) -> None:
     """In the mean of many elements, with stochastic rounding; to nearest it stops where a step is half a unit."""
     layout, rng = dataclasses.replace(ALONE, amsgrad=False, stochastic=stochastic), np.random.default_rng(6)
-    tensors = [make(layout, np.zeros(4096, np.float32), rng, columns=4096, beta2=0.99, lr=0.0)]
+    tensors = [make(layout, np.zeros(4096, np.float32), rng, columns=4096, beta2=0.97, lr=0.0)]
     step = Step([np.full(4096, 1.1, np.float32)])
     with using("native", "adam") as device:
         memory = Memory(layout, tensors, device, 0)
-        for _ in range(1500):
+        for _ in range(400):
             memory.step(step)
         held = [oracles.to_numpy(memory.lists[operand][0]) for operand in (4, 13)]
     v = block_oracle.decoded(held[0].reshape(1, -1), held[1], False).astype(np.float64)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, using
+from softmax_paths import PATHS, programs_of, small_strided_tiles, small_tiles
 from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
@@ -191,10 +192,7 @@ def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two-pass kernels, with small limits where the interpreter would take minutes at the real ones."""
-    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
-    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-        monkeypatch.setattr(row_launches, limit, 64)
+    small_tiles(monkeypatch, 128, 64)
     for columns in (129, 192, 500) if name != "triton" else (129, 260):
         x = normal(5, columns, dtype=BF16)
         x[1, :150] = -INF  # whole blocks of -inf first
@@ -209,7 +207,7 @@ def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypat
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
-@pytest.mark.parametrize("path", ["one pass", "two passes", "pieces"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ALL)
 def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of odd length, views at odd addresses, and masks and results that begin elsewhere than x does."""
@@ -219,9 +217,7 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # For AMD, Triton cannot compile loops over tiles smaller than a wave of 64 lanes. The real tiles are larger.
         least = 128 if MOST_THREADS // most_warps(torch.device(device)) == 32 else 256
-        for limit in ("FORWARD_TILE", "BACKWARD_TILE", "FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, least)
-        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
+        small_tiles(monkeypatch, least, least, programs_of(path))
     pairs = [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)]
     batch = (1, 2) if name == "triton" else (2, 2)
     for dtype, out in pairs if path == "one pass" else [pairs[2 * log]]:
@@ -245,46 +241,15 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
-    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-        monkeypatch.setattr(row_launches, limit, 128)
     for columns, numbers in ((640, (2, 9)), (601, (6, 1000))):
         x, dy = normal(3, columns), normal(3, columns, seed=1)
         x[1, :200] = -INF  # the first pieces have nothing to keep
         x[2, 520] = NAN
         for programs in numbers:
-            monkeypatch.setattr(row_launches, "_programs_at_once", lambda device, programs=programs: programs)
+            small_tiles(monkeypatch, 128, 128, programs)
             assert row_launches._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
             first, second = (check(Case(x, log=log), "triton", dy) for _ in range(2))
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("lanes", [32, 64])
-def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a warp has 64 lanes, as on MI300X, 16 of them are all there may be."""
-    for module in (row_launches, strided):
-        monkeypatch.setattr(module, "most_warps", lambda device: 1024 // lanes)
-    launched: dict[str, set[int]] = {}
-    kernels = [
-        (module, name) for module in (row_launches, strided) for name in vars(module) if name.endswith("_kernel")
-    ]
-    for module, kernel in kernels:
-        warps = launched.setdefault(kernel, set())
-        launch = type(
-            "Launch", (), {"__getitem__": lambda self, grid, to=warps: lambda *a, **k: to.add(k["num_warps"])}
-        )
-        monkeypatch.setattr(module, kernel, launch())
-    with using("triton", "softmax") as device:
-        for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_TILE, row_launches.FORWARD_TILE, 2**16):
-            x = torch.empty(1, columns, 40, device=device)
-            for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
-                y = halfstep.softmax(one, dim)
-                dispatch.backward(y, y, dim, 1.0, False, False, y.dtype)
-    most = {kernel: max(warps) for kernel, warps in launched.items()}
-    tiles = {"forward_strided_kernel": 16, "backward_strided_kernel": 8}  # the largest need no more
-    assert most == {kernel: tiles.get(kernel, 1024 // lanes) for kernel in launched}
-    assert len(most) == 4
 
 
 def test_how_many_pieces() -> None:
@@ -365,10 +330,7 @@ def test_what_is_dropped_is_not_looked_at(
     name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(row_launches, "FORWARD_TILE", 64)
-        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 64)
-        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, 64)
+        small_tiles(monkeypatch, 64, 64)
     batch = 2 if one_pass else 1
     x, dy = normal(batch, queries, keys), normal(batch, queries, keys, seed=1)
     above = torch.ones(queries, keys, dtype=torch.bool).triu(1)
@@ -489,9 +451,7 @@ def test_any_dim(name: str) -> None:
 def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for other dimensions than the last, on every layout, in one pass and in two."""
     if not one_pass:
-        monkeypatch.setattr(strided, "STRIDED_FORWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_LOOP", 512)
+        small_strided_tiles(monkeypatch)
     x = normal(3, 37, 42, dtype=BF16)
     x[0] = -INF
     x[1, :30] = -INF
@@ -574,14 +534,8 @@ def cases(draw: st.DrawFn, largest: int) -> tuple[Case, torch.Tensor]:
 )
 def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != "one pass":
-        monkeypatch.setattr(row_launches, "FORWARD_TILE", 16)
-        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 16)
-        monkeypatch.setattr(strided, "STRIDED_FORWARD", 16)
-        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 16)
-        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, 32)
-        monkeypatch.setattr(strided, "STRIDED_LOOP", 128)
-        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
+        small_tiles(monkeypatch, 16, 32, programs_of(path))
+        small_strided_tiles(monkeypatch, 16, 128)
 
     @settings(
         max_examples=300 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
@@ -630,12 +584,3 @@ def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_reference
             called.clear()
             halfstep.softmax(normal(*shape).to(device).requires_grad_()).sum().backward()
             assert called == expected, shape
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(4, 7, 3, 5), (2, 3, 33)])
-def test_other_dimensions_in_16_bits_are_rounded_once(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """torch's kernel for a dimension other than the last rounds exponentials to 16 bits on a CPU."""
-    for dim in range(len(shape) - 1):
-        check(Case(normal(*shape, dtype=dtype, spread=0.3), dim=dim), name)
