@@ -1,4 +1,4 @@
-"""The kernels on a real GPU, against the reference on the CPU. The same tests run small under the interpreter.
+"""The kernels on a real GPU, against the reference on the CPU; without one, on the model of its streams, and small.
 
 Imports nothing but pytest and torch, so that they run on a machine that has only these.
 """
@@ -10,7 +10,7 @@ from itertools import product
 import devices
 import pytest
 import torch
-from devices import WHERE, assert_same_bits, interpreted, kernels_on, normal, patterns, placed
+from devices import assert_same_bits, kernels_on, normal, patterns, placed
 from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
 
 import halfstep
@@ -25,11 +25,9 @@ gpu = pytest.mark.gpu
 large = pytest.mark.gpu(only="the model has no room for 2^31 elements")
 
 
-def many(where: str) -> int:
-    """How many elements: enough for every launch shape on a GPU, few enough for the interpreter."""
-    if where == "cuda":
-        return 70_001 if devices.MODELED else 2**24 + 5
-    return 5000 if interpreted(where) else 300_001
+def many() -> int:
+    """How many elements: enough for every launch shape on a GPU."""
+    return 20_001 if devices.MODELED else 2**24 + 5
 
 
 def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> tuple[list[torch.Tensor], ...]:
@@ -42,20 +40,20 @@ def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> 
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-@pytest.mark.parametrize("where", WHERE)
-def test_cast_has_the_bits_of_the_reference(where: str, source: torch.dtype, target: torch.dtype) -> None:
-    values = patterns(many(where), source)
+@gpu
+def test_cast_has_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
+    values = patterns(many(), source)
     with halfstep.backend("reference"):
         expected = halfstep.cast(values, target)
-    with kernels_on(where) as device:
+    with kernels_on("cuda") as device:
         assert_same_bits(halfstep.cast(values.to(device), target), expected)
         assert_same_bits(halfstep.cast(placed(values[:999], device, 1), target), expected[:999])
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-@pytest.mark.parametrize("where", WHERE)
-def test_casting_a_list_has_the_bits_of_the_reference(where: str, source: torch.dtype, target: torch.dtype) -> None:
-    with kernels_on(where) as device:
+@gpu
+def test_casting_a_list_has_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
+    with kernels_on("cuda") as device:
         tensors, here = lists(source, device)
         results = halfstep.foreach_cast(here, target)
     with halfstep.backend("reference"):
@@ -75,12 +73,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, *EIGHT_BITS])
-@pytest.mark.parametrize("where", WHERE)
-def test_every_rounding_has_the_bits_of_the_reference(where: str, target: torch.dtype, options: str) -> None:
-    values = patterns(many(where), torch.float32)
+@gpu
+def test_every_rounding_has_the_bits_of_the_reference(target: torch.dtype, options: str) -> None:
+    values = patterns(many(), torch.float32)
     with halfstep.backend("reference"):
         expected = halfstep.cast(values, target, **OPTIONS[options])  # type: ignore[arg-type]
-    with kernels_on(where) as device:
+    with kernels_on("cuda") as device:
         mine = halfstep.cast(values.to(device), target, **OPTIONS[options])  # type: ignore[arg-type]
         (listed,) = halfstep.foreach_cast([placed(values, device, 1)], target, **OPTIONS[options])  # type: ignore[arg-type]
     assert_same_bits(mine, expected)
@@ -88,13 +86,13 @@ def test_every_rounding_has_the_bits_of_the_reference(where: str, target: torch.
 
 
 @pytest.mark.parametrize("source", EIGHT_BITS)
-@pytest.mark.parametrize("where", WHERE)
-def test_all_codes_of_fp8_have_the_bits_of_the_reference(where: str, source: torch.dtype) -> None:
+@gpu
+def test_all_codes_of_fp8_have_the_bits_of_the_reference(source: torch.dtype) -> None:
     codes = torch.arange(256).to(torch.uint8).view(source)
     for target in (*FLOATS, *EIGHT_BITS):
         with halfstep.backend("reference"):
             expected = halfstep.cast(codes, target)
-        with kernels_on(where) as device:
+        with kernels_on("cuda") as device:
             assert_same_bits(halfstep.cast(codes.to(device), target), expected, target)
 
 
@@ -103,9 +101,9 @@ def test_all_codes_of_fp8_have_the_bits_of_the_reference(where: str, source: tor
 
 @pytest.mark.parametrize("make", [normal, patterns])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("where", WHERE)
-def test_check_and_unscale_have_the_bits_of_the_reference(where: str, dtype: torch.dtype, make: object) -> None:
-    with kernels_on(where) as device:
+@gpu
+def test_check_and_unscale_have_the_bits_of_the_reference(dtype: torch.dtype, make: object) -> None:
+    with kernels_on("cuda") as device:
         tensors, here = lists(dtype, device, make)
         inverse = torch.tensor(1 / 1000, device=device)
         check = halfstep.foreach_check(here, inv_scale=inverse)
@@ -126,7 +124,7 @@ def test_check_and_unscale_have_the_bits_of_the_reference(where: str, dtype: tor
 @gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_sum_of_squares_of_a_large_tensor_has_the_bits_of_the_reference(dtype: torch.dtype) -> None:
-    values = normal(many("cuda"), dtype)
+    values = normal(many(), dtype)
     with halfstep.backend("reference"):
         expected = halfstep.foreach_check([values])
     for _ in range(3):  # the order of the sum must not depend on which program ends first
@@ -140,9 +138,9 @@ GRID = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)  # a grid like that o
 
 @pytest.mark.parametrize("errors", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("where", WHERE)
-def test_statistics_count_as_the_reference_does(where: str, dtype: torch.dtype, errors: bool) -> None:
-    with kernels_on(where) as device:
+@gpu
+def test_statistics_count_as_the_reference_does(dtype: torch.dtype, errors: bool) -> None:
+    with kernels_on("cuda") as device:
         tensors, here = lists(dtype, device)
         counts = torch.zeros(len(here), width(errors), dtype=torch.int64, device=device)
         for _ in range(2):  # counts are added to
@@ -160,15 +158,14 @@ def test_statistics_count_as_the_reference_does(where: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("log", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("columns", [1, 7, 256, 1000, 4096, 40_000, 2**18 + 1])
-@pytest.mark.parametrize("where", WHERE)
-def test_softmax_is_within_the_stated_units(where: str, columns: int, dtype: torch.dtype, log: bool) -> None:
-    if interpreted(where) and (columns > 1000 or dtype == torch.float16):
-        pytest.skip("slow under the interpreter, which knows no approximate exponential anyway")
-    most = 64 if where == "cuda" and not devices.MODELED else 3
-    rows = max(2, min(most, 2**22 // columns))
+@gpu
+def test_softmax_is_within_the_stated_units(columns: int, dtype: torch.dtype, log: bool) -> None:
+    if devices.MODELED and columns > 4096:
+        pytest.skip("slow, and the model runs torch's own softmax anyway")
+    rows = max(2, min(3 if devices.MODELED else 64, 2**22 // columns))
     values = normal(rows * columns, dtype).view(rows, columns) * 4
     grads = normal(rows * columns, dtype, 1).view(rows, columns)
-    with kernels_on(where) as device:
+    with kernels_on("cuda") as device:
         x = values.to(device).requires_grad_()
         y = (halfstep.log_softmax if log else halfstep.softmax)(x)
         y.backward(grads.to(device))
@@ -199,15 +196,13 @@ def test_softmax_is_within_the_stated_units(where: str, columns: int, dtype: tor
 
 
 @pytest.mark.parametrize("columns", [8, 300, 40_000])
-@pytest.mark.parametrize("where", WHERE)
-def test_softmax_of_masked_infinite_and_nan_rows(where: str, columns: int) -> None:
-    if interpreted(where) and columns > 1000:
-        pytest.skip("slow under the interpreter")
+@gpu
+def test_softmax_of_masked_infinite_and_nan_rows(columns: int) -> None:
     values = torch.zeros(4, columns)
     values[1] = -torch.inf
     values[2, columns // 2 :] = -torch.inf
     values[3, 1] = torch.nan
-    with kernels_on(where) as device:
+    with kernels_on("cuda") as device:
         x = values.to(device).requires_grad_()
         mask = torch.ones(4, columns, dtype=torch.bool, device=device)
         mask[0] = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 
@@ -138,36 +137,6 @@ def test_an_unknown_exchange_is_not_used(exchange: object, monkeypatch: pytest.M
         multi_tensor._table_filler.cache_clear()
 
 
-class Exchange(ctypes.Structure):
-    """``DLPackExchangeAPI``."""
-
-    _fields_ = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("older", ctypes.c_void_p),
-        ("others", ctypes.c_void_p * 3),
-        ("describe", ctypes.c_void_p),
-    ]
-
-
-def test_an_exchange_must_be_of_version_1_and_describe_tensors() -> None:
-    filler = multi_tensor._table_filler()
-    x = (torch.zeros(3),)
-    rows = (ctypes.c_int64 * 5)()
-
-    def fills(exchange: Exchange) -> bool:
-        address = ctypes.addressof(exchange)
-        return filler.func(address, id(x) + tuple.__basicsize__, 1, 1, ALL, 64, ctypes.addressof(rows))  # type: ignore[union-attr]
-
-    first = Exchange.from_address(filler.args[0])  # type: ignore[union-attr]
-    assert first.major == 1 and fills(first) and list(rows) == [3, 0, x[0].data_ptr(), 0, 1]
-    newer = Exchange(major=2)
-    for wrong in (Exchange(major=1, minor=1), newer, Exchange(major=0)):
-        assert not fills(wrong)
-    newer.older = filler.args[0]  # type: ignore[union-attr]
-    assert fills(newer)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_results_do_not_depend_on_it(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -223,28 +192,6 @@ def test_no_reference_is_lost_or_kept() -> None:
         table_of([x], [wide])
     after = [sys.getrefcount(one) for one in (x, wide, None)]
     assert max(abs(a - b) for a, b in zip(after, before, strict=True)) < 50
-
-
-def test_two_threads_call_at_once() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lists = [[torch.randn(n, generator=generator) for n in (3, 5000, 1, 700)] for _ in range(2)]
-    wants = [(halfstep.foreach_check(one).sum_of_squares.item(), [x.to(torch.float16) for x in one]) for one in lists]
-    wrong: list[object] = []
-
-    def work(mine: list[torch.Tensor], squares: float, halves: list[torch.Tensor]) -> None:
-        outs = [torch.empty_like(one) for one in halves]
-        for _ in range(500):
-            total = halfstep.foreach_check(mine).sum_of_squares.item()
-            halfstep.foreach_cast(mine, torch.float16, out=outs)
-            if total != squares or not all(map(torch.equal, outs, halves)):
-                wrong.append(total)
-
-    threads = [threading.Thread(target=work, args=(one, *want)) for one, want in zip(lists, wants, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 def test_tensors_live_as_long_as_their_table() -> None:

@@ -64,6 +64,10 @@ def test_second_derivatives_through_the_kernels(name: str, function: Function) -
         ours = second(lambda x: function(x, scale=0.5), x, v)
         theirs = second(lambda x: torch_twin(function)(x * 0.5, -1), x, v)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # two formulas, both in fp32
+        narrow = x.detach().bfloat16().requires_grad_()
+        (first,) = torch.autograd.grad(function(narrow, dtype=torch.float32).square().sum(), narrow, create_graph=True)
+        first.float().square().sum().backward()
+        assert narrow.grad is not None and narrow.grad.dtype == torch.bfloat16 and narrow.grad.isfinite().all()
 
 
 def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
@@ -155,10 +159,12 @@ def test_forward_mode_says_that_there_is_none(function: Function) -> None:
 
 
 @FUNCTIONS
-def test_fp64_is_computed_in_fp64(function: Function) -> None:
+def test_fp64_is_computed_in_fp64_and_every_dtype_is_kept(function: Function) -> None:
     x = randn(5, 8, dtype=torch.float64)
     torch.testing.assert_close(function(x), torch_twin(function)(x, -1), rtol=1e-14, atol=1e-14)
     assert function(x.float(), dtype=torch.float64).dtype == torch.float64
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which changes no dtype
+        assert function(x.bfloat16()).dtype == torch.bfloat16 and function(x.float()).dtype == torch.float32
 
 
 def test_threads_do_not_change_the_bits() -> None:
