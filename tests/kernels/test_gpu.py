@@ -6,6 +6,7 @@ Imports nothing but pytest and torch, so that they run on a machine that has onl
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import devices
 import pytest
@@ -17,7 +18,6 @@ import halfstep
 from halfstep.kernels.statistics import Grid, foreach_count_, width
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-PAIRS = [(source, target) for source, target in product(FLOATS, FLOATS) if source != target]
 SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)
 OFFSETS = (0, 1, 0, 3, 0, 1, 0, 8)
 
@@ -38,62 +38,38 @@ def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> 
 
 # ---------------------------------------------------------------------------------------------------------------- cast
 
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-@gpu
-def test_cast_has_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
-    values = patterns(many(), source)
-    with halfstep.backend("reference"):
-        expected = halfstep.cast(values, target)
-    with kernels_on("cuda") as device:
-        assert_same_bits(halfstep.cast(values.to(device), target), expected)
-        assert_same_bits(halfstep.cast(placed(values[:999], device, 1), target), expected[:999])
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-@gpu
-def test_casting_a_list_has_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
-    with kernels_on("cuda") as device:
-        tensors, here = lists(source, device)
-        results = halfstep.foreach_cast(here, target)
-    with halfstep.backend("reference"):
-        for index, expected in enumerate(halfstep.foreach_cast(tensors, target)):
-            assert_same_bits(results[index], expected, f"tensor {index}")
-
-
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-OPTIONS = {
-    "nearest": {},
-    "saturating": {"saturate": True},
-    "toward zero": {"rounding": "toward_zero"},
-    "stochastic": {"rounding": "stochastic", "seed": 2**40 + 7},
-    "stochastic, saturating": {"rounding": "stochastic", "seed": 3, "saturate": True},
-}
+CASTS: list[tuple[torch.dtype, torch.dtype, dict[str, Any]]] = [
+    *((source, target, {}) for source, target in product(FLOATS, FLOATS) if source != target),
+    *((source, target, {}) for source in EIGHT_BITS for target in (*FLOATS, *EIGHT_BITS)),
+    *(
+        (torch.float32, target, options)
+        for target in (torch.float16, torch.bfloat16, *EIGHT_BITS)
+        for options in (
+            {"saturate": True},
+            {"rounding": "toward_zero"},
+            {"rounding": "stochastic", "seed": 2**40 + 7},
+            {"rounding": "stochastic", "seed": 3, "saturate": True},
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, *EIGHT_BITS])
 @gpu
-def test_every_rounding_has_the_bits_of_the_reference(target: torch.dtype, options: str) -> None:
-    values = patterns(many(), torch.float32)
+@pytest.mark.parametrize(("source", "target", "options"), CASTS)
+def test_casts_have_the_bits_of_the_reference(
+    source: torch.dtype, target: torch.dtype, options: dict[str, Any]
+) -> None:
+    codes = torch.arange(256).to(torch.uint8).view(source) if source in EIGHT_BITS else patterns(many(), source)
+    tensors = [codes, *(codes[: size % 256 if source in EIGHT_BITS else size] for size in SIZES)]
     with halfstep.backend("reference"):
-        expected = halfstep.cast(values, target, **OPTIONS[options])  # type: ignore[arg-type]
+        expected = halfstep.foreach_cast(tensors, target, **options)
     with kernels_on("cuda") as device:
-        mine = halfstep.cast(values.to(device), target, **OPTIONS[options])  # type: ignore[arg-type]
-        (listed,) = halfstep.foreach_cast([placed(values, device, 1)], target, **OPTIONS[options])  # type: ignore[arg-type]
-    assert_same_bits(mine, expected)
-    assert_same_bits(listed, expected, "in a list, misaligned")
-
-
-@pytest.mark.parametrize("source", EIGHT_BITS)
-@gpu
-def test_all_codes_of_fp8_have_the_bits_of_the_reference(source: torch.dtype) -> None:
-    codes = torch.arange(256).to(torch.uint8).view(source)
-    for target in (*FLOATS, *EIGHT_BITS):
-        with halfstep.backend("reference"):
-            expected = halfstep.cast(codes, target)
-        with kernels_on("cuda") as device:
-            assert_same_bits(halfstep.cast(codes.to(device), target), expected, target)
+        here = [placed(tensor, device, offset) for tensor, offset in zip(tensors, (1, *OFFSETS), strict=True)]
+        assert_same_bits(halfstep.cast(here[0], target, **options), expected[0])
+        assert_same_bits(halfstep.cast(codes.to(device), target, **options), expected[0], "aligned")
+        for index, result in enumerate(halfstep.foreach_cast(here, target, **options)):
+            assert_same_bits(result, expected[index], f"tensor {index}")
 
 
 # ------------------------------------------------------------------------------------------------------------- unscale

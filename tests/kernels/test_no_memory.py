@@ -177,10 +177,6 @@ def test_freed_memory_is_refused(call: str, name: str) -> None:
 # ------------------------------------------------------------------------------------------ through its own operations
 
 
-def parts(result: Any, of: str) -> Any:
-    return [getattr(one, of) if isinstance(one, TwoTensor) else one for one in result]
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_wrapper_is_checked_through_its_own_operations(dtype: torch.dtype, name: str) -> None:

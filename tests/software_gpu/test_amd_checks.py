@@ -108,22 +108,6 @@ def test_barriers_that_a_wave_misses(machine: SoftwareGPU) -> None:
         run(machine, body, torch.zeros(4, dtype=torch.int32), threads=128)
 
 
-def test_blocks_that_share_a_byte(machine: SoftwareGPU) -> None:
-    body = "\tv_mov_b32_e32 v1, 0\n\tv_mov_b32_e32 v3, s2\n\tglobal_store_dword v1, v3, s[4:5]"
-    tensor = torch.zeros(64, dtype=torch.int32)
-    with pytest.raises(
-        RuntimeError, match=r"block 1, thread 0: store to byte 0 .* thread 63 of block 0 stored another"
-    ):
-        run(machine, body, tensor + 7, grid=2)
-    run(machine, body.replace("_store_dword v1, v3", "_atomic_or v1, v3"), tensor, grid=2)
-    assert int(tensor[0]) == 1
-
-
-def test_a_loop_that_does_not_end(machine: SoftwareGPU) -> None:
-    with pytest.raises(RuntimeError, match="a loop that does not end"):
-        run(machine, ".LBB0_1:\n\ts_branch .LBB0_1", torch.zeros(1))
-
-
 @pytest.mark.parametrize(
     ("body", "expected"),
     [

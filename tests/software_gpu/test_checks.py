@@ -34,14 +34,6 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
         run(machine, access.replace("+ 0", "+ -4"), torch.zeros(32, dtype=torch.int32))
 
 
-def test_a_number_that_looks_like_untouched_memory(machine: SoftwareGPU) -> None:
-    """A few bytes at the end of a tensor may hold what the bytes of untouched memory there would."""
-    load = "\tld.global.b8 { %rs1 }, [ %rd10 + 1 ];"
-    for value in range(256):
-        memory = torch.full((33,), value, dtype=torch.uint8)
-        machine.run_text(kernel(load, wide=1), *[memory] * 4)
-
-
 def test_freed_memory(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     address = tensor.data_ptr()
@@ -103,11 +95,6 @@ def test_never_written(machine: SoftwareGPU) -> None:
         run(machine, LOAD, tensor)
     run(machine, STORE, tensor)
     run(machine, LOAD, tensor)
-
-
-def test_a_pattern_of_unwritten_memory_is_none_elsewhere(machine: SoftwareGPU) -> None:
-    """What marks unwritten memory depends on its address: a copy of it is data like any other."""
-    run(machine, LOAD, torch.empty(32, dtype=torch.int32).clone())
 
 
 def test_read_only(machine: SoftwareGPU) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import triton
 from software_gpu import sass, snippets
-from software_gpu.counts import MACHINE, TABLE, cases, class_of, counted, markdown
+from software_gpu.counts import MACHINE, TABLE, cases, counted, markdown
 from software_gpu.gpu import COUNTS, SoftwareGPU
 
 from halfstep.bench.audit import machine_code
@@ -47,15 +47,6 @@ def test_sectors_are_used() -> None:
                     assert row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
                     ragged = 1.01 if "causal" in case else 1.0
                     assert row["fresh"] <= ragged * row["least"], (target, case, kernel)  # what memory has to move
-
-
-def test_classes() -> None:
-    assert [class_of(name) for name in ("ex2.approx.f32", "ld.shared.b32", "atom.global.gpu.add.u64", "add.s32")] == [
-        "special",
-        "shared",
-        "global",
-        "arithmetic",
-    ]
 
 
 def counted_by_opcode(
