@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import block_oracle
+import cpp
 import numpy as np
 import oracles
 import pytest
 import torch
 from implementations import ALL
 
-from halfstep.kernels import block_codes, native
+from halfstep.kernels import block_codes
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.block_codes import SPAN, blocks_per_row
 
@@ -48,15 +48,7 @@ extern "C" void decode(const uint8_t* codes, const void* scale, float* x, int64_
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("block_codes")
-    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER.format(header=Path(native.__file__).resolve().parent / "block_codes.h"))
-    complaint = native._build(source, target, command)
-    assert not complaint, complaint
-    return ctypes.CDLL(str(target))
+    return cpp.library(tmp_path_factory, WRAPPER.format(header=cpp.KERNELS / "block_codes.h"))
 
 
 @jit

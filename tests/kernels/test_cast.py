@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import cpp
 import numpy as np
 import oracles
 import pytest
@@ -146,14 +146,8 @@ def test_every_pair_rounding_and_saturation(name: str, source: torch.dtype, targ
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cast.cpp for the oldest machine of this kind: no F16C, no AVX-512, so the bit arithmetic of native.h."""
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    target = tmp_path_factory.mktemp("portable") / "cast.so"
-    source = Path(native.__file__).resolve().parent / "cast.cpp"
-    subprocess.run([*command, *native._SHARED, str(source), "-o", str(target)], check=True)
-    return target
+    """cast.cpp for the oldest machine of this kind, where native.h has the bit arithmetic."""
+    return cpp.compiled(tmp_path_factory, cpp.KERNELS / "cast.cpp", cpp.PORTABLE)
 
 
 @MODES

@@ -116,7 +116,7 @@ def test_the_flags_keep_ieee_arithmetic(toy: Path) -> None:
         assert not {"-ffast-math", "-Ofast"} & {*native._SHARED, *flags}
 
 
-def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path) -> None:
+def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.write_text("this is not C++\n")
     with pytest.warns(RuntimeWarning) as caught:
         assert native.library("toy") is None
@@ -130,6 +130,10 @@ def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path) ->
         and "Install a C++ compiler or point CXX at one." in text
     )
     assert list((tmp_path / "cache").glob("*.so")) == [], "a failed build left a file behind"
+    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, '[ "$1" = --version ] || kill -9 $$')))
+    native.library.cache_clear()
+    with pytest.warns(RuntimeWarning, match="could not compile toy.cpp: exit status -9"):
+        assert native.library("toy") is None
 
 
 def other_library(folder: Path) -> bytes:
@@ -389,26 +393,33 @@ def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path
         assert done.returncode == 0, f"{source.name}: {done.stderr}"
 
 
-def test_a_checkout_without_the_dependencies_runs_the_reference_with_a_warning(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['platformdirs'] = None; " + USE
-    done = run(code, HALFSTEP_CACHE="", HOME=str(tmp_path))
+UNAVAILABLE = "RuntimeWarning: halfstep's compiled CPU kernels for unscale are not available"
+
+
+@pytest.mark.parametrize(
+    ("before", "environment", "said"),
+    [
+        (
+            "import sys; sys.modules['platformdirs'] = None",
+            {"HALFSTEP_CACHE": ""},
+            "; pip install filelock platformdirs. ",
+        ),
+        ("", {"CXX": "/none"}, "no C++ compiler found (CXX is '/none'; looked for g++, clang++, c++)"),
+        ("", {}, ""),
+    ],
+    ids=["no dependencies", "no compiler", "a compiler"],
+)
+def test_what_is_missing_is_named_and_the_reference_runs(
+    tmp_path: Path, before: str, environment: dict[str, str], said: str
+) -> None:
+    cache = tmp_path / "new" / "folder"
+    done = run(f"{before}\n{USE}", **{"HALFSTEP_CACHE": str(cache), "HOME": str(tmp_path), **environment})
     assert done.stdout.split() == ["0.0", "25.0"], done.stderr
-    assert "; pip install filelock platformdirs. The eager reference runs instead" in done.stderr
-
-
-def test_no_compiler_means_the_reference_and_a_warning(tmp_path: Path) -> None:
-    done = run(USE, CXX="/nonexistent/compiler", HALFSTEP_CACHE=str(tmp_path))
-    assert done.stdout.split() == ["0.0", "25.0"], done.stderr
-    assert "RuntimeWarning: halfstep's compiled CPU kernels for unscale are not available" in done.stderr
-    assert "no C++ compiler found (CXX is '/nonexistent/compiler'; looked for g++, clang++, c++)" in done.stderr
-
-
-def test_with_a_compiler_there_is_no_warning(tmp_path: Path) -> None:
-    done = run(USE, HALFSTEP_CACHE=str(tmp_path / "new" / "folder"))
-    assert done.stdout.split() == ["0.0", "25.0"]
-    assert done.stderr == ""
-    assert [path.name for path in (tmp_path / "new" / "folder").glob("unscale-*.so")]
-    assert stat.S_IMODE((tmp_path / "new" / "folder").stat().st_mode) == 0o700
+    if said:
+        assert UNAVAILABLE in done.stderr and said in done.stderr
+    else:
+        assert done.stderr == "" and list(cache.glob("unscale-*.so"))
+        assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("kind", ["a file in the way", "read-only"])
@@ -438,12 +449,6 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     started = [forks.Program(["-c", code], environment, cwd="/") for _ in range(2)]
     assert [process.stdout.read().strip() for process in started] == ["True", "True"]
     assert log.read_text().splitlines() == ["compiling"]
-
-
-def test_a_compiler_that_dies_is_a_warning(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, '[ "$1" = --version ] || kill -9 $$')))
-    with pytest.warns(RuntimeWarning, match="could not compile toy.cpp: exit status -9"):
-        assert native.library("toy") is None
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])

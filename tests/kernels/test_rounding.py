@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
+import cpp
 import ml_dtypes
 import numpy as np
 import oracles
@@ -24,7 +25,7 @@ from implementations import ALL, using
 from oracles import BF16, FP32, AdamOptions, AdamTensor, assert_same_bits
 from roundings import DTYPES
 
-from halfstep.kernels import adam, native
+from halfstep.kernels import adam
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import (
@@ -91,18 +92,10 @@ def round_kernel(
 
 @pytest.fixture(scope="module")
 def round_to(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("modes")
-    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    text = f'#include "{Path(native.__file__).resolve().parent / "native.h"}"\nusing namespace halfstep;\n'
+    text = f'#include "{cpp.KERNELS / "native.h"}"\nusing namespace halfstep;\n'
     for struct, rounding, saturate in itertools.product(STRUCTS.values(), range(3), range(2)):
         text += FUNCTION.format(struct=struct, rounding=rounding, saturate=saturate)
-    source.write_text(text)
-    complaint = native._build(source, target, command)
-    assert not complaint, complaint
-    return ctypes.CDLL(str(target))
+    return cpp.library(tmp_path_factory, text)
 
 
 def codes_of(result: torch.Tensor) -> torch.Tensor:
@@ -207,10 +200,7 @@ def test_the_square_root_is_correctly_rounded() -> None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """adam.cpp with its split and join made callable."""
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    return walks.build(tmp_path_factory.mktemp("rounding"), command)
+    return cpp.compiled(tmp_path_factory, walks.WRAPPER)
 
 
 @jit
@@ -262,29 +252,9 @@ def every_upper_half(lower: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ALL)
 def test_split_and_join(name: str, request: pytest.FixtureRequest) -> None:
-    """Every promise of kernels/rounding.py, of every upper half and of random patterns."""
     random = np.random.default_rng(0).integers(0, 2**32, 2**18 + 7, dtype=np.uint32)
     patterns = np.concatenate([every_upper_half(LOWER), random])
-    parts = walks.round_trip(name, torch.from_numpy(patterns.view(np.int32)), needed(name, request))
-    codes, rest, joined = parts[0].numpy().view(np.uint16), parts[1].numpy(), parts[2].numpy().view(np.uint32)
-    nan = (patterns & 0x7FFFFFFF) > 0x7F800000
-    # Lossless, NaN aside.
-    assert_same_bits(joined[~nan], patterns[~nan], "round trip")
-    # NaN stays NaN of its sign, in the weight and in what comes back.
-    assert ((codes[nan] & 0x7FFF) > 0x7F80).all() and ((joined[nan] & 0x7FFFFFFF) > 0x7F800000).all()
-    assert (codes[nan] >> 15 == patterns[nan] >> 31).all() and (joined[nan] >> 31 == patterns[nan] >> 31).all()
-    assert (codes[nan] & 0x40).all() and (joined[nan] & 0x400000).all(), "NaN comes back quiet"
-    assert (rest[nan] == 0).all()
-    # The weight is the nearest bf16, ties away from zero.
-    code, low = oracles.split(patterns.view(np.float32))
-    assert_same_bits(codes[~nan], code[~nan], "weight")
-    assert_same_bits(rest[~nan], low[~nan], "remainder")
-    # It is the cast's nearest-even save on exact ties.
-    even = oracles.bits(oracles.round_to(patterns.view(np.float32), BF16))
-    differs = (codes != even) & ~nan
-    assert (patterns[differs] & 0xFFFF == 0x8000).all(), "differs from nearest-even off a tie"
-    ties = ~nan & (patterns & 0xFFFF == 0x8000)
-    assert (differs[ties] == ((patterns[ties] >> 16) & 1 == 0)).all(), "differs where the lower neighbour is even"
+    walks.check_split(patterns, walks.round_trip(name, patterns, needed(name, request)))
 
 
 def test_the_weight_is_the_nearest_in_rational_numbers() -> None:
@@ -352,7 +322,6 @@ def test_a_step_that_changes_nothing_keeps_every_bit_of_a_split_master(name: str
 def test_split_and_join_of_all_patterns(
     name: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Lossless, NaN kept, weight nearest with ties away, and nearest-even save on ties: `walks.walk_slice`."""
     found = list(walks.in_processes(capfd, walks.walk_slice, name, needed(name, request)))
     assert sum(nans for nans, _ in found) == 2 * (2**23 - 1)
     assert sum(uneven for _, uneven in found) == 0x7F80, "one tie for every even code, of both signs together"

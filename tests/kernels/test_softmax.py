@@ -252,21 +252,6 @@ def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monke
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
 
-def test_how_many_pieces() -> None:
-    """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
-    block, device = row_launches.PIECE, torch.device("cpu")
-    assert row_launches._programs_at_once(device) == 16
-    for rows in (1, 2, 7, 8, 9, 16, 17, 1000):
-        for columns in (block + 1, 50257, 1 << 20, (1 << 31) - 9):
-            pieces, span = row_launches._pieces(rows, columns, device)
-            if rows > 8:
-                assert pieces == 1
-            else:
-                assert 1 < pieces <= row_launches.MOST_PIECES
-                assert rows * pieces <= 16
-                assert span % block == 0 and (pieces - 1) * span < columns <= pieces * span
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_the_real_limits_of_one_block(name: str) -> None:
     for columns in (

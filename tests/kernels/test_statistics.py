@@ -159,7 +159,7 @@ def lists(draw: st.DrawFn) -> list[torch.Tensor]:
     return tensors
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.composite(lists)(), st.sampled_from(list(GRIDS)), st.sampled_from([None, 2.0**16, 2.0**-10, 1000.0, 0.3]))
 def test_lists_of_any_bits(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
     examine(tensors, name, scale)

@@ -28,18 +28,6 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
     run(machine, masked, torch.zeros(63, dtype=torch.int32))
 
 
-def test_misaligned_unwritten_and_read_only(machine: SoftwareGPU) -> None:
-    with pytest.raises(RuntimeError, match=r"load of 4 bytes at .* is not aligned to them"):
-        run(machine, f"{LOAD} offset:2", torch.zeros(65, dtype=torch.int32))
-    two = "\tglobal_load_dwordx2 v[4:5], v1, s[4:5]"  # of 8 bytes, at multiples of 4
-    run(machine, two, torch.zeros(65, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match=r"thread 0: load of 4 bytes at .*, which nobody wrote to"):
-        run(machine, LOAD, torch.empty(64, dtype=torch.int32))
-    tensor = torch.zeros(64, dtype=torch.int32)
-    with machine.read_only(tensor), pytest.raises(RuntimeError, match="that is only to be read"):
-        run(machine, STORE, tensor)
-
-
 def test_sectors_are_counted(machine: SoftwareGPU) -> None:
     """64 lanes of 4 bytes, then 63 of them, of which the last sector is touched too."""
     masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{STORE}"

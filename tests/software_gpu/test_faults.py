@@ -89,7 +89,8 @@ SUMS = ("sign of a sum changed", "product made a sum")
 SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "cast list": ("multi_cast_kernel", (*GUARDS, *PLACES, *SUMS, "branch turned round")),
     "cast list wide": ("multi_cast_kernel", (*GUARDS, *PLACES, "branch turned round")),
-    "check bf16": ("check_kernel", ("barrier removed", *GUARDS, *PLACES, *SUMS, "branch turned round")),
+    "check bf16": ("check_kernel", ("barrier removed", *PLACES, *SUMS, GUARDS[0], "branch turned round")),
+    "unscale bf16": ("check_kernel", ("barrier removed", *GUARDS, *PLACES)),
     "check of many": ("finish_kernel", ("barrier removed", GUARDS[0], "stride doubled")),
     "adam split": ("adam_kernel", (*GUARDS, *PLACES, *SUMS, "branch turned round")),
     "adam full fp16": ("adam_kernel", (*GUARDS, *PLACES)),
@@ -106,6 +107,7 @@ AMD_SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "cast list wide": ("multi_cast_kernel", (*AMD_PLACES, "end of a buffer moved")),
     "check bf16": ("check_kernel", ("barrier removed", *AMD_PLACES, *SUMS)),
     "check of extremes": ("check_kernel", ("exchange with the lane itself",)),
+    "unscale bf16": ("check_kernel", ("barrier removed", *AMD_PLACES)),
     "adam split": ("adam_kernel", (*AMD_PLACES, SUMS[0], "guard dropped", "end of a buffer moved")),
     "adam stochastic": ("adam_kernel", AMD_PLACES),
     "statistics with errors": ("count_kernel", ("atomic operation left out",)),

@@ -68,10 +68,27 @@ def _check_many(seed: int) -> list[torch.Tensor]:
     return [answer.found_inf, answer.flags, answer.sum_of_squares]
 
 
-def _softmax(dtype: torch.dtype, rows: int, columns: int, dim: int, log: bool = False) -> Run:
+def _gradients(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    wide = normal(5000, dtype, seed)
+    return [normal(n, dtype, n + seed) for n in (1, 15, 4099, 513)] + [wide[1:4000]]
+
+
+def _check(dtype: torch.dtype) -> Run:
+    return lambda seed: list(halfstep.foreach_check(_gradients(dtype, seed), inv_scale=0.125))
+
+
+def _unscale(seed: int) -> list[torch.Tensor]:
+    grads = _gradients(BF16, seed)
+    return [*grads, halfstep.foreach_unscale_(grads, torch.tensor(1 / 3)).found_inf]
+
+
+def _softmax(
+    dtype: torch.dtype, rows: int, columns: int, dim: int = -1, log: bool = False, masked: bool = False
+) -> Run:
     def run(seed: int) -> list[torch.Tensor]:
         x = (2 * normal(rows * columns, dtype, seed)).view(rows, columns).requires_grad_()
-        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim)
+        mask = normal(rows * columns, FP32, seed + 1).view(rows, columns) > -0.5 if masked else None
+        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim, mask=mask)
         y.backward(normal(rows * columns, dtype, seed + 2).view(rows, columns))
         assert x.grad is not None
         return [y.detach(), x.grad]
@@ -84,10 +101,11 @@ CASES = {
     "cast e4m3 saturating": _golden("cast", "bf16 e4m3 nearest saturating"),
     "cast list": Case(_lists(FP32, E5M2)),
     "cast list wide": Case(_lists(E4M3, FP16)),
-    "check bf16": _golden("check", "bf16 finite"),
-    "check fp32": _golden("check", "fp32 finite"),
+    "check bf16": Case(_check(BF16)),
+    "check fp32": Case(_check(FP32)),
     "check of many": Case(_check_many),
     "check of extremes": Case(_check_extremes),
+    "unscale bf16": Case(_unscale),
     "check fp16 with overflow": _golden("check", "fp16 overflow"),
     "adam split": _golden("adam", "AdamW bf16 split fp32 nearest plain"),
     "adam full fp16": _golden("adam", "AdamW fp16 full fp32 nearest plain"),
@@ -101,9 +119,9 @@ CASES = {
     "statistics": _golden("statistics", "bf16 plain"),
     "statistics with errors": _golden("statistics", "fp32 errors"),
     "softmax": _golden("softmax", "bf16 rows", 32.0),
-    "softmax masked": _golden("softmax", "fp32 masked", 32.0),
+    "softmax masked": Case(_softmax(FP32, 7, 256, masked=True), 32.0),
     "softmax causal": _golden("softmax", "fp32 causal", 32.0),
-    "softmax long": Case(_softmax(BF16, 2, 40_000, -1, log=True), 64.0),
+    "softmax long": Case(_softmax(BF16, 2, 40_000, log=True), 64.0),
     "softmax strided": _golden("softmax", "fp32 columns", 32.0),
     "softmax strided by halves": Case(_softmax(BF16, 160, 48, 0), 32.0),
 }
