@@ -56,6 +56,14 @@ def cached(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache").glob("*.so"))
 
 
+def answer() -> int:
+    """What the toy answers, loaded or compiled anew."""
+    native.library.cache_clear()
+    library = native.library("toy")
+    assert library is not None
+    return library.answer()  # type: ignore[no-any-return]
+
+
 def compiler_script(folder: Path, body: str) -> Path:
     """A compiler that runs `body` first, then the real one."""
     script = folder / "c++-for-the-test"
@@ -70,13 +78,11 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_family_is_compiled_once_and_then_loaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42
+    assert answer() == 42
     assert len(cached(tmp_path)) == 1 and cached(tmp_path)[0].startswith("toy-")
     native.library.cache_clear()
     monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled a second time"))
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42
+    assert answer() == 42
 
 
 @pytest.mark.parametrize("what", ["source", "native.h", "lanes.h", "flags", "cpu", "compiler"])
@@ -98,8 +104,7 @@ def test_what_changes_the_result_makes_another_library(
         monkeypatch.setattr(native, "_cpu_identity", lambda: "another model")
     else:
         monkeypatch.setenv("CXX", str(compiler_script(tmp_path, '[ "$1" = --version ] && echo version 99 && exit')))
-    library = native.library("toy")
-    assert library is not None and library.answer() == (43 if what == "source" else 42)
+    assert answer() == (43 if what == "source" else 42)
     assert len(cached(tmp_path)) == 2
 
 
@@ -180,8 +185,7 @@ def test_a_damaged_library_is_built_anew(
     else:
         (folder / name).write_bytes(bad.get(damage) if damage in bad else other_library(tmp_path))
         (folder / name).chmod(0o755)
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42
+    assert answer() == 42
     assert (folder / name).read_bytes() == content and not (folder / name).is_symlink()
     assert sorted(path.name for path in folder.iterdir()) == ["lock", name], "something was left behind"
 
@@ -211,9 +215,7 @@ def test_a_library_planted_where_others_may_write_is_not_run(
     # write to it, so it is not loaded.
     folder.chmod(0o700)
     planted.chmod(0o757)
-    native.library.cache_clear()
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42, "a file that others may write to"
+    assert answer() == 42, "a file that others may write to"
 
 
 @pytest.mark.parametrize(
@@ -238,8 +240,7 @@ def test_whoever_may_rename_a_parent_could_exchange_the_folder(
         native.library.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            library = native.library("toy")
-        assert library is not None and library.answer() == 42
+            assert answer() == 42
         assert len(caught) == refused
         if refused:
             assert f"others may write to {parent}; use `chmod go-w {parent}`" in str(caught[0].message)
@@ -269,8 +270,7 @@ def test_a_cache_that_cannot_be_written_is_read(toy: Path, tmp_path: Path, monke
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
     monkeypatch.setattr(native, "_build", lambda *_: pytest.fail("compiled a second time"))
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42
+    assert answer() == 42
     assert [path.name for path in folder.iterdir()] == [name]
 
 
@@ -281,8 +281,7 @@ def test_a_file_system_without_locks_is_no_obstacle(toy: Path, tmp_path: Path, m
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", without)
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42 and len(cached(tmp_path)) == 1
+    assert answer() == 42 and len(cached(tmp_path)) == 1
 
 
 def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,16 +289,12 @@ def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypat
     plain = shlex.join(native.compiler() or [])
     for answer in (7, 8):
         monkeypatch.setenv("CXX", f"{plain} -O2 -DANSWER={answer} -DTEXT='\"a b\"'")
-        native.library.cache_clear()
-        library = native.library("toy")
-        assert library is not None and library.answer() == answer
+        assert answer() == answer
     assert len(cached(tmp_path)) == 2, "arguments change the result"
     wrapper = compiler_script(tmp_path, "[ -x ] && shift")  # as ccache: the compiler is its first argument
     wrapper.write_text('#!/bin/sh\nexec "$@"\n')
     monkeypatch.setenv("CXX", f"'{wrapper}' {plain} -DANSWER=9")
-    native.library.cache_clear()
-    library = native.library("toy")
-    assert library is not None and library.answer() == 9
+    assert answer() == 9
     for nonsense in ("g++ 'unclosed", "/nonexistent/g++ -O2", " "):
         monkeypatch.setenv("CXX", nonsense)
         assert native.compiler() is None
@@ -374,8 +369,7 @@ def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, m
     """Apple's clang refuses -fopenmp."""
     refuse = 'for a in "$@"; do [ "$a" = -fopenmp ] && echo "unsupported option -fopenmp" >&2 && exit 1; done'
     monkeypatch.setenv("CXX", str(compiler_script(tmp_path, refuse)))
-    library = native.library("toy")
-    assert library is not None and library.answer() == 42
+    assert answer() == 42
 
 
 def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path: Path) -> None:
