@@ -287,9 +287,9 @@ def test_a_file_system_without_locks_is_no_obstacle(toy: Path, tmp_path: Path, m
 def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.write_text('extern "C" int answer() { return ANSWER; }\n')
     plain = shlex.join(native.compiler() or [])
-    for answer in (7, 8):
-        monkeypatch.setenv("CXX", f"{plain} -O2 -DANSWER={answer} -DTEXT='\"a b\"'")
-        assert answer() == answer
+    for number in (7, 8):
+        monkeypatch.setenv("CXX", f"{plain} -O2 -DANSWER={number} -DTEXT='\"a b\"'")
+        assert answer() == number
     assert len(cached(tmp_path)) == 2, "arguments change the result"
     wrapper = compiler_script(tmp_path, "[ -x ] && shift")  # as ccache: the compiler is its first argument
     wrapper.write_text('#!/bin/sh\nexec "$@"\n')
