@@ -19,6 +19,7 @@ from adam_cases import (
     USUAL,
     Memory,
     Step,
+    cut,
     examine,
     label,
     make,
@@ -397,24 +398,6 @@ def test_where_nothing_is_rounded_by_chance_the_bits_are_those_of_nearest(name: 
         for index, tensor in enumerate(tensors):
             tensors[index] = dataclasses.replace(tensor, noise=Noise(5, index))
         examine((name,), dataclasses.replace(nearest, stochastic=True), tensors, steps[:2])
-
-
-def cut(tensor: AdamTensor, shape: tuple[int, ...], ranges: list[tuple[int, int]]) -> AdamTensor:
-    """A block of a tensor of `shape`, and how it lies in the whole as a single dimension's map can say it."""
-    at = tuple(slice(start, stop) for start, stop in ranges)
-    assert tensor.noise is not None
-    strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
-    base = sum(start * stride for (start, _), stride in zip(ranges, strides, strict=True))
-    inner_cut = [dim for dim in range(1, len(shape)) if ranges[dim] != (0, shape[dim])]
-    assert len(inner_cut) <= 1
-    held = [stop - start for start, stop in ranges]
-    inner = int(np.prod(held[inner_cut[0] :])) if inner_cut else 0
-    inner_whole = int(np.prod(shape[inner_cut[0] :])) if inner_cut else 0
-    parts = {
-        name: array.reshape(shape)[at].reshape(-1).copy() for name, array in tensor.arrays().items() if name != "step"
-    }
-    noise = dataclasses.replace(tensor.noise, base=base, inner=inner, inner_whole=inner_whole)
-    return dataclasses.replace(tensor, **parts, noise=noise)
 
 
 SHAPE = (7, 6, 60)

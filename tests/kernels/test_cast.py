@@ -235,9 +235,11 @@ def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
                 assert_same_bits(out, want, kind)
                 assert out._version > version, f"{kind}: autograd cannot see the write"
                 out.fill_(7)
+                version = out._version
                 results = halfstep.foreach_cast([x], target, out=[out])
                 assert len(results) == 1 and results[0] is out
                 assert_same_bits(out, want, f"{kind}, list")
+                assert out._version > version, f"{kind}, list: autograd cannot see the write"
 
 
 @pytest.mark.parametrize("name", ALL)

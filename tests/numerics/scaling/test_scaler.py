@@ -204,6 +204,19 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, message: s
         halfstep.GradScaler("cpu", **options)
 
 
+@pytest.mark.parametrize(
+    "arguments", [(2.0**-126, 1.0000001, 1e-30, 1), (3.4028234663852886e38, 1e30, 0.999999, 10**12)]
+)
+def test_every_state_of_torchs_scaler_loads(arguments: tuple[float, float, float, int]) -> None:
+    torchs = torch.amp.GradScaler("cpu", *arguments)
+    torchs._init_growth_tracker = 2**31 - 1
+    for _ in range(2):
+        s = scaler()
+        s.load_state_dict(torchs.state_dict())
+        assert s.state_dict() == torchs.state_dict()
+        torchs.scale(torch.ones(()))  # then the state is in tensors
+
+
 def test_a_new_scale_and_what_is_refused_when_it_is_set() -> None:
     for value in (8, 8.0, torch.tensor(8.0)):
         s = scaler()
