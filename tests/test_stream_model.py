@@ -7,17 +7,6 @@ import torch
 from stream_model import Model
 
 
-def test_operations_are_executed_when_their_stream_is() -> None:
-    with Model("late") as model:
-        x = torch.ones(4, device="cuda")
-        y = (x + 1).sum()
-        address = x.data_ptr()
-        assert x.device == model.device and y.is_cuda and not model.blocking
-        assert model.memory.numbers(address, 4, "float32").tolist() != [1.0] * 4, "nothing has run"  # type: ignore[arg-type]
-        assert y.item() == 8.0 and model.blocking == ["aten._local_scalar_dense"]
-        assert model.memory.numbers(address, 4, "float32").tolist() == [1.0] * 4  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("waits", [False, True])
 def test_streams_run_in_any_order_that_events_allow(waits: bool) -> None:
     found = set()
@@ -100,37 +89,3 @@ def test_what_waits_is_named_and_refused(call: object, named: str) -> None:
         with pytest.raises(RuntimeError, match="previous error during capture"), torch.cuda.graph(graph):
             call(x)  # type: ignore[operator]
         assert not torch.cuda.is_current_stream_capturing()
-
-
-def test_pinned_and_pageable_copies_are_told_apart() -> None:
-    with Model("late") as model:
-        host = torch.ones(4)
-        x = torch.empty(4, device="cuda")
-        x.copy_(host, non_blocking=True)
-        assert (model.pageable, model.blocking) == (["a copy to the device"], [])
-        model.pageable.clear()
-        pinned = host.pin_memory()
-        x.copy_(pinned, non_blocking=True)
-        pinned.fill_(2.0)  # too early: the device is late
-        assert x.tolist() == [2.0] * 4
-        assert model.pageable == ["a copy from the device"]
-
-
-def test_a_capture_does_not_wait_for_what_was_not_captured() -> None:
-    with Model("late"):
-        eager = torch.cuda.current_stream().record_event()
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(RuntimeError, match="previous error during capture"), torch.cuda.graph(graph):
-            torch.cuda.current_stream().wait_event(eager)
-        other = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        x = torch.zeros((), device="cuda")
-        with torch.cuda.graph(other):
-            main = torch.cuda.current_stream()
-            side.wait_stream(main)
-            with torch.cuda.stream(side):
-                x.add_(1)  # joined the capture
-            main.wait_stream(side)
-        assert x.item() == 0.0
-        other.replay()
-        assert x.item() == 1.0

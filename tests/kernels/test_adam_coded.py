@@ -10,7 +10,7 @@ import block_oracle
 import numpy as np
 import oracles
 import pytest
-from adam_cases import CODED, Memory, Step, examine, label, make
+from adam_cases import CODED, Memory, Step, cut, examine, label, make
 from implementations import ALL, using
 from noise import Noise
 from oracles import BF16, FP16, FP32, NUMPY, AdamTensor
@@ -57,28 +57,6 @@ def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
     examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
 
 
-def cut(tensor: AdamTensor, columns: int, rows: tuple[int, int], part: tuple[int, int]) -> AdamTensor:
-    """Some rows and some columns, which begin a block, of a tensor."""
-    assert tensor.noise is not None
-    at = slice(*rows), slice(*part)
-    blocks = slice(*rows), slice(part[0] // block_oracle.SPAN, -(-part[1] // block_oracle.SPAN))
-    parts = {
-        name: array.reshape(-1, array.shape[-1] if name.endswith("scales") else columns)[
-            blocks if name.endswith("scales") else at
-        ].copy()
-        for name, array in tensor.arrays().items()
-        if name != "step"
-    }
-    flat = {name: array if name.endswith("scales") else array.reshape(-1) for name, array in parts.items()}
-    width = part[1] - part[0]
-    inner = (0, 0) if width == columns else (width, columns)
-    return dataclasses.replace(
-        tensor,
-        **flat,
-        noise=dataclasses.replace(tensor.noise, base=rows[0] * columns + part[0], inner=inner[0], inner_whole=inner[1]),
-    )
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("layout", [SPLIT24, FULL], ids=label)
 @pytest.mark.parametrize(
@@ -98,13 +76,13 @@ def test_shards_have_the_bits_of_the_whole(
     whole = matrix(layout, 7, columns, rng, step=3, noise=Noise(11, 4))
     grad = gradient(layout, whole.param.size, rng)
     (after,) = Step([grad]).expected([whole])
-    parts = [cut(whole, columns, *place) for place in ranges]
+    parts = [cut(whole, (7, columns), place) for place in ranges]
     grads = [grad.reshape(7, columns)[slice(*rows), slice(*part)].reshape(-1).copy() for rows, part in ranges]
     with using(name, "adam") as device:
         for offset in (0, 1) if name != "triton" else (int(layout is FULL),):
             memory = Memory(layout, parts, device, offset)
             memory.step(Step(grads))
-            memory.compare([cut(after, columns, *place) for place in ranges], f"{name}, offset {offset}")
+            memory.compare([cut(after, (7, columns), place) for place in ranges], f"{name}, offset {offset}")
 
 
 @layouts
@@ -191,25 +169,15 @@ def test_the_maximum_never_falls_and_takes_what_was_stored(name: str) -> None:
     assert (tops[2] >= v).all() and np.isin(tops[0], tops[2]).any()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_skipped_step_writes_nothing(name: str) -> None:
-    rng = np.random.default_rng(5)
-    tensors = [matrix(FULL, 3, 200, rng, step=7)]
-    with using(name, "adam") as device:
-        memory = Memory(FULL, tensors, device, 0)
-        memory.step(Step([np.full(600, NAN, NUMPY[FP16])], grad_scale=0.0, found_inf=2.0))
-        memory.compare(tensors, name, exactly=True)
-
-
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_second_moment_under_constant_gradients_comes_to_their_square(stochastic: bool) -> None:
     """In the mean of many elements, with stochastic rounding; to nearest it stops where a step is half a unit."""
     layout, rng = dataclasses.replace(ALONE, amsgrad=False, stochastic=stochastic), np.random.default_rng(6)
-    tensors = [make(layout, np.zeros(4096, np.float32), rng, columns=4096, beta2=0.99, lr=0.0)]
+    tensors = [make(layout, np.zeros(4096, np.float32), rng, columns=4096, beta2=0.97, lr=0.0)]
     step = Step([np.full(4096, 1.1, np.float32)])
     with using("native", "adam") as device:
         memory = Memory(layout, tensors, device, 0)
-        for _ in range(1500):
+        for _ in range(400):
             memory.step(step)
         held = [oracles.to_numpy(memory.lists[operand][0]) for operand in (4, 13)]
     v = block_oracle.decoded(held[0].reshape(1, -1), held[1], False).astype(np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,13 +24,6 @@ GPU = torch.device("cuda")
 def start_from_auto(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_chosen", "auto")
     yield
-
-
-def compiled(monkeypatch: pytest.MonkeyPatch, *, triton: bool = True, interpreted: bool = False) -> None:
-    """Pretend to be a process with or without Triton and its interpreter."""
-    monkeypatch.setattr(module, "triton", object() if triton else None)
-    monkeypatch.setattr(module, "INTERPRET", interpreted)
-    monkeypatch.setattr(module, "TAKES_CPU_TENSORS", interpreted)
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -80,67 +74,47 @@ def test_without_the_variable_it_is_auto_and_a_bad_one_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_reference_is_the_reference_everywhere(device: torch.device) -> None:
-    with halfstep.backend("reference"):
-        assert module.resolve(device, "unscale") == "reference"
+REFUSED = "Expected GPU tensors for backend 'triton', but got tensors on '{}': use backend('auto'), or set "
+META = torch.device("meta")
 
 
-def test_auto_takes_triton_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled(monkeypatch)
-    assert module.resolve(GPU, "unscale") == "triton"
-    compiled(monkeypatch, triton=False)
-    assert module.resolve(GPU, "unscale") == "reference"
-    compiled(monkeypatch, interpreted=True)  # interpreted kernels cannot reach GPU memory at any speed worth having
-    assert module.resolve(GPU, "unscale") == "reference"
-
-
-def test_auto_takes_native_on_cpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for interpreted in (False, True):
-        compiled(monkeypatch, interpreted=interpreted)
-        monkeypatch.setattr(native, "library", lambda family: object())
-        assert module.resolve(CPU, "unscale") == "native"
-        monkeypatch.setattr(native, "library", lambda family: None)
-        assert module.resolve(CPU, "unscale") == "reference"
-    assert module.resolve(torch.device("meta"), "unscale") == "reference"
-
-
-def test_triton_on_the_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    with halfstep.backend("triton"):
-        compiled(monkeypatch, interpreted=True)
-        assert module.resolve(CPU, "unscale") == "triton"
-        compiled(monkeypatch)
-        assert module.resolve(GPU, "unscale") == "triton"
-        with pytest.raises(RuntimeError) as raised:
-            module.resolve(CPU, "unscale")
-        assert str(raised.value) == (
-            "Expected GPU tensors for backend 'triton', but got tensors on 'cpu': use backend('auto'), or "
-            "set TRITON_INTERPRET=1 before halfstep is imported to run the kernels on CPU tensors"
-        )
-        with pytest.raises(RuntimeError, match="but got tensors on 'meta'"):
-            module.resolve(torch.device("meta"), "unscale")
-
-
-def test_compiled_kernels_take_cpu_tensors_where_a_stand_in_for_the_driver_runs_them(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("chosen", "process", "device", "expected"),
+    [
+        ("reference", {}, CPU, "reference"),
+        ("reference", {}, GPU, "reference"),
+        ("auto", {}, GPU, "triton"),
+        ("auto", {"triton": False}, GPU, "reference"),
+        ("auto", {"interpreted": True}, GPU, "reference"),  # interpreted kernels cannot reach a GPU's memory
+        ("auto", {}, CPU, "native"),
+        ("auto", {"interpreted": True}, CPU, "native"),
+        ("auto", {"cpp": False}, CPU, "reference"),
+        ("auto", {}, META, "reference"),
+        ("triton", {}, GPU, "triton"),
+        ("triton", {"interpreted": True}, CPU, "triton"),
+        ("triton", {}, CPU, REFUSED.format("cpu")),
+        ("triton", {}, META, REFUSED.format("meta")),
+        # Where a stand-in for the driver runs compiled kernels on CPU tensors.
+        ("triton", {"takes_cpu_tensors": True}, CPU, "triton"),
+        ("triton", {"takes_cpu_tensors": True}, META, REFUSED.format("meta")),
+        ("triton", {"triton": False}, CPU, "Expected triton to be installed for backend 'triton', but it is not: "),
+    ],
+)
+def test_what_runs_where(
+    chosen: str, process: dict[str, bool], device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled(monkeypatch)
-    monkeypatch.setattr(module, "TAKES_CPU_TENSORS", True)
-    assert module.resolve(GPU, "unscale") == "triton"  # compiled still: a GPU runs them as ever
-    assert not module.interpreting()
-    with halfstep.backend("triton"):
-        assert module.resolve(CPU, "unscale") == "triton"
-        with pytest.raises(RuntimeError, match="but got tensors on 'meta'"):
-            module.resolve(torch.device("meta"), "unscale")
-
-
-def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled(monkeypatch, triton=False)
-    with halfstep.backend("triton"), pytest.raises(RuntimeError) as raised:
-        module.resolve(CPU, "unscale")
-    assert str(raised.value) == (
-        "Expected triton to be installed for backend 'triton', but it is not: install it or use backend('auto')"
-    )
+    interpreted = process.get("interpreted", False)
+    monkeypatch.setattr(module, "triton", object() if process.get("triton", True) else None)
+    monkeypatch.setattr(module, "INTERPRET", interpreted)
+    monkeypatch.setattr(module, "TAKES_CPU_TENSORS", process.get("takes_cpu_tensors", interpreted))
+    monkeypatch.setattr(native, "library", lambda family: object() if process.get("cpp", True) else None)
+    with halfstep.backend(chosen):
+        if expected in ("reference", "native", "triton"):
+            assert module.resolve(device, "unscale") == expected
+            assert not module.interpreting() or interpreted
+        else:
+            with pytest.raises(RuntimeError, match=re.escape(expected)):
+                module.resolve(device, "unscale")
 
 
 @pytest.mark.parametrize(("lanes", "most"), [(32, 32), (64, 16)])
@@ -160,15 +134,6 @@ def test_a_program_has_1024_threads_at_most(monkeypatch: pytest.MonkeyPatch, lan
             assert module.most_warps(CPU) == 32
     finally:
         module._lanes.cache_clear()
-
-
-def test_jit_leaves_functions_alone_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "triton", None)
-
-    def kernel() -> None:
-        """Never called."""
-
-    assert module.jit(kernel) is kernel
 
 
 def test_a_function_runs_through_the_chosen_implementation() -> None:

@@ -1,64 +1,108 @@
-"""Casting to nearest between fp32, fp16 and bf16: rounding against three oracles, every kind of tensor, autograd.
-
-FP8, the other roundings and saturation: ``test_cast_modes.py``.
-"""
+"""Casts between fp32, fp16, bf16 and FP8: every rounding against fractions, every kind of tensor, noise, autograd."""
 
 from __future__ import annotations
 
-import subprocess
+import itertools
 import warnings
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import cpp
 import numpy as np
 import oracles
 import pytest
+import roundings
 import torch
 import walks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, twins, using
-from oracles import BF16, DTYPES, E4M3, E5M2, FP16, FP32, assert_same_bits
+from oracles import BF16, DTYPES, E4M3, E5M2, FP8, FP16, FP32, assert_same_bits
+from strategies import kinds, laid_out
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
-from halfstep.kernels import cast as module
 from halfstep.kernels import native
-from halfstep.kernels.multi_tensor import TableCache, is_flat
+from halfstep.kernels.multi_tensor import is_flat
+from halfstep.kernels.philox import reference_words
+from halfstep.kernels.rounding import ROUNDINGS
 
-pytestmark = [
-    pytest.mark.sample(3),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy, on overflow and NaN
-]
+pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, on overflow and NaN
 
-PAIRS = [(source, target) for source in DTYPES for target in DTYPES]
-HALVES = (FP16, BF16)
+FORMATS = (*DTYPES, *FP8)
+PAIRS = list(itertools.product(FORMATS, FORMATS))
+WIDE_PAIRS = list(itertools.product(DTYPES, DTYPES))
+MODES = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
 def names(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def expected(values: np.ndarray, target: torch.dtype) -> np.ndarray:
-    """What a cast must give: through fp32, which holds every source exactly, rounded once."""
-    with np.errstate(invalid="ignore"):
-        wide = values.astype(np.float32)
+def every_code(dtype: torch.dtype) -> torch.Tensor:
+    """All codes of a 16-bit or 8-bit format; of fp32, the neighbours of each number where a rounding changes."""
+    if dtype == FP32:
+        return oracles.to_torch(np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16)]))
+    if dtype.itemsize == 1:
+        return torch.arange(256, dtype=torch.uint8).view(dtype)
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def codes(tensor: torch.Tensor) -> torch.Tensor:
+    """What torch can concatenate and compare in every version."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def probes(source: torch.dtype, target: torch.dtype, count: int = 1500) -> torch.Tensor:
+    """Values of `source`, out of order, where casting them to `target` may go wrong."""
+    rng = np.random.default_rng(FORMATS.index(source) * 5 + FORMATS.index(target))
+    if source != FP32:
+        every = every_code(source)
+        return every[torch.from_numpy(rng.permutation(len(every))[:count])]
+    values = oracles.thresholds(FP16) if target == FP32 else roundings.points(target)
+    chosen = rng.choice(values, min(count, len(values)), replace=False)
+    return oracles.to_torch(rng.permutation(np.concatenate([oracles.specials(), chosen])))
+
+
+def nearest(values: np.ndarray, target: torch.dtype) -> np.ndarray:
+    """What a cast to nearest must give: through fp32, which holds every source exactly, rounded once."""
+    wide = values.astype(np.float32)
     return wide if target == FP32 else oracles.round_to(wide, target)
 
 
-def every_input(source: torch.dtype) -> np.ndarray:
-    """All codes of a 16-bit source; for fp32, the neighbours of each number where a rounding changes (`oracles`)."""
-    if source == FP32:
-        return np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16)])
-    return np.arange(2**16, dtype=np.uint16).view(oracles.NUMPY[source])
+def expected(x: torch.Tensor, target: torch.dtype, rounding: str, saturate: bool, words: torch.Tensor) -> np.ndarray:
+    """What a cast of a 1-D tensor must give, one number at a time, in fractions."""
+    wide = oracles.to_numpy(x).astype(np.float32)
+    if target == FP32:
+        return np.clip(wide, -np.finfo(np.float32).max, np.finfo(np.float32).max) if saturate else wide
+    found = [
+        roundings.code(value, target, rounding, saturate, word)
+        for value, word in zip(wide.tolist(), words.tolist(), strict=True)
+    ]
+    nan = {FP16: 0x7E00, BF16: 0x7FC0, E4M3: 0x7F, E5M2: 0x7F}[target]
+    unsigned = np.uint8 if target.itemsize == 1 else np.uint16
+    return np.array([nan if code is None else code for code in found], unsigned).view(oracles.NUMPY[target])
+
+
+@cache
+def probed(source: torch.dtype, target: torch.dtype, rounding: str, saturate: bool, seed: int) -> np.ndarray:
+    """What a cast of `probes` must give."""
+    x = probes(source, target)
+    return expected(x, target, rounding, saturate, reference_words(torch.arange(x.numel()), seed))
+
+
+def seed_of(rounding: str) -> int | None:
+    return 99 if rounding == "stochastic" else None
 
 
 # ------------------------------------------------------------------------------------------------------------ rounding
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
-def test_every_pair_of_formats(name: str, source: torch.dtype, target: torch.dtype) -> None:
-    values = np.random.default_rng(0).permutation(every_input(source))
+@pytest.mark.parametrize(("source", "target"), WIDE_PAIRS, ids=names)
+def test_every_code_to_nearest(name: str, source: torch.dtype, target: torch.dtype) -> None:
+    values = np.random.default_rng(0).permutation(oracles.to_numpy(every_code(source)))
     with using(name, "cast") as device:
         tensor = oracles.to_torch(values).to(device)
         one = halfstep.cast(tensor, target)
@@ -66,151 +110,81 @@ def test_every_pair_of_formats(name: str, source: torch.dtype, target: torch.dty
         cuts = np.cumsum(np.arange(1, 64))
         pieces = [*torch.tensor_split(tensor[: cuts[-1]], torch.from_numpy(cuts[:-1])), tensor[cuts[-1] :]]
         many = torch.cat(halfstep.foreach_cast(pieces, target))
-    want = expected(values, target)
-    assert one.dtype == many.dtype == target
-    assert_same_bits(one, want, f"cast, {name}")
-    assert_same_bits(many, want, f"foreach_cast, {name}")
+    assert_same_bits(one, nearest(values, target), f"cast, {name}")
+    assert_same_bits(many, nearest(values, target), f"foreach_cast, {name}")
 
 
-@pytest.mark.parametrize("target", HALVES, ids=names)
+@pytest.mark.parametrize("target", (FP16, BF16), ids=names)
 def test_the_oracles_agree_with_fractions(target: torch.dtype) -> None:
     """numpy and ml_dtypes, which judge the kernels, are themselves held against rational numbers and a sorted table."""
     rng = np.random.default_rng(0)
-    probes = rng.choice(oracles.thresholds(target), 4000, replace=False)
+    chosen = rng.choice(oracles.thresholds(target), 4000, replace=False)
     random = rng.integers(0, 2**32, 2000, dtype=np.uint32).view(np.float32)
-    values = np.concatenate([oracles.specials(), probes, random])
+    values = np.concatenate([oracles.specials(), chosen, random])
     rounded = oracles.round_to(values, target)
     for value, code, nan in zip(values.tolist(), oracles.bits(rounded).tolist(), np.isnan(rounded), strict=True):
-        assert oracles.nearest_code(value, target) == (None if nan else code), value.hex()
-
-
-@pytest.mark.parametrize("target", HALVES, ids=names)
-def test_thresholds_are_complete(target: torch.dtype) -> None:
-    """Between neighbouring probes the code takes one step at most, so a monotone rounding has no other place."""
-    values = oracles.thresholds(target)
-    positive = np.unique(np.abs(values[(values >= 0) & np.isfinite(values)]))  # -0 is among them
-    codes = oracles.bits(oracles.round_to(positive, target)).astype(np.int64)
-    steps, gaps = np.diff(codes), np.diff(positive.view(np.uint32).astype(np.int64))
-    assert steps.min() >= 0 and steps.max() == 1
-    assert (gaps[steps == 1] == 1).all(), "a step between fp32 values that are not neighbours"
-    assert codes[0] == 0 and codes[-1] == (0x7C00 if target == FP16 else 0x7F80)
+        assert roundings.code(value, target, "nearest", False, 0) == (None if nan else code), value.hex()
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-    ("value", "target", "code"),
-    [
-        (65519.996, FP16, 0x7BFF),
-        (65520.0, FP16, 0x7C00),
-        (-65520.0, FP16, 0xFC00),
-        (2.0**-25, FP16, 0x0000),
-        (-(2.0**-25), FP16, 0x8000),
-        (2.0**-25 * (1 + 2.0**-23), FP16, 0x0001),
-        (3 * 2.0**-25, FP16, 0x0002),
-        (2.0**-14 - 2.0**-25, FP16, 0x0400),
-        (1 + 2.0**-11, FP16, 0x3C00),
-        (1 + 3 * 2.0**-11, FP16, 0x3C02),
-        (3.3895313892515355e38, BF16, 0x7F7F),
-        (3.3961775292304957e38, BF16, 0x7F80),
-        (2.0**-134, BF16, 0x0000),
-        (3 * 2.0**-134, BF16, 0x0002),
-        (1 + 2.0**-8, BF16, 0x3F80),
-        (1 + 3 * 2.0**-8, BF16, 0x3F82),
-        (-0.0, FP16, 0x8000),
-        (-0.0, BF16, 0x8000),
-    ],
-    ids=str,
-)
-def test_values_known_by_hand(name: str, value: float, target: torch.dtype, code: int) -> None:
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
+def test_every_pair_rounding_and_saturation(name: str, source: torch.dtype, target: torch.dtype) -> None:
+    x = probes(source, target)
     with using(name, "cast") as device:
-        source = torch.full((19,), value, device=device)
-        assert source[0].item() == np.float32(value)
-        assert set(oracles.bits(halfstep.cast(source, target)).tolist()) == {code}
-        assert set(oracles.bits(halfstep.foreach_cast([source], target)[0]).tolist()) == {code}
-
-
-# Every pattern as likely as any other, and the floats that hypothesis likes.
-ANY_FP32 = st.floats(width=32) | st.integers(0, 2**32 - 1).map(lambda code: float(np.uint32(code).view(np.float32)))
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(ANY_FP32, max_size=40),
-    st.sampled_from(HALVES),
-)
-def test_any_values(values: list[float], target: torch.dtype) -> None:
-    for name in ALL:
-        with using(name, "cast") as device:
-            (result,) = halfstep.foreach_cast([torch.tensor(values, dtype=FP32, device=device)], target)
-        codes = [None if x != x else b for x, b in zip(result.tolist(), oracles.bits(result).tolist(), strict=True)]
-        assert codes == [oracles.nearest_code(value, target) for value in values], name
-
-
-# --------------------------------------------------------------------------------------------- the portable C++
+        there = x.to(device)
+        for rounding, saturate in itertools.product(ROUNDINGS, (False, True)):
+            options = {"rounding": rounding, "saturate": saturate, "seed": seed_of(rounding)}
+            want = probed(source, target, rounding, saturate, 99)
+            one = halfstep.cast(there, target, **options)  # type: ignore[arg-type]
+            (many,) = halfstep.foreach_cast([there], target, **options)  # type: ignore[arg-type]
+            assert_same_bits(one, want, (rounding, saturate))
+            assert_same_bits(many, want, (rounding, saturate, "list"))
+            if source in FP8 and target in FP8:  # a NaN keeps its sign
+                nan = x.float().isnan()
+                assert torch.equal(codes(one).cpu()[nan] & 0x80, codes(x)[nan] & 0x80)
 
 
 @pytest.fixture(scope="module")
 def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """cast.cpp for the oldest machine of this kind: no F16C, no AVX-512, so the bit arithmetic of native.h."""
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    target = tmp_path_factory.mktemp("portable") / "cast.so"
-    source = Path(native.__file__).resolve().parent / "cast.cpp"
-    subprocess.run([*command, *native._SHARED, str(source), "-o", str(target)], check=True)
-    return target
+    """cast.cpp for the oldest machine of this kind, where native.h has the bit arithmetic."""
+    return cpp.compiled(tmp_path_factory, cpp.KERNELS / "cast.cpp", cpp.PORTABLE)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
-def test_every_pair_of_formats_without_special_instructions(
-    portable: Path, monkeypatch: pytest.MonkeyPatch, source: torch.dtype, target: torch.dtype
+@MODES
+@pytest.mark.parametrize("saturate", [False, True], ids=["", "saturating"])
+def test_the_portable_cpp_has_the_bits_of_the_reference(
+    portable: Path, monkeypatch: pytest.MonkeyPatch, rounding: str, saturate: bool
 ) -> None:
-    monkeypatch.setattr(native, "library", lambda family: walks.load_casts(str(portable)))
-    values = every_input(source)
-    with halfstep.backend("auto"):
-        (result,) = halfstep.foreach_cast([oracles.to_torch(values)], target)
-    assert_same_bits(result, expected(values, target))
+    options = {"rounding": rounding, "saturate": saturate, "seed": seed_of(rounding)}
+    for source, target in PAIRS:
+        x = probes(source, target, 2**16 if rounding == "nearest" else 4000)
+        with halfstep.backend("reference"):
+            want = halfstep.cast(x, target, **options)  # type: ignore[arg-type]
+        with monkeypatch.context() as patch, halfstep.backend("auto"):
+            patch.setattr(native, "library", lambda family: walks.load_casts(str(portable)))
+            (result,) = halfstep.foreach_cast([x], target, **options)  # type: ignore[arg-type]
+        assert_same_bits(result, want, (source, target))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("dtype", FORMATS, ids=names)
+def test_the_same_dtype_is_a_copy(name: str, dtype: torch.dtype) -> None:
+    x = every_code(dtype)
+    with using(name, "cast") as device:
+        there = x.to(device)
+        for rounding in ROUNDINGS:
+            y = halfstep.cast(there, dtype, rounding=rounding, seed=seed_of(rounding))
+            assert torch.equal(codes(y).cpu(), codes(x)), "payloads of NaN included"
+            assert y.data_ptr() != there.data_ptr()
+        saturated = halfstep.cast(there, dtype, saturate=True).float()
+        assert not saturated.isinf().any() and torch.equal(saturated.isnan(), there.float().isnan())
 
 
 # ---------------------------------------------------------------------------------------------------- kinds of tensors
 
 
-def kinds(source: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of every shape and layout, with a NaN, an infinity, a subnormal and an overflow in each large one."""
-    rng = np.random.default_rng(7)
-
-    def values(count: int) -> torch.Tensor:
-        result = torch.from_numpy(rng.standard_normal(count).astype(np.float32)).to(source)
-        if count > 8:
-            special = torch.tensor([float("nan"), float("-inf"), 1e-6, 7e4, -0.0]).to(source)
-            result[-6:-1] = special
-        return result
-
-    return {
-        "empty": torch.empty(0, dtype=source),
-        "empty, 2-D": values(0).reshape(0, 3),
-        "0-dim": values(1).reshape(()),
-        "one": values(1),
-        "odd": values(4097),
-        "one chunk": values(4096),
-        "two chunks": values(8192),
-        "misaligned": values(5001)[1:],
-        "misaligned chunk": values(4099)[3:],
-        "transposed": values(77 * 13).reshape(77, 13).t(),
-        "permuted": values(3 * 5 * 7).reshape(3, 5, 7).permute(2, 0, 1),
-        "channels last": values(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        "gaps": values(60 * 40).reshape(60, 40)[:, 3:29],
-        "transposed gaps": values(77 * 13).reshape(77, 13).t()[::2],
-        "strided": values(999)[::3],
-        "expanded": values(33).expand(5, 33),
-        "expanded from one": values(1).expand(7, 11),
-        "size 1 with an odd stride": values(12).as_strided((3, 1, 4), (4, 999, 1)),
-        "overlapping": values(20).as_strided((9, 3), (2, 1)),
-    }
-
-
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
+@pytest.mark.parametrize(("source", "target"), WIDE_PAIRS, ids=names)
 def test_every_kind_of_tensor(name: str, source: torch.dtype, target: torch.dtype) -> None:
     tensors = kinds(source)
     with using(name, "cast") as device:
@@ -218,7 +192,7 @@ def test_every_kind_of_tensor(name: str, source: torch.dtype, target: torch.dtyp
         before = [oracles.bits(tensor).copy() for tensor in placed]
         many = halfstep.foreach_cast(placed, target)
         for kind, original, tensor, listed, kept in zip(tensors, tensors.values(), placed, many, before, strict=True):
-            want = expected(oracles.to_numpy(original), target)
+            want = nearest(oracles.to_numpy(original), target)
             for result in (halfstep.cast(tensor, target), listed):
                 assert_same_bits(result, want, kind)
                 assert result.device == tensor.device and result.dtype == target
@@ -236,7 +210,7 @@ def test_nothing_beyond_the_target_is_written(name: str) -> None:
                 source = torch.linspace(-3, 3, size, device=device)
                 buffer = torch.full((offset + size + 9,), 42.0, dtype=target, device=device)
                 halfstep.foreach_cast([source], target, out=[buffer[offset : offset + size]])
-                assert_same_bits(buffer[offset : offset + size], expected(oracles.to_numpy(source), target))
+                assert_same_bits(buffer[offset : offset + size], nearest(oracles.to_numpy(source), target))
                 assert (buffer[:offset] == 42).all() and (buffer[offset + size :] == 42).all(), (target, offset, size)
 
 
@@ -245,7 +219,7 @@ def test_nothing_beyond_the_target_is_written(name: str) -> None:
 def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
     """The same strides, others, gaps; the result is `out` itself."""
     values = torch.randn(6, 10).to(source)
-    want = expected(oracles.to_numpy(values), target)
+    want = nearest(oracles.to_numpy(values), target)
     with using(name, "cast") as device:
         for x in (twin(values, device), twin(values.t().contiguous().t(), device)):
             outs = {
@@ -261,51 +235,11 @@ def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
                 assert_same_bits(out, want, kind)
                 assert out._version > version, f"{kind}: autograd cannot see the write"
                 out.fill_(7)
+                version = out._version
                 results = halfstep.foreach_cast([x], target, out=[out])
                 assert len(results) == 1 and results[0] is out
                 assert_same_bits(out, want, f"{kind}, list")
-
-
-@pytest.mark.parametrize("source", DTYPES, ids=names)
-def test_a_gpu_leaves_plain_casts_of_one_tensor_to_torch(source: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With or without `out`. What has options, or a format that torch converts otherwise, keeps its kernel."""
-    launched: list[str] = []
-
-    def stand_in(name: str) -> object:
-        return type("", (), {"__getitem__": lambda self, grid: lambda *args, **kwargs: launched.append(name)})()
-
-    for name in ("cast_kernel", "multi_cast_kernel"):
-        monkeypatch.setattr(module, name, stand_in(name))
-    monkeypatch.setattr(module, "resolve", lambda device, family: "triton")
-    x = oracles.to_torch(every_input(source))
-    for target in (*DTYPES, E4M3):
-        out = torch.empty(x.shape, dtype=target)
-        plain = target in DTYPES and (source == target or FP32 in (source, target))
-        results = [halfstep.cast(x, target), *halfstep.foreach_cast([x], target), halfstep.cast(x, target, out=out)]
-        assert results[2] is out
-        assert launched == ([] if plain else ["cast_kernel"] * 3)
-        for result in results if plain else ():
-            assert_same_bits(result, x.to(target))
-        launched.clear()
-        with halfstep.backend("triton"):
-            halfstep.cast(x, target)
-        halfstep.cast(x, target, saturate=True)
-        halfstep.foreach_cast([x, x], target)
-        assert launched == ["cast_kernel", "cast_kernel", "multi_cast_kernel"]
-        launched.clear()
-
-
-def test_out_needs_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many sizes there are: a table is built, sent and dropped for each beyond the last eight."""
-    monkeypatch.setattr(TableCache, "table", None)
-    for target in (BF16, E4M3):
-        for name in ALL:
-            with using(name, "cast") as device:
-                x = torch.linspace(-9.0, 9.0, 1001, device=device)
-                out = torch.empty(1001, dtype=target, device=device)
-                for options in ({}, {"saturate": True}, {"rounding": "stochastic", "seed": 3}):
-                    halfstep.cast(x, target, out=out, **options)
-                    assert_same_bits(out, halfstep.cast(x, target, **options))
+                assert out._version > version, f"{kind}, list: autograd cannot see the write"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -313,37 +247,165 @@ def test_a_list_of_all_dtypes_keeps_its_order(name: str) -> None:
     tensors = [torch.full((size,), float(size)).to(DTYPES[size % 3]) for size in (3, 1, 4, 0, 5, 9, 2, 6)]
     with using(name, "cast") as device:
         results = halfstep.foreach_cast(tuple(tensor.to(device) for tensor in tensors), BF16)
+        assert halfstep.foreach_cast([], FP16) == halfstep.foreach_cast([], FP16, out=[]) == []
     assert [result.tolist() for result in results] == [tensor.tolist() for tensor in tensors]
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
-def test_thousands_of_small_tensors(name: str) -> None:
-    sizes = np.random.default_rng(3).integers(0, 9, 3000).tolist()
-    tensors = [torch.randn(size) for size in sizes]
-    with using(name, "cast"):
-        results = halfstep.foreach_cast(tensors, BF16)
-    for tensor, result in zip(tensors, results, strict=True):
-        assert torch.equal(result, tensor.bfloat16())
+@pytest.mark.parametrize("name", ALL)
+def test_a_lazy_negation_is_written_with_its_sign(name: str) -> None:
+    values = torch.arange(1.0, 9.0)
+    with using(name, "cast") as device:
+        z = torch.complex(torch.zeros(8), values).to(device)
+        assert halfstep.cast(z.conj().imag, FP16).tolist() == (-values).tolist()
+        out = torch._neg_view(torch.zeros(8, dtype=BF16, device=device))
+        halfstep.cast(values.to(device), BF16, out=out)
+        assert out.tolist() == values.tolist()
 
 
-def test_an_empty_list() -> None:
-    assert halfstep.foreach_cast([], FP16) == []
-    assert halfstep.foreach_cast([], FP16, out=[]) == []
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(laid_out(FORMATS), max_size=4),
+    st.sampled_from(FORMATS),
+    st.sampled_from(ROUNDINGS),
+    st.booleans(),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 2**40),
+)
+def test_any_list_has_the_same_bits_everywhere(
+    tensors: list[torch.Tensor], target: torch.dtype, rounding: str, saturate: bool, number: int, offset: int
+) -> None:
+    seed = number if rounding == "stochastic" else None
+    offsets = [offset + 3 * index for index in range(len(tensors))]
+    wants = []
+    for place, tensor in enumerate(tensors):
+        words = reference_words(torch.arange(tensor.numel()) + offsets[place], number, 0, place)
+        plain = tensor.resolve_neg().contiguous().view(-1)
+        wants.append(expected(plain, target, rounding, saturate, words).reshape(tensor.shape))
+    for name in ALL:
+        with using(name, "cast") as device:
+            placed = [tensor.to(device) for tensor in tensors]
+            options = {"rounding": rounding, "saturate": saturate, "seed": seed}
+            results = halfstep.foreach_cast(placed, target, offsets=offsets, **options)  # type: ignore[arg-type]
+            for result, want in zip(results, wants, strict=True):
+                assert_same_bits(result, want, name)
+            if placed:
+                one = halfstep.cast(placed[0], target, offset=offset, **options)  # type: ignore[arg-type]
+                assert_same_bits(one, wants[0], name)
 
 
-# ------------------------------------------------------------------------------------------------------------ autograd
+# --------------------------------------------------------------------------------------------------------------- noise
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
-def test_the_gradient_is_cast_back(name: str, source: torch.dtype, target: torch.dtype) -> None:
+@pytest.mark.parametrize("target", FORMATS[1:], ids=names)
+def test_a_shard_gets_the_bits_of_the_whole(name: str, target: torch.dtype) -> None:
+    """Cut at multiples of 16 elements, of 4, and anywhere; at any alignment in memory."""
+    whole = torch.randn(9001, generator=torch.Generator().manual_seed(0))
+    options = {"rounding": "stochastic", "seed": 2**63 - 1}
+    with using(name, "cast") as device:
+        there = whole.to(device)
+        want = halfstep.cast(there, target, **options)  # type: ignore[arg-type]
+        cuts = [0, 1, 4, 16, 17, 528, 531, 4096, 4099, 8196, 9001]
+        parts = [there[a:b] for a, b in itertools.pairwise(cuts)]
+        for pieces in (parts, [part.clone() for part in parts]):
+            got = [
+                codes(halfstep.cast(piece, target, offset=at, **options))  # type: ignore[arg-type]
+                for piece, at in zip(pieces, cuts, strict=False)
+            ]
+            assert torch.equal(torch.cat(got), codes(want))
+        out = torch.empty_like(want)
+        halfstep.cast(there[531:], target, offset=531, out=out[531:], **options)  # type: ignore[arg-type]
+        assert_same_bits(out[531:], want[531:])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_seeds_and_places_far_into_a_tensor(name: str) -> None:
+    """Indices beyond 2^32 and 2^34, where the counter takes its second word, up to the last one allowed."""
+    x = torch.full((4100,), 1 / 3)
+    seen = set()
+    with using(name, "cast") as device:
+        for offset, seed in zip(
+            (2**32 - 5, 2**34 - 2050, 2**34 + 4, 2**60 - 1, 0, 0),
+            (0, 1, 2**31, 2**32, 2**62, 2**63 - 1),
+            strict=True,
+        ):
+            words = reference_words(torch.arange(offset, offset + 4100), seed)
+            got = halfstep.cast(x.to(device), BF16, rounding="stochastic", seed=seed, offset=offset)
+            assert_same_bits(got, expected(x, BF16, "stochastic", False, words))
+            seen.add(oracles.bits(got).tobytes())
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_noise_of_a_list(name: str) -> None:
+    """It depends on the place in the list, not on neighbours or dtypes."""
+    x = torch.full((5000,), 1 / 3)
+    with using(name, "cast") as device:
+        there = x.to(device)
+        mixed = [there, there.half(), torch.empty(0, device=device), there[1:], there]
+        results = halfstep.foreach_cast(mixed, E4M3, rounding="stochastic", seed=11)
+        for place, (source, result) in enumerate(zip(mixed, results, strict=True)):
+            words = reference_words(torch.arange(source.numel()), 11, 0, place)
+            assert_same_bits(result, expected(source.cpu(), E4M3, "stochastic", False, words), place)
+        # The table of the last list is refreshed, not reused, when only the places changed.
+        both = halfstep.foreach_cast([there, there], BF16, rounding="stochastic", seed=1)
+        moved = halfstep.foreach_cast([there, there], BF16, rounding="stochastic", seed=1, offsets=[4, 0])
+        assert_same_bits(moved[0][:-4], both[0][4:])
+        assert_same_bits(moved[1], both[1])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_noise_goes_by_rows_whatever_the_strides(name: str) -> None:
+    tensors = kinds(FP32)
+    options = {"rounding": "stochastic", "seed": 6}
+    with using(name, "cast") as device:
+        placed = twins(list(tensors.values()), device)
+        rows = [tensor.contiguous().clone() for tensor in placed]
+        listed = halfstep.foreach_cast(rows, BF16, **options)  # type: ignore[arg-type]
+        for result, want in zip(halfstep.foreach_cast(placed, BF16, **options), listed, strict=True):  # type: ignore[arg-type]
+            assert_same_bits(result, want)
+        for kind, tensor, row_major in zip(tensors, placed, rows, strict=True):
+            want = halfstep.cast(row_major, BF16, **options)  # type: ignore[arg-type]
+            assert_same_bits(halfstep.cast(tensor, BF16, **options), want, kind)  # type: ignore[arg-type]
+            out = torch.empty_like(want)
+            out = out.t().contiguous().t() if out.dim() == 2 else out
+            assert_same_bits(halfstep.cast(tensor, BF16, out=out, **options), want, kind)  # type: ignore[arg-type]
+
+
+def test_a_seed_is_drawn_from_torchs_generator() -> None:
+    x = torch.full((999,), 1 / 3)
+
+    def cast() -> tuple[torch.Tensor, torch.Tensor]:
+        (listed,) = halfstep.foreach_cast([x], BF16, rounding="stochastic")
+        return halfstep.cast(x, BF16, rounding="stochastic"), listed
+
+    torch.manual_seed(3)
+    first, second = cast(), cast()
+    torch.manual_seed(3)
+    assert all(map(torch.equal, first, cast()))
+    assert not torch.equal(first[0], second[0]) and not torch.equal(first[0], first[1])
+    state = torch.get_rng_state()
+    halfstep.cast(x, BF16, rounding="toward_zero")
+    halfstep.cast(x, BF16, rounding="stochastic", seed=1)
+    assert torch.equal(torch.get_rng_state(), state), "nothing was to be drawn"
+    with torch.device("meta"):
+        assert halfstep.cast(x, BF16, rounding="stochastic").device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------------------- autograd and registration
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("source", "target"), WIDE_PAIRS, ids=names)
+def test_the_gradient_is_cast_back_to_nearest(name: str, source: torch.dtype, target: torch.dtype) -> None:
     with using(name, "cast") as device:
         x = torch.randn(7, 5, device=device).to(source).t().requires_grad_()
         incoming = (torch.randn(5, 7, device=device) * 1e3).to(target)
-        y = halfstep.cast(x, target)
-        y.backward(incoming)
-        assert x.grad is not None and x.grad.dtype == source
-        assert_same_bits(x.grad, expected(oracles.to_numpy(incoming), source))
+        for rounding in ROUNDINGS:
+            x.grad = None
+            halfstep.cast(x, target, rounding=rounding, saturate=True, seed=seed_of(rounding)).backward(incoming)
+            assert x.grad is not None and x.grad.dtype == source
+            assert_same_bits(x.grad, nearest(oracles.to_numpy(incoming), source))
         x.grad = None
         halfstep.cast(x, target).sum().backward()  # a gradient with stride 0
         assert (x.grad == 1).all()
@@ -351,6 +413,18 @@ def test_the_gradient_is_cast_back(name: str, source: torch.dtype, target: torch
         (first,) = torch.autograd.grad((halfstep.cast(x, target).float() ** 2).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.float().sum(), x)
         assert second.dtype == source and (second == 2).all()
+
+
+def test_gradients_through_fp8_are_fp8() -> None:
+    """As with torch's own .to(): autograd gives a tensor a gradient of its dtype."""
+    x = torch.tensor([1.0, -2.0], requires_grad=True)
+    halfstep.cast(x, E5M2).backward(torch.tensor([0.3, 100.0]).to(E5M2))
+    assert x.grad is not None and x.grad.dtype == FP32
+    assert x.grad.tolist() == torch.tensor([0.3, 100.0]).to(E5M2).float().tolist()
+    z = torch.tensor([1.0, -2.0]).to(E4M3).requires_grad_()
+    halfstep.cast(z, FP32).backward(torch.tensor([0.3, 1e9]))
+    assert z.grad is not None and z.grad.dtype == E4M3
+    assert z.grad.float()[0].item() == 0.3125 and z.grad.float()[1].isnan(), "no saturation: an overflow is not hidden"
 
 
 def test_lists_and_out_are_not_differentiable() -> None:
@@ -365,36 +439,23 @@ def test_lists_and_out_are_not_differentiable() -> None:
     assert str(raised.value) == (
         "Expected no gradient to be required with out=, but one is: leave out= out, or cast under torch.no_grad()"
     )
-
-
-def test_a_write_through_out_is_seen_by_autograd() -> None:
-    saved = torch.ones(3, requires_grad=True)
-    out = torch.ones(3)
-    product = (saved * out).sum()
-    halfstep.foreach_cast([torch.zeros(3)], FP32, out=[out])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
-def test_inference_mode() -> None:
     with torch.inference_mode():
         x = torch.ones(3)
         assert halfstep.cast(x, FP16).dtype == FP16
         assert halfstep.foreach_cast([x], FP16, out=[torch.zeros(3, dtype=FP16)])[0].tolist() == [1, 1, 1]
 
 
-# ------------------------------------------------------------------------------------------------------- registration
-
-
-@pytest.mark.parametrize(
-    "kind", ["odd", "0-dim", "transposed", "transposed gaps", "expanded", "empty", "channels last"]
-)
-def test_the_operator_is_registered_properly(kind: str) -> None:
-    x = kinds(FP32)[kind].nan_to_num(0, 0, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.library.opcheck(torch.ops.halfstep.cast.default, (x.requires_grad_(), BF16))
-        torch.library.opcheck(torch.ops.halfstep.cast.default, (x.detach().half(), FP32))
+@pytest.mark.parametrize("target", [FP16, E4M3], ids=names)
+@MODES
+def test_the_operator_is_registered_properly(target: torch.dtype, rounding: str) -> None:
+    seed = torch.tensor(5) if rounding == "stochastic" else None
+    only: dict[str, Any] = {"test_utils": ("test_schema", "test_faketensor")} if target in FP8 else {}
+    for kind in ("odd", "0-dim", "transposed", "transposed gaps", "expanded", "empty", "channels last"):
+        x = kinds(FP32)[kind].nan_to_num(0, 0, 0).requires_grad_(target not in FP8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            arguments = (x, target, rounding, True, seed, 3)
+            torch.library.opcheck(torch.ops.halfstep.cast.default, arguments, **only)
 
 
 def test_shapes_and_strides_without_data() -> None:
@@ -410,155 +471,139 @@ def test_shapes_and_strides_without_data() -> None:
 def test_it_compiles_in_one_graph() -> None:
     """Traced and differentiated as one graph; Inductor's own C++ would cost half a minute more and is not ours."""
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return halfstep.cast(halfstep.cast(x * 3, BF16) + 1, FP32)
+    def function(x: torch.Tensor, seed: int | None, offset: int) -> torch.Tensor:
+        y = halfstep.cast(x * 3, E4M3, rounding="stochastic", saturate=True, seed=seed, offset=offset)
+        return halfstep.cast(y, FP32) + halfstep.cast(halfstep.cast(x, BF16, rounding="toward_zero") + 1, FP32)
+
+    torch._dynamo.reset()
+    x = torch.randn(50, 7).t().requires_grad_()
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        for seed, offset in ((1, 0), (2, 8), (3, 9), (2**63 - 1, 10), (2**62, 2**40)):
+            results = [call(x, seed, offset) for call in (compiled, function)]
+            assert_same_bits(*results, seed)
+        assert_same_bits(*(torch.autograd.grad(result.sum(), x)[0] for result in results))
+
+
+def test_seeds_drawn_in_a_compiled_graph_are_not_merged() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return halfstep.cast(x, BF16, rounding="stochastic"), halfstep.cast(x, BF16, rounding="stochastic")
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x = torch.randn(5, 7).t().requires_grad_()
-    y = x.detach().clone().requires_grad_()
-    assert_same_bits(compiled(x), function(y))
-    compiled(x).sum().backward()
-    function(y).sum().backward()
-    assert x.grad is not None and y.grad is not None
-    assert_same_bits(x.grad, y.grad)
+    x = torch.full((999,), 1 / 3)
+    torch.manual_seed(1)
+    one, other = compiled(x)
+    assert not torch.equal(one, other)
+    torch.manual_seed(1)
+    assert all(map(torch.equal, function(x), (one, other)))
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
-FORMATS = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2"
+LISTED = "torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2"
+ONES = torch.ones(3)
+UNUSED = "which uses no random numbers, but got {}: leave it out, or pass rounding='stochastic'"
+PLACE = "to be the index of an element in its tensor, from 0 to 2^60 - 1, but got"
+REFUSED: list[tuple[type[Exception], str, dict[str, object]]] = [
+    (TypeError, f"Expected dtype to be one of {LISTED}, but got torch.float64", {"dtype": torch.float64}),
+    (TypeError, f"Expected dtype to be one of {LISTED}, but got 'fp16'", {"dtype": "fp16"}),
+    (
+        TypeError,
+        "Expected x to have dtype float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, but got torch.float64: "
+        "convert it with .to() or leave it out",
+        {"x": ONES.double()},
+    ),
+    (
+        ValueError,
+        "Expected rounding to be one of 'nearest', 'toward_zero', 'stochastic', but got 'up'",
+        {"rounding": "up"},
+    ),
+    (ValueError, "Expected out to be (3,) torch.float16 on cpu, but got (3,) torch.float32 on cpu", {"out": ONES}),
+    (
+        ValueError,
+        "Expected out to be (3,) torch.float16 on cpu, but got (1, 3) torch.float16 on cpu",
+        {"out": torch.ones(1, 3).half()},
+    ),
+    (ValueError, f"Expected offset {PLACE} -4", {"offset": -4}),
+    (TypeError, "Expected offset to be an integer, a number of elements, but got 2.0, a float", {"offset": 2.0}),
+    (ValueError, "Expected seed to be None with rounding='nearest', " + UNUSED.format(3), {"seed": 3}),
+    (
+        ValueError,
+        "Expected seed to be None with rounding='toward_zero', " + UNUSED.format(0),
+        {"rounding": "toward_zero", "seed": 0},
+    ),
+    (
+        ValueError,
+        "Expected seed to be from 0 to 2^63 - 1, but got -1: reduce it with seed % 2**63",
+        {"rounding": "stochastic", "seed": -1},
+    ),
+]
+REFUSED_LISTS: list[tuple[type[Exception], str, dict[str, object]]] = [
+    (TypeError, "Expected tensors to be a list of tensors, but got one tensor: pass [tensors]", {"tensors": ONES}),
+    (TypeError, f"Expected dtype to be one of {LISTED}, but got torch.int8", {"dtype": torch.int8}),
+    (ValueError, "Expected out to have one tensor per input, 1, but got 0", {"out": []}),
+    (
+        ValueError,
+        "Expected out[1] to be (3,) torch.float16 on cpu, but got (2,) torch.float16 on cpu",
+        {"tensors": [ONES, ONES], "out": [ONES.half(), torch.ones(2).half()]},
+    ),
+    (
+        ValueError,
+        "Expected tensors[1] to be on the device of tensors[0], cpu, but got meta: call once per device",
+        {"tensors": [ONES, torch.ones(1, device="meta")]},
+    ),
+    (ValueError, f"Expected offsets[0] {PLACE} {2**60}", {"offsets": [2**60]}),
+    (ValueError, "Expected offsets to have one number per tensor, 1, but got 2", {"offsets": [0, 1]}),
+    (ValueError, "Expected seed to be None with rounding='nearest', " + UNUSED.format(3), {"seed": 3}),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: halfstep.cast(torch.ones(3), torch.float64),
-            TypeError,
-            f"Expected dtype to be one of {FORMATS}, but got torch.float64",
-        ),
-        (
-            lambda: halfstep.cast(torch.ones(3), "fp16"),  # type: ignore[arg-type]
-            TypeError,
-            f"Expected dtype to be one of {FORMATS}, but got 'fp16'",
-        ),
-        (
-            lambda: halfstep.cast(torch.ones(3).double(), FP16),
-            TypeError,
-            "Expected x to have dtype float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, but got torch.float64: "
-            "convert it with .to() or leave it out",
-        ),
-        (
-            lambda: halfstep.cast(torch.ones(3), FP16, rounding="up"),
-            ValueError,
-            "Expected rounding to be one of 'nearest', 'toward_zero', 'stochastic', but got 'up'",
-        ),
-        (
-            lambda: halfstep.cast(torch.ones(3), FP16, out=torch.ones(3)),
-            ValueError,
-            "Expected out to be (3,) torch.float16 on cpu, but got (3,) torch.float32 on cpu",
-        ),
-        (
-            lambda: halfstep.cast(torch.ones(3), FP16, out=torch.ones(1, 3).half()),
-            ValueError,
-            "Expected out to be (3,) torch.float16 on cpu, but got (1, 3) torch.float16 on cpu",
-        ),
-        (
-            lambda: halfstep.foreach_cast(torch.ones(3), FP16),
-            TypeError,
-            "Expected tensors to be a list of tensors, but got one tensor: pass [tensors]",
-        ),
-        (
-            lambda: halfstep.foreach_cast([torch.ones(3)], torch.int8),
-            TypeError,
-            f"Expected dtype to be one of {FORMATS}, but got torch.int8",
-        ),
-        (
-            lambda: halfstep.foreach_cast([torch.ones(3)], FP16, out=[]),
-            ValueError,
-            "Expected out to have one tensor per input, 1, but got 0",
-        ),
-        (
-            lambda: halfstep.foreach_cast(
-                [torch.ones(1), torch.ones(3)], FP16, out=[torch.ones(1).half(), torch.ones(2).half()]
-            ),
-            ValueError,
-            "Expected out[1] to be (3,) torch.float16 on cpu, but got (2,) torch.float16 on cpu",
-        ),
-        (
-            lambda: halfstep.foreach_cast([torch.ones(1), torch.ones(1, device="meta")], FP16),
-            ValueError,
-            "Expected tensors[1] to be on the device of tensors[0], cpu, but got meta: call once per device",
-        ),
-    ],
-)
-def test_what_is_refused_is_named(call: object, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("error", "message", "arguments"), REFUSED)
+def test_what_is_refused_is_named(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
     with pytest.raises(error) as raised:
-        call()  # type: ignore[operator]
+        halfstep.cast(**{"x": ONES, "dtype": FP16, **arguments})  # type: ignore[arg-type]
     assert str(raised.value) == message
 
 
-def test_out_is_refused_before_anything_is_written() -> None:
+@pytest.mark.parametrize(("error", "message", "arguments"), REFUSED_LISTS)
+def test_lists_that_are_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
+    with pytest.raises(error) as raised:
+        halfstep.foreach_cast(**{"tensors": [ONES], "dtype": FP16, **arguments})  # type: ignore[arg-type]
+    assert str(raised.value) == message
+
+
+def test_refusals_outside_the_functions_and_before_anything_is_written() -> None:
+    with pytest.raises(ValueError, match="Expected seed to be a tensor on the CPU for stochastic rounding, but got no"):
+        torch.ops.halfstep.cast(ONES, FP16, "stochastic")
     first = torch.zeros(2, dtype=FP16)
     with pytest.raises(ValueError):
         halfstep.foreach_cast([torch.ones(2), torch.ones(2)], FP16, out=[first, torch.zeros(3, dtype=FP16)])
     assert first.tolist() == [0, 0]
 
 
-def test_tables_are_per_thread_and_per_pair() -> None:
-    assert set(module._tables) == {(source, target) for source in module.DTYPES for target in module.DTYPES}
-    assert all(isinstance(cache, TableCache) for cache in module._tables.values())
-
-
 # --------------------------------------------------------------------------------------------------- all 2^32 patterns
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", HALVES, ids=names)
-@pytest.mark.parametrize("instructions", ["native", "portable"])
-def test_all_fp32_patterns_against_torch(
-    target: torch.dtype, instructions: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The C++ list kernel against torch's own conversion, NaN by class and sign."""
-    with using("native", "cast"):
-        path = str(request.getfixturevalue("portable")) if instructions == "portable" else None
-        assert sum(walks.in_processes(capfd, walks.walk_casts, path, target, "nearest")) == 2 * (2**23 - 1)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("target", "rounding"),
-    [(E4M3, "nearest"), (E5M2, "nearest"), *((target, "toward_zero") for target in (FP16, BF16, E4M3, E5M2))],
+    ("target", "rounding", "instructions"),
+    [
+        *itertools.product((FP16, BF16), ("nearest",), ("native", "portable")),
+        *itertools.product((E4M3, E5M2), ("nearest",), ("native",)),
+        *itertools.product(FORMATS[1:], ("toward_zero",), ("native",)),
+    ],
     ids=names,
 )
-def test_all_fp32_patterns_to_fp8_and_toward_zero(
-    target: torch.dtype, rounding: str, capfd: pytest.CaptureFixture[str]
+def test_all_fp32_patterns(
+    target: torch.dtype,
+    rounding: str,
+    instructions: str,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The same against ml_dtypes for FP8; toward zero against the nearest value, or the one below it."""
+    """The C++ list kernel against torch's own conversion, or ml_dtypes' for FP8; toward zero against the nearest value,
+    or the one below it. NaN by class and sign."""
     with using("native", "cast"):
-        assert sum(walks.in_processes(capfd, walks.walk_casts, None, target, rounding)) == 2 * (2**23 - 1)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-    ],
-)
-def test_a_large_cast_and_a_small_one_have_the_bits_of_the_reference(source: torch.dtype, target: torch.dtype) -> None:
-    bits = torch.arange(2**16, dtype=torch.int32).repeat(2)[: 2**16 + 5]
-    if source == torch.float32:  # every sign, exponent and upper half, on both sides of ties
-        low = torch.tensor([0, 0x7FFF, 0x8000, 0x8001])[torch.arange(len(bits)) % 4]
-        x = ((bits.long() << 16) + low).to(torch.int32).view(torch.float32)
-    else:
-        x = bits.to(torch.int16).view(source)
-    for part in (x, x[:77]):
-        got = halfstep.cast(part, target)
-        with halfstep.backend("reference"):
-            want = halfstep.cast(part, target)
-        assert torch.equal(got.isnan(), want.isnan())
-        keep, width = ~want.isnan(), torch.int32 if target == torch.float32 else torch.int16
-        assert torch.equal(got[keep].view(width), want[keep].view(width))
+        path = str(request.getfixturevalue("portable")) if instructions == "portable" else None
+        assert sum(walks.in_processes(capfd, walks.walk_casts, path, target, rounding)) == 2 * (2**23 - 1)

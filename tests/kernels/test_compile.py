@@ -262,12 +262,10 @@ def test_bytes_and_widths_come_from_the_machine_code() -> None:
 def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.json"
     done = run_audit("--jobs=1", "--module=failing_kernels", "--target=sm_80", f"--record={bounds}")
-    assert done.returncode == 1
+    assert done.returncode == 1 and not bounds.exists()
     assert "FAIL failing_kernels.multiply_add_kernel contracted on sm_80: promises the reference's bits" in done.stdout
     assert "5 of 7 fail" in done.stdout
-    assert "does not compile" in done.stdout
     assert f"{bounds}: not written, since 5 rows fail" in done.stderr
-    assert not bounds.exists()
 
 
 @recorded
@@ -304,25 +302,3 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
         f"record: {record}",
         f"FAIL sample_kernels.loop_kernel | loop | sm_90: no bounds are recorded; look at it, and record: {record}",
     ]
-
-
-@recorded
-def test_peers_stand_beside_ours_and_are_not_recorded(tmp_path: Path) -> None:
-    """With whatever is installed: what is there is counted, what is not is named."""
-    bounds = tmp_path / "bounds.json"
-    arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90", "--target=gfx942"]
-    done = run_audit("--json", "--peers", *arguments, "--record", str(bounds))
-    assert done.returncode == 0, done.stderr
-    rows = [row for row in rows_of(done) if row["peer"]]
-    packages = {"liger-kernel": "liger_kernel", "torch-optimi": "optimi", "flashoptim": "flashoptim"}
-    for peer, package in packages.items():
-        own = [row for row in rows if row["peer"] == peer]
-        assert bool(own) is (importlib.util.find_spec(package) is not None)
-        assert own or f"{peer} is not installed and left out: pip install {peer}" in done.stderr
-        for row in own:
-            assert row["kernel"].startswith(package + ".")
-            # Of the versions known: each moves the least for its layout, as long as the count finds its accesses.
-            assert (row["bytes_read"], row["bytes_written"]) == (row["floor_read"], row["floor_written"]), row
-            assert row["access_bits"] in (32, 64, 128)
-            assert 0 < row["registers"] < 256
-    assert {name.partition(".")[0] for name in audit_bounds.load(bounds).entries} == {"sample_kernels"}

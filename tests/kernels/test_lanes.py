@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import subprocess
-from pathlib import Path
 
+import cpp
 import numpy as np
 import pytest
 import torch
@@ -62,26 +61,15 @@ void smaller_of(const float* a, const float* b, float* to) { put(to, smaller(get
 void sums(const float* a, const float* b, float* to) { put(to, neighbours(get(a), get(b))); }
 }
 """
-FLAGS = {"as built": None, "AVX2": ["-march=x86-64-v3"], "portable": []}
+FLAGS = {"as built": None, "AVX2": ["-march=x86-64-v3"], "portable": cpp.PORTABLE}
 
 
 @pytest.fixture(scope="module", params=FLAGS)
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
     if request.param == "AVX2" and (platform.machine() != "x86_64" or "avx2" not in native._cpu_identity()):
         pytest.skip("needs a CPU with AVX2")
-    folder = tmp_path_factory.mktemp("lanes")
-    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    header = Path(native.__file__).resolve().parent / "lanes.h"
-    source.write_text(WRAPPER.replace("HEADER", str(header)).replace("PAIRS", walks.PAIRS))
-    if FLAGS[request.param] is None:
-        complaint = native._build(source, target, command)
-        assert not complaint, complaint
-    else:
-        subprocess.run([*command, *native._SHARED, *FLAGS[request.param], str(source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    text = WRAPPER.replace("HEADER", str(cpp.KERNELS / "lanes.h")).replace("PAIRS", walks.PAIRS)
+    return cpp.library(tmp_path_factory, text, FLAGS[request.param])
 
 
 def at(tensor: torch.Tensor) -> ctypes.c_void_p:

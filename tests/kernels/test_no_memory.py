@@ -135,31 +135,6 @@ def test_an_address_is_never_an_offset_from_zero(name: str) -> None:
     assert table.known(0) is None and not table.rows[2].any()
 
 
-def test_low_addresses_and_empty_tensors_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On some systems real memory lies below any bound that one could set."""
-    monkeypatch.setattr(multi_tensor, "_BEYOND_OFFSETS", 2**63)
-    tensors = [torch.ones(5)[2:], torch.empty(0), torch.ones(1)]
-    table = TensorTable([3, 0, 1], operands=1, chunk=4, device=CPU)
-    table.point(0, tensors)
-    assert table.known(0) == [tensor.data_ptr() for tensor in tensors] == list(map(address, tensors))
-
-
-def test_an_interrupted_write_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next launch would go to where tensors lay before."""
-    table = TensorTable([3], operands=1, chunk=4, device=CPU)
-    table.refresh(0, [100])
-
-    def interrupted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "tensor", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            table.refresh(0, [200])
-    table.refresh(0, [200])
-    assert table.rows[2].tolist() == [200]
-
-
 # --------------------------------------------------------------------------------------------- refused, never touched
 
 FREED_ROWS = torch.ones(3, 4).t()
@@ -200,10 +175,6 @@ def test_freed_memory_is_refused(call: str, name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ through its own operations
-
-
-def parts(result: Any, of: str) -> Any:
-    return [getattr(one, of) if isinstance(one, TwoTensor) else one for one in result]
 
 
 @pytest.mark.parametrize("name", ALL)

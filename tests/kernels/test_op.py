@@ -11,7 +11,6 @@ from implementations import using
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.kernels import cast as cast_module
 
 BF16 = torch.bfloat16
 CASTS = [
@@ -54,21 +53,6 @@ def test_who_watches_sees_one_operator(call: Callable[[torch.Tensor], torch.Tens
         ["halfstep.cast.default"],
         ["halfstep.softmax.default"],
     )
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_an_eager_call_does_without_the_dispatcher(requires_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise AssertionError("through the dispatcher")
-
-    monkeypatch.setattr(cast_module._cast, "_operator", refuse)
-    given = x(4, 8).requires_grad_(requires_grad)
-    y = halfstep.cast(given, BF16)
-    same(y, given.detach().to(BF16))
-    assert y.requires_grad is requires_grad
-    if requires_grad:
-        y.backward(x(4, 8).to(BF16))
-        same(given.grad, x(4, 8).to(BF16).float())
 
 
 @pytest.mark.parametrize("implementation", ["reference", "native"])
@@ -120,18 +104,3 @@ def test_forward_mode_casts_the_tangent() -> None:
 def test_vmap_can_be_compiled(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     given = x(3, 5, 7)
     same(torch.compile(torch.func.vmap(call), backend="aot_eager")(given), call(given))
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_no_compiled_forward_mode_drops_the_tangent(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Compilers cannot trace it today (torch 2.13): what must not happen is a tangent of 0."""
-
-    def derivative(one: torch.Tensor) -> torch.Tensor:
-        return torch.func.jvp(call, (one,), (torch.ones_like(one),))[1]
-
-    given = x(3, 5)
-    try:
-        found = torch.compile(derivative, backend="aot_eager")(given)
-    except Exception:
-        return
-    same(found, derivative(given))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-from functools import lru_cache
-from pathlib import Path
 
+import cpp
+import noise
 import numpy as np
 import pytest
 import torch
 
-from halfstep.kernels import native
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_runs
-from halfstep.kernels.rounding import FORMATS, STOCHASTIC, reference_round
 
 pytestmark = pytest.mark.sample(3)
 
@@ -36,17 +33,6 @@ SEEDS = (0, 1, 2**31 + 5, 0x1234_5678_9ABC_DEF0, 2**63 - 1)
 FIRSTS = (0, 3, 2**32 - 6, 2**35 - 2, 2**40 + 5)
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_the_reference_gives_the_published_vectors(
-    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
-) -> None:
-    assert words_by_definition(counter, key) == list(expected)
-    group = counter[0] | counter[1] << 32
-    if group < 2**60:  # an index counts elements, eight per group, and so ends before the counter does
-        words = reference_words(8 * group + torch.arange(8), key[0] | key[1] << 32, counter[2], counter[3])
-        assert words.tolist() == [half << 16 | 0x8000 for word in expected for half in (word & 0xFFFF, word >> 16)]
-
-
 def words_by_definition(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     """Philox4x32-7 in Python integers, from the definition in the paper."""
     c, k = list(counter), list(key)
@@ -66,14 +52,26 @@ def word_by_definition(element: int, seed: int, step: int, stream: int, draw: in
     return (mixed // 2**16 if element % 2 else mixed % 2**16) * 2**16 + 2**15
 
 
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_the_reference_gives_the_published_vectors(
+    counter: tuple[int, ...], key: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    assert words_by_definition(counter, key) == list(expected)
+    group = counter[0] | counter[1] << 32
+    if group < 2**60:  # an index counts elements, eight per group, and so ends before the counter does
+        words = reference_words(8 * group + torch.arange(8), key[0] | key[1] << 32, counter[2], counter[3])
+        assert words.tolist() == [half << 16 | 0x8000 for word in expected for half in (word & 0xFFFF, word >> 16)]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("first", FIRSTS)
-def test_the_reference_against_the_definition(first: int, seed: int) -> None:
+def test_the_reference_and_the_oracle_against_the_definition(first: int, seed: int) -> None:
     step, stream = 7, 2**32 - 1
     index = torch.arange(first, first + 17)
     for draw in range(3):
-        words = reference_words(index, seed, step, stream, draw).tolist()
-        assert words == [word_by_definition(element, seed, step, stream, draw) for element in index.tolist()]
+        words = [word_by_definition(element, seed, step, stream, draw) for element in index.tolist()]
+        assert reference_words(index, seed, step, stream, draw).tolist() == words
+        assert noise.words(index.numpy().astype(np.uint64), seed, step, stream, draw).tolist() == words
 
 
 def test_step_and_stream_may_be_tensors() -> None:
@@ -88,15 +86,14 @@ def test_step_and_stream_may_be_tensors() -> None:
 # ----------------------------------------------------------------------------------------------------------- statistics
 #
 # Each statistic stays within five standard deviations of what independent, uniform draws give; the seeds are fixed.
-# Of these 77 tests, 63 fail with three rounds instead of seven, 42 with four and 13 with five.
+# That names which differ in one bit have unrelated draws is Philox's own claim, which the published vectors carry over.
 
 COUNT = 2**16  # calls, of eight elements
 
 
-@lru_cache(maxsize=8)
-def draws(draw: int = 0, seed: int = 0, step: int = 0, stream: int = 0, first: int = 0) -> np.ndarray:
+def draws(draw: int, seed: int = 0, first: int = 0) -> np.ndarray:
     """The random bits of elements from `first` on, as uint16."""
-    words = reference_words(torch.arange(first, first + 8 * COUNT), seed, step, stream, draw)
+    words = reference_words(torch.arange(first, first + 8 * COUNT), seed, 0, 0, draw)
     return (words.numpy() >> 16).astype(np.uint16)
 
 
@@ -124,29 +121,6 @@ def test_draws_are_uniform(draw: int, first: int) -> None:
     assert chi_square(np.bincount(pairs, minlength=1024), len(pairs) / 1024) < 5
 
 
-@pytest.mark.parametrize("draw", range(3))
-@pytest.mark.parametrize(
-    "other",
-    [
-        *({"first": 8 << bit} for bit in (0, 1, 2, 7, 20, 31, 32, 40)),
-        *({name: 1 << bit} for name in ("step", "stream") for bit in (0, 1, 7, 31)),
-        *({"seed": 1 << bit} for bit in (0, 1, 7, 31, 32, 62)),
-    ],
-    ids=str,
-)
-def test_names_that_differ_in_one_bit_have_unrelated_draws(other: dict[str, int], draw: int) -> None:
-    """Counters, tensors, steps and seeds: no bit of one follows the same bit, or any bit's neighbours, of the other."""
-    numbers, others = draws(draw), draws(draw, **other)
-    if "first" in other and other["first"] < 8 * COUNT:  # where both hold the same calls, shifted
-        numbers, others = numbers[: other["first"]], others[: other["first"]]
-    limit = 5 if len(numbers) > 1000 else 6  # few numbers: the normal distribution's tail is not theirs
-    for turned in (0, 1, 8):
-        assert most_unbalanced_bit(numbers ^ (others << turned | others >> (16 - turned)).astype(np.uint16)) < limit
-    if len(numbers) == 8 * COUNT:
-        pairs = (numbers >> 11).astype(np.int64) * 32 + (others >> 11)
-        assert chi_square(np.bincount(pairs, minlength=1024), len(pairs) / 1024) < 5
-
-
 def test_any_two_of_the_24_draws_of_a_call_are_independent() -> None:
     """Two of a call, bit by bit at every distance, and as numbers; three may determine each other."""
     columns = np.concatenate([draws(draw, seed=1).reshape(-1, 8) for draw in range(3)], axis=1)
@@ -156,23 +130,6 @@ def test_any_two_of_the_24_draws_of_a_call_are_independent() -> None:
         for other in range(one):
             assert most_unbalanced_bit(columns[:, one] ^ columns[:, other]) < 5.5  # 4,416 bits in all
     assert (columns[:, 0] ^ columns[:, 2] == columns[:, 8]).all()  # draw 1 of element 0, of draws 0 of 0 and 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_the_direction_of_rounding_has_its_probability(dtype: torch.dtype) -> None:
-    """How many of many equal numbers go up: chi-square over 64 parts of a unit, tensors, steps and places in a call."""
-    form = FORMATS[dtype]
-    dropped, count = 23 - form.mantissa, 2**13
-    parts = (np.random.default_rng(0).integers(1, 2**16, 64) << 16 >> (32 - dropped)).astype(np.int64)
-    for names in ({"step": 1}, {"stream": 2}, {"seed": 2**40}):
-        for draw in range(3):
-            x = torch.from_numpy((0x3F800000 + parts).astype(np.int32)).view(torch.float32).repeat_interleave(count)
-            words = reference_words(torch.arange(len(x)), **{"seed": 0, **names}, draw=draw)
-            rounded = reference_round(x, dtype, STOCHASTIC, words=words).float().numpy()
-            up = (rounded > 1).reshape(64, count // 8, 8).sum(axis=1)  # by place in a call
-            chance = (parts / 2.0**dropped)[:, None]
-            squares = (up - count / 8 * chance) ** 2 / (count / 8 * chance * (1 - chance))
-            assert abs(squares.sum() - 512) < 5 * 1024**0.5
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -237,18 +194,8 @@ extern "C" void draws(uint64_t seed, uint32_t step, uint32_t stream, int64_t fir
 
 @pytest.fixture(scope="module", params=["as built", "portable"])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    command = native.compiler()
-    if command is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("philox")
-    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER.replace("native.h", str(Path(native.__file__).resolve().parent / "native.h")))
-    if request.param == "portable":  # without this machine's own instructions
-        subprocess.run([*command, *native._SHARED, str(source), "-o", str(target)], check=True)
-        return ctypes.CDLL(str(target))
-    complaint = native._build(source, target, command)
-    assert not complaint, complaint
-    return ctypes.CDLL(str(target))
+    text = WRAPPER.replace("native.h", str(cpp.KERNELS / "native.h"))
+    return cpp.library(tmp_path_factory, text, cpp.PORTABLE if request.param == "portable" else None)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

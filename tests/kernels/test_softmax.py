@@ -1,20 +1,16 @@
-"""Values of softmax and log-softmax, forward and backward, against numpy in fp64, for all three implementations.
-
-The oracle is written from the definition, shares no code with the package, and knows the rules for -inf, Inf and NaN.
-"""
+"""Values of softmax and log-softmax, forward and backward, against numpy in fp64, for all three implementations."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twin, using
-from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+from softmax_oracle import Case, assert_within, backward_oracle, oracle
+from softmax_paths import PATHS, programs_of, small_strided_tiles, small_tiles
 
 import halfstep
 from halfstep.kernels.backend import MOST_THREADS, most_warps
@@ -25,112 +21,6 @@ pytestmark = pytest.mark.sample(3)
 INF, NAN = math.inf, math.nan
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 DTYPES = (FP32, FP16, BF16)
-UNIT = 2.0**-24
-
-# ------------------------------------------------------------------------------------------------------------ oracle
-
-
-@dataclass
-class Case:
-    x: torch.Tensor
-    dim: int = -1
-    scale: float = 1.0
-    mask: torch.Tensor | None = None
-    causal: bool = False
-    dtype: torch.dtype | None = None
-    log: bool = False
-
-    @property
-    def out(self) -> torch.dtype:
-        return self.dtype or self.x.dtype
-
-    def run(self, device: torch.device, x: torch.Tensor | None = None) -> torch.Tensor:
-        function = halfstep.log_softmax if self.log else halfstep.softmax
-        mask = None if self.mask is None else twin(self.mask, device)
-        x = twin(self.x, device) if x is None else x
-        return function(x, self.dim, scale=self.scale, mask=mask, causal=self.causal, dtype=self.dtype)
-
-
-def kept_by(case: Case) -> np.ndarray:
-    """What neither the boolean mask nor `causal` drops."""
-    kept = np.ones(case.x.shape, dtype=bool)
-    if case.mask is not None and case.mask.dtype == torch.bool:
-        kept &= np.broadcast_to(case.mask.numpy(), case.x.shape)
-    if case.causal:
-        kept &= np.tril(np.ones(case.x.shape[-2:], dtype=bool))
-    return kept
-
-
-def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The result in fp64, and how far from it fp32 arithmetic may end, before the last rounding.
-
-    An error of k units in an exponent is a relative error of k units in the exponential; `exponent` counts the
-    roundings of z = scale * x + mask and of z - max(z), relative to their sizes.
-    """
-    with np.errstate(all="ignore"):
-        scaled = case.x.double().numpy() * float(np.float32(case.scale))
-        z = scaled.copy()
-        rounded = case.scale != 1.0
-        if case.mask is not None and case.mask.dtype != torch.bool:
-            z = z + case.mask.double().numpy()
-            rounded = True
-        z = np.where(kept_by(case), z, -INF)
-        top = z.max(axis=case.dim, keepdims=True)
-        nothing = top == -INF
-        below = z - np.where(nothing, 0.0, top)
-        e = np.exp(below)
-        s = e.sum(axis=case.dim, keepdims=True)
-        sizes = np.where(np.isfinite(z) & np.isfinite(scaled), np.abs(scaled) + np.abs(z), 0.0)
-        exponent = SOFTMAX_DEPTH * np.where(np.isfinite(below), np.abs(below), 0.0)
-        if rounded:
-            exponent = exponent + 4.0 * sizes.max(axis=case.dim, keepdims=True)
-        units = (SOFTMAX_UNITS + exponent) * UNIT
-        if case.log:
-            y = np.where(nothing, -INF, below - np.log(s))
-            bound = units + np.where(np.isfinite(y), np.abs(y), 0.0) * UNIT
-        else:
-            y = np.where(nothing, 0.0, e / s)
-            bound = np.where(np.isfinite(y), np.abs(y), 0.0) * units + SOFTMAX_FLUSHED
-    return y, bound
-
-
-def backward_oracle(case: Case, y: torch.Tensor, dy: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """dx in fp64 from the rounded result, and the bound on its error before the last rounding."""
-    p, g, scale = y.double().numpy(), dy.double().numpy(), float(np.float32(case.scale))
-    causal = np.ones(case.x.shape, dtype=bool) if not case.causal else kept_by(Case(case.x, causal=True))
-    with np.errstate(all="ignore"):
-        if case.log:
-            counts = causal & (p != -INF)
-            g, e = np.where(counts, g, 0.0), np.where(counts, np.exp(p), 0.0)
-            dx = np.where(counts, scale * (g - e * g.sum(axis=case.dim, keepdims=True)), 0.0)
-            finite = np.where(np.isfinite(p), np.abs(p), 0.0)
-            grown = e * np.abs(g).sum(axis=case.dim, keepdims=True) * (SOFTMAX_UNITS + 2.0 * finite)
-            bound = abs(scale) * (np.abs(g) * 4.0 + grown) * UNIT
-        else:
-            g, p = np.where(causal, g, 0.0), np.where(causal, p, 0.0)
-            dx = np.where(causal, scale * p * (g - (g * p).sum(axis=case.dim, keepdims=True)), 0.0)
-            grown = np.abs(g) + np.abs(g * p).sum(axis=case.dim, keepdims=True)
-            bound = abs(scale) * np.abs(p) * grown * SOFTMAX_UNITS * UNIT
-    return dx, bound + 2.0 * SOFTMAX_FLUSHED
-
-
-def assert_within(actual: torch.Tensor, exact: np.ndarray, bound: np.ndarray, what: object) -> None:
-    """Equal where the exact value, rounded to the dtype, is not finite; within the bound and half an ulp elsewhere."""
-    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {exact.shape}"
-    got = actual.detach().cpu().double().numpy()
-    expected = torch.from_numpy(np.ascontiguousarray(exact)).to(actual.dtype).double().numpy()
-    special = ~np.isfinite(expected)
-    same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-    smallest = torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
-    with np.errstate(all="ignore"):
-        allowed = (bound + np.abs(exact)) * ROUNDOFF[actual.dtype] + bound + smallest
-        fine = same | (~special & (np.abs(got - exact) <= allowed))
-    if not fine.all():
-        index = tuple(int(i) for i in np.argwhere(~fine)[0])
-        raise AssertionError(
-            f"{what}: {int((~fine).sum())} of {fine.size} wrong, first at {index}: {got[index]!r}, exact "
-            f"{exact[index]!r}, allowed error {allowed[index]!r}"
-        )
 
 
 def check(case: Case, name: str, dy: torch.Tensor | None = None) -> torch.Tensor:
@@ -191,10 +81,7 @@ def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two-pass kernels, with small limits where the interpreter would take minutes at the real ones."""
-    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
-    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-        monkeypatch.setattr(row_launches, limit, 64)
+    small_tiles(monkeypatch, 128, 64)
     for columns in (129, 192, 500) if name != "triton" else (129, 260):
         x = normal(5, columns, dtype=BF16)
         x[1, :150] = -INF  # whole blocks of -inf first
@@ -209,7 +96,7 @@ def test_rows_longer_than_one_block(name: str, masked: str, log: bool, monkeypat
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
-@pytest.mark.parametrize("path", ["one pass", "two passes", "pieces"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ALL)
 def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of odd length, views at odd addresses, and masks and results that begin elsewhere than x does."""
@@ -219,9 +106,7 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # For AMD, Triton cannot compile loops over tiles smaller than a wave of 64 lanes. The real tiles are larger.
         least = 128 if MOST_THREADS // most_warps(torch.device(device)) == 32 else 256
-        for limit in ("FORWARD_TILE", "BACKWARD_TILE", "FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, least)
-        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 400)
+        small_tiles(monkeypatch, least, least, programs_of(path))
     pairs = [(BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)]
     batch = (1, 2) if name == "triton" else (2, 2)
     for dtype, out in pairs if path == "one pass" else [pairs[2 * log]]:
@@ -245,61 +130,15 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_launches, "FORWARD_TILE", 128)
-    monkeypatch.setattr(row_launches, "BACKWARD_TILE", 128)
-    for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-        monkeypatch.setattr(row_launches, limit, 128)
     for columns, numbers in ((640, (2, 9)), (601, (6, 1000))):
         x, dy = normal(3, columns), normal(3, columns, seed=1)
         x[1, :200] = -INF  # the first pieces have nothing to keep
         x[2, 520] = NAN
         for programs in numbers:
-            monkeypatch.setattr(row_launches, "_programs_at_once", lambda device, programs=programs: programs)
+            small_tiles(monkeypatch, 128, 128, programs)
             assert row_launches._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
             first, second = (check(Case(x, log=log), "triton", dy) for _ in range(2))
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("lanes", [32, 64])
-def test_no_launch_has_more_threads_than_a_gpu_takes(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a warp has 64 lanes, as on MI300X, 16 of them are all there may be."""
-    for module in (row_launches, strided):
-        monkeypatch.setattr(module, "most_warps", lambda device: 1024 // lanes)
-    launched: dict[str, set[int]] = {}
-    kernels = [
-        (module, name) for module in (row_launches, strided) for name in vars(module) if name.endswith("_kernel")
-    ]
-    for module, kernel in kernels:
-        warps = launched.setdefault(kernel, set())
-        launch = type(
-            "Launch", (), {"__getitem__": lambda self, grid, to=warps: lambda *a, **k: to.add(k["num_warps"])}
-        )
-        monkeypatch.setattr(module, kernel, launch())
-    with using("triton", "softmax") as device:
-        for columns in (8, 512, 1024, 4096, row_launches.BACKWARD_TILE, row_launches.FORWARD_TILE, 2**16):
-            x = torch.empty(1, columns, 40, device=device)
-            for dim, one in ((-1, x[..., 0].contiguous()), (-2, x)):
-                y = halfstep.softmax(one, dim)
-                dispatch.backward(y, y, dim, 1.0, False, False, y.dtype)
-    most = {kernel: max(warps) for kernel, warps in launched.items()}
-    tiles = {"forward_strided_kernel": 16, "backward_strided_kernel": 8}  # the largest need no more
-    assert most == {kernel: tiles.get(kernel, 1024 // lanes) for kernel in launched}
-    assert len(most) == 4
-
-
-def test_how_many_pieces() -> None:
-    """No fewer than fill the device, no shorter than a block, none empty, at most 256."""
-    block, device = row_launches.PIECE, torch.device("cpu")
-    assert row_launches._programs_at_once(device) == 16
-    for rows in (1, 2, 7, 8, 9, 16, 17, 1000):
-        for columns in (block + 1, 50257, 1 << 20, (1 << 31) - 9):
-            pieces, span = row_launches._pieces(rows, columns, device)
-            if rows > 8:
-                assert pieces == 1
-            else:
-                assert 1 < pieces <= row_launches.MOST_PIECES
-                assert rows * pieces <= 16
-                assert span % block == 0 and (pieces - 1) * span < columns <= pieces * span
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -365,10 +204,7 @@ def test_what_is_dropped_is_not_looked_at(
     name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(row_launches, "FORWARD_TILE", 64)
-        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 64)
-        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, 64)
+        small_tiles(monkeypatch, 64, 64)
     batch = 2 if one_pass else 1
     x, dy = normal(batch, queries, keys), normal(batch, queries, keys, seed=1)
     above = torch.ones(queries, keys, dtype=torch.bool).triu(1)
@@ -438,13 +274,6 @@ def test_a_gradient_that_is_not_finite_stays_in_its_row_and_out_of_constants(nam
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_scale_is_not_rounded_to_the_input_dtype(name: str) -> None:
-    x = torch.full((1, 40), 100.0, dtype=BF16)
-    x[0, 0] = 101.0
-    check(Case(x, scale=1.001, dtype=FP32), name)  # 1.001 is 1.0 in bf16
-
-
-@pytest.mark.parametrize("name", ALL)
 def test_strides_masks_and_gradients_of_any_layout(name: str) -> None:
     base = normal(4, 6, 5, 34, dtype=BF16)
     for x in (
@@ -489,9 +318,7 @@ def test_any_dim(name: str) -> None:
 def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for other dimensions than the last, on every layout, in one pass and in two."""
     if not one_pass:
-        monkeypatch.setattr(strided, "STRIDED_FORWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_LOOP", 512)
+        small_strided_tiles(monkeypatch)
     x = normal(3, 37, 42, dtype=BF16)
     x[0] = -INF
     x[1, :30] = -INF
@@ -574,17 +401,11 @@ def cases(draw: st.DrawFn, largest: int) -> tuple[Case, torch.Tensor]:
 )
 def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != "one pass":
-        monkeypatch.setattr(row_launches, "FORWARD_TILE", 16)
-        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 16)
-        monkeypatch.setattr(strided, "STRIDED_FORWARD", 16)
-        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 16)
-        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, 32)
-        monkeypatch.setattr(strided, "STRIDED_LOOP", 128)
-        monkeypatch.setattr(row_launches, "_programs_at_once", lambda device: 1 if path == "two passes" else 2000)
+        small_tiles(monkeypatch, 16, 32, programs_of(path))
+        small_strided_tiles(monkeypatch, 16, 128)
 
     @settings(
-        max_examples=300 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
+        max_examples=100 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -630,12 +451,3 @@ def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_reference
             called.clear()
             halfstep.softmax(normal(*shape).to(device).requires_grad_()).sum().backward()
             assert called == expected, shape
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(4, 7, 3, 5), (2, 3, 33)])
-def test_other_dimensions_in_16_bits_are_rounded_once(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """torch's kernel for a dimension other than the last rounds exponentials to 16 bits on a CPU."""
-    for dim in range(len(shape) - 1):
-        check(Case(normal(*shape, dtype=dtype, spread=0.3), dim=dim), name)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from implementations import using
+from softmax_paths import PATHS, programs_of, small_strided_tiles, small_tiles
 from traffic import recording
 
 import halfstep
 from halfstep.kernels import backend
-from halfstep.kernels.softmax import dispatch, row_launches, strided
+from halfstep.kernels.softmax import dispatch
 
 pytestmark = pytest.mark.sample(3)
 
@@ -29,17 +30,11 @@ def near(kept: np.ndarray) -> np.ndarray:
     return np.convolve(kept, np.ones(2 * REACH - 1), mode="same") > 0
 
 
-@pytest.fixture(params=["one pass", "two passes", "pieces"])
+@pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way through the kernels for rows, at sizes that the interpreter finishes in seconds."""
     if request.param != "one pass":
-        monkeypatch.setattr(row_launches, "FORWARD_TILE", 64)
-        monkeypatch.setattr(row_launches, "BACKWARD_TILE", 64)
-        for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-            monkeypatch.setattr(row_launches, limit, 64)
-        monkeypatch.setattr(
-            row_launches, "_programs_at_once", lambda device: 1 if request.param == "two passes" else 400
-        )
+        small_tiles(monkeypatch, 64, 64, programs_of(request.param))
     return request.param
 
 
@@ -135,9 +130,7 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
     one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
-        monkeypatch.setattr(strided, "STRIDED_FORWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_BACKWARD", 1)
-        monkeypatch.setattr(strided, "STRIDED_LOOP", 512)
+        small_strided_tiles(monkeypatch)
     x = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(0))
     trips = 1 if one_pass else 2
     with using("triton", "softmax"):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from implementations import ALL, twins, using
 from oracles import BF16, DTYPES, FP16, FP32
 
-from halfstep.kernels import statistics
 from halfstep.kernels.statistics import (
     BLOCK,
     CELLS,
@@ -160,7 +159,7 @@ def lists(draw: st.DrawFn) -> list[torch.Tensor]:
     return tensors
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.composite(lists)(), st.sampled_from(list(GRIDS)), st.sampled_from([None, 2.0**16, 2.0**-10, 1000.0, 0.3]))
 def test_lists_of_any_bits(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
     examine(tensors, name, scale)
@@ -256,20 +255,13 @@ def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
     assert counted[0][ZERO].item() == 700
 
 
-def test_ends_that_fill_no_line_of_16_bytes() -> None:
-    values = torch.randn(CHUNK + 40, generator=torch.Generator().manual_seed(6))
-    for dtype in DTYPES:
-        whole = values.to(dtype)
-        tensors = [whole[first : first + length] for first in (0, 1, 3, 7) for length in (1, 5, 8, 1027)]
-        examine([*tensors, whole[5:]], "e5m2")
-
-
 def test_counts_are_added_to_rows_of_ones_choice() -> None:
     tensors = [torch.tensor([1.0, 0.0]), torch.full((40000,), 2.0**-30), torch.tensor([1e6], dtype=BF16)]
     for name in ALL:
         with using(name, "statistics") as device:
             placed = twins(tensors, device)
             counts = torch.zeros(5, width(True), dtype=torch.int64, device=device)
+            counts[2, :CELLS] = 2**40  # more than 32 bits hold
             version = counts._version
             for _ in range(3):
                 foreach_count_(placed, counts, GRIDS["fp16"], rows=[4, 0, 2])
@@ -281,17 +273,8 @@ def test_counts_are_added_to_rows_of_ones_choice() -> None:
         assert counts[0, (-30 - LOWEST) * CLASSES] == 120000
         assert counts[0, -2] == 120000, "flushed: an error of all of it"
         assert counts[0, -1].int().view(torch.float32) == 1
-        assert counts[2, :CELLS].sum() == 3
+        assert counts[2, :CELLS].sum() == CELLS * 2**40 + 3
         assert counts[2, CELLS:-1].sum() == 0, "what overflows has no error"
-
-
-def test_counts_hold_more_than_32_bits() -> None:
-    for name in ALL:
-        with using(name, "statistics") as device:
-            counts = torch.full((1, width(True)), 2**40, dtype=torch.int64, device=device)
-            foreach_count_([torch.ones(40000, device=device)], counts, GRIDS["fp16"])
-            assert counts[0, (0 - LOWEST) * CLASSES].item() == 2**40 + 40000
-            assert counts[0, -1].item() == 2**40
 
 
 def test_nothing_is_launched_for_nothing() -> None:
@@ -333,13 +316,3 @@ def test_errors_name_the_argument() -> None:
     ):
         foreach_count_([one], good, grid, scale=torch.ones(2))
     assert good.sum() == 0
-
-
-def test_one_launch_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-    real = statistics._launch
-    monkeypatch.setattr(statistics, "_launch", lambda *given: (launches.append(given[2]), real(*given)))
-    tensors = [torch.ones(5), torch.ones(7, dtype=FP16), torch.ones(20000), torch.ones(3, dtype=FP16)]
-    with using("native", "statistics"):
-        foreach_count_(tensors, torch.zeros(4, width(False), dtype=torch.int64), GRIDS["fp16"])
-    assert launches == [FP32, FP16]

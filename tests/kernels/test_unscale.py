@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, twins, using
 from oracles import BF16, DTYPES, FP16, FP32, assert_same_bits
+from strategies import kinds, laid_out
 from tolerances import SUM_OF_SQUARES
+from torch.utils._python_dispatch import TorchDispatchMode
+from verdicts import over
 from verdicts import unscaled as unscaled_in_place
 
 import halfstep
 from halfstep.kernels import unscale
-from halfstep.kernels.unscale import CHUNK, HAS_INF, HAS_NAN, LANES, Tally, Verdict
+from halfstep.kernels.unscale import CHUNK, HAS_INF, HAS_NAN, LANES, Factor, Tally, Verdict
 
 pytestmark = [
     pytest.mark.sample(3),
@@ -63,7 +66,7 @@ def check_by(name: str, tensors: list[torch.Tensor], inv_scale: object = None, w
 
 def examine(tensors: list[torch.Tensor], inv_scale: float | None = None) -> Verdict:
     """All three implementations, the same bits; flags and sum against the oracle. Returns the common answer."""
-    arrays = [unscaled(oracles.to_numpy(tensor), inv_scale) for tensor in tensors]
+    arrays = [unscaled(oracles.to_numpy(tensor.resolve_neg()), inv_scale) for tensor in tensors]
     flags = [flag_of(array) for array in arrays]
     results = [check_by(name, tensors, inv_scale) for name in ALL]
     for name, result in zip(ALL, results, strict=True):
@@ -95,8 +98,7 @@ def grads(sizes: list[int], dtype: torch.dtype, seed: int = 0, spread: float = 1
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
 def test_sums_of_odd_sizes(dtype: torch.dtype) -> None:
     sizes = [0, 1, 2, 3, 511, 512, 513, 2047, 2049, 4095, 4096, 4097, 3 * 4096 + 5]
-    together = examine(grads(sizes, dtype))
-    assert together.found_inf.item() == 0
+    assert examine(grads(sizes, dtype)).found_inf.item() == 0
     if dtype == FP32:
         for size in sizes:
             examine(grads([size], dtype, seed=size))
@@ -120,8 +122,7 @@ def test_the_sum_is_what_the_docstring_says() -> None:
         chunk[: len(values[start : start + CHUNK])] = values[start : start + CHUNK]
         _, exponent = np.frexp(np.abs(chunk).max())
         power = np.float32(2.0) ** np.float32(1 - exponent)
-        squares = (chunk * power) ** 2
-        total = total + np.float64(tree(squares)) / np.float64(power) ** 2
+        total = total + np.float64(tree((chunk * power) ** 2)) / np.float64(power) ** 2
     assert check_by("reference", [tensor]).sum_of_squares.item() == total
     sums = np.random.default_rng(0).lognormal(0, 20, 2 * LANES + 77)
     lanes = np.zeros(LANES)
@@ -130,37 +131,25 @@ def test_the_sum_is_what_the_docstring_says() -> None:
     assert unscale._reference_sum(torch.from_numpy(sums)).item() == tree(lanes)
 
 
-@pytest.mark.parametrize("exponent", [-149, -148, -140, -127, -126, -125, -75, -64, 0, 63, 64, 100, 126, 127])
+@pytest.mark.parametrize("exponent", [-149, -148, -127, -126, -125, -75, 0, 63, 64, 126, 127])
 def test_no_square_overflows_or_underflows(exponent: int) -> None:
     """From the smallest fp32, 1.4e-45, to the largest, 3.4e38: fp32 squares would be 0 or inf."""
     value = np.float32(2.0**exponent)
     tensor = torch.full((4099,), float(value))
-    exact = Fraction(float(value)) ** 2 * 4099
-    assert Fraction(examine([tensor]).sum_of_squares.item()) == exact
-    mantissa = torch.full((5,), float(np.nextafter(np.float32(2.0) ** min(exponent + 1, 127), np.float32(0))))
-    examine([mantissa])
-
-
-def test_the_largest_value_and_a_chunk_of_it() -> None:
-    largest = torch.full((CHUNK,), torch.finfo(FP32).max)
-    assert examine([largest]).sum_of_squares.item() == pytest.approx(
-        CHUNK * 3.4028234663852886e38**2, rel=SUM_OF_SQUARES
-    )
-    examine([torch.tensor([3.4028234663852886e38, 1e-45, -1e-38])])
-
-
-def test_extremes_in_one_list() -> None:
-    tensors = [torch.full((100,), value) for value in (1e-45, 3e38, 1e-30, 1e20, 1.0, 0.0)]
-    examine(tensors)
-    examine([tensors[0], tensors[2]])
-    examine([torch.cat(tensors)])
+    assert Fraction(examine([tensor]).sum_of_squares.item()) == Fraction(float(value)) ** 2 * 4099
+    below = float(np.nextafter(np.float32(2.0) ** min(exponent + 1, 127), np.float32(0)))
+    examine([torch.full((5,), below)])
+    examine([torch.full((CHUNK,), below), torch.tensor([3.4028234663852886e38, 1e-45, -1e-38])])
+    norm = halfstep.foreach_unscale_([tensor], 1.0).norm.item()
+    with np.errstate(over="ignore"):
+        assert norm == np.float32(np.sqrt(np.float64(value) ** 2 * 4099))
 
 
 def test_the_oracle_is_exact() -> None:
     """fp64 squares summed by fsum against rational numbers, on the whole range of fp32."""
     random = np.random.default_rng(4).integers(0, 2**32, 500, dtype=np.uint32).view(np.float32)
     values = random[np.isfinite(random)]
-    exact = oracles.exact_sum_of_squares(values)
+    exact = sum((Fraction(x) ** 2 for x in values.astype(np.float64).tolist()), Fraction(0))
     assert abs(Fraction(oracles.sum_of_squares(values)) - exact) <= exact * Fraction(1, 2**53)
 
 
@@ -170,11 +159,7 @@ def test_every_16_bit_code(dtype: torch.dtype) -> None:
     with np.errstate(invalid="ignore"):
         finite = codes[np.isfinite(codes.astype(np.float32))]
     assert examine([oracles.to_torch(finite)]).found_inf.item() == 0
-    result = examine([oracles.to_torch(part) for part in np.split(codes, 16)])
-    infinity = {FP16: 0x7C00, BF16: 0x7F80}[dtype]
-    first, last = infinity >> 12, 7
-    assert all(flag == 0 for flag in result.flags[:first].tolist())
-    assert result.flags[last].item() in (HAS_NAN, HAS_INF + HAS_NAN)
+    examine([oracles.to_torch(part) for part in np.split(codes, 16)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
@@ -221,20 +206,65 @@ def test_more_chunks_than_lanes() -> None:
         assert torch.equal(copied.cpu(), flags) and not between.any(), "flags are handed over and left zero"
 
 
+SCALES = (None, 1.0, 2.0**-16, 0.5, 1 / 3, 3e38, 1e-45, 0.0, -2.0, INF, NAN)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK, CHUNK + 1)), min_size=1, max_size=5), st.sampled_from(SCALES))
+def test_any_list_has_the_same_answer_everywhere(tensors: list[torch.Tensor], inv_scale: float | None) -> None:
+    """What is checked is the unscaled value: a scale below 1 can make a finite gradient overflow."""
+    plain = [tensor for tensor in tensors if not tensor.is_neg()]
+    if plain:
+        examine(plain, inv_scale)
+    for name in ALL:
+        with using(name, "unscale") as device:
+            result = halfstep.foreach_check([t.to(device) for t in tensors], inv_scale=inv_scale)
+        arrays = [unscaled(oracles.to_numpy(tensor.resolve_neg()), inv_scale) for tensor in tensors]
+        assert result.flags.tolist() == list(map(flag_of, arrays)), name
+        if not any(map(flag_of, arrays)):
+            near(result.sum_of_squares.item(), np.concatenate([array.reshape(-1) for array in arrays]))
+
+
 @settings(deadline=None, max_examples=40)
 @given(
-    st.lists(st.lists(st.floats(width=32), max_size=20), min_size=1, max_size=4),
-    st.sampled_from(DTYPES),
-    st.sampled_from([None, 1.0, 2.0**-16, 1 / 3, 3e38, 1e-45, 0.0, -2.0]),
+    st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK + 1)), min_size=1, max_size=4),
+    st.sampled_from([0.5, 1 / 3, 2e5, 3e38, 1e-45, 0.0, -0.0, INF]),
 )
-def test_any_values(lists: list[list[float]], dtype: torch.dtype, inv_scale: float | None) -> None:
-    examine([torch.tensor(values, dtype=FP32).to(dtype) for values in lists], inv_scale)
+def test_any_list_is_unscaled_the_same_way_everywhere(tensors: list[torch.Tensor], inv_scale: float) -> None:
+    """What is stored is numpy's product rounded once, and what is checked is what is stored."""
+    tensors = [tensor for tensor in tensors if 0 not in tensor.stride() or tensor.numel() == 0]
+    stored = []
+    for tensor in tensors:
+        with np.errstate(all="ignore"):
+            wide = unscaled(oracles.to_numpy(tensor.resolve_neg()), inv_scale)
+            stored.append(wide.astype(oracles.NUMPY[tensor.dtype]))
+    flags = [flag_of(array.astype(np.float32)) for array in stored]
+    for name in ALL:
+        with using(name, "unscale") as device:
+
+            def copies(device: torch.device = device) -> list[torch.Tensor]:
+                plain = [torch.empty_like(t.resolve_neg(), device=device).copy_(t) for t in tensors]
+                return [torch._neg_view(c.neg()) if t.is_neg() else c for c, t in zip(plain, tensors, strict=True)]
+
+            placed, public = copies(), copies()
+            # As a tensor: the interpreter loses the sign of a zero given as a number.
+            factor = torch.tensor(inv_scale, device=device)
+            check = unscaled_in_place(placed, factor)
+            result = halfstep.foreach_unscale_(public, factor)
+        assert check.flags.tolist() == flags and result.found_inf.item() == check.found_inf.item() == any(flags), name
+        for tensor, again, want in zip(placed, public, stored, strict=True):
+            assert_same_bits(tensor.resolve_neg(), want, name)
+            assert_same_bits(again.resolve_neg(), want, name)
+        if not any(flags) and tensors:
+            near(check.sum_of_squares.item(), np.concatenate([array.astype(np.float32).ravel() for array in stored]))
+            with np.errstate(over="ignore"):
+                assert result.norm.item() == np.float32(np.sqrt(check.sum_of_squares.item()))
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _in_parts(tensors: list[torch.Tensor], of_part: list[int], factor: unscale.Factor | None, tally: Tally) -> Verdict:
+def _in_parts(tensors: list[torch.Tensor], of_part: list[int], factor: Factor | None, tally: Tally) -> Verdict:
     """A check whose tensors belong to numbered parts, which come in descending order."""
     entries: dict[int, tuple[torch.dtype, torch.Tensor, torch.Tensor]] = {}
     for number in sorted(set(of_part), reverse=True):
@@ -261,7 +291,7 @@ def test_a_check_in_parts_has_the_bits_of_one_check(name: str, marked: float | N
         given[4][4500] = marked
     with using(name, "unscale") as device:
         tensors = twins(given, device)
-        factor = None if inv_scale is None else unscale.Factor(torch.tensor(inv_scale, device=device))
+        factor = None if inv_scale is None else Factor(torch.tensor(inv_scale, device=device))
         counts = [torch.zeros(2 * len(sizes), 4, dtype=torch.int32, device=device) for _ in range(2)]
         step = torch.tensor([6], device=device)
         whole = unscale.check(
@@ -288,10 +318,13 @@ def test_flags_name_the_tensor_and_the_kind(dtype: torch.dtype) -> None:
     tensors[3][1], tensors[3][6] = -INF, NAN
     tensors[6][2] = -INF
     result = examine(tensors)
-    assert result.flags.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    assert result.flags.tolist() == [0, 1, 2, 3, 0, 0, 1] and result.first_bad().item() == 1
     assert np.isnan(result.sum_of_squares.item())
     result = examine([tensors[0], tensors[1]])
     assert result.sum_of_squares.item() == INF, "an infinity alone is not a NaN"
+    first = examine(tensors[:1]).first_bad()
+    assert first.item() == halfstep.foreach_check([]).first_bad().item() == -1
+    assert first.dtype == torch.int64 and first.shape == ()
 
 
 @pytest.mark.parametrize("bad", [INF, -INF, NAN, "signalling"])
@@ -308,8 +341,7 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, bad: float | str) -> None:
         for place in places if offset == 0 else [0, CHUNK - 1, size - 1]:
             tensor = clean.clone()[offset:]
             if isinstance(bad, str):
-                integer = torch.int32 if dtype == FP32 else torch.int16
-                tensor.view(integer)[place] = signalling
+                tensor.view(torch.int32 if dtype == FP32 else torch.int16)[place] = signalling
             else:
                 tensor[place] = bad
             tensors.append(tensor)
@@ -317,18 +349,6 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, bad: float | str) -> None:
         expected = [flag] * (len(tensors) - 1) + [0]
         for name in ALL if bad != -INF else ("reference", "native"):
             assert check_by(name, tensors).flags.tolist() == expected, (name, offset)
-
-
-def test_flags_keep_the_order_of_mixed_dtypes() -> None:
-    tensors = [torch.ones(size).to(DTYPES[index % 3]) for index, size in enumerate([3, 0, 5000, 1, 9, 4096, 2, 7, 8])]
-    for position in range(len(tensors)):
-        if tensors[position].numel():
-            marked = [tensor.clone() for tensor in tensors]
-            marked[position][-1] = NAN
-            for name in ALL if position in (0, 5, 8) else ("reference", "native"):
-                flags = check_by(name, marked).flags.tolist()
-                assert flags == [HAS_NAN * (index == position) for index in range(len(tensors))], name
-    assert examine(tensors).sum_of_squares.item() == sum(tensor.numel() for tensor in tensors)
 
 
 @pytest.mark.parametrize("name", ["reference", "native"])
@@ -339,7 +359,7 @@ def test_three_thousand_small_tensors(name: str) -> None:
     for index, value in bad.items():
         tensors[index] = torch.tensor([1.0, value])
     result = check_by(name, tensors)
-    expected = [0 if index not in bad else (HAS_NAN if bad[index] != bad[index] else HAS_INF) for index in range(3000)]
+    expected = [flag_of(tensor.numpy()) for tensor in tensors]
     assert result.flags.tolist() == expected and result.found_inf.item() == 1
     clean = [tensor for index, tensor in enumerate(tensors) if index not in bad]
     near(check_by(name, clean).sum_of_squares.item(), np.concatenate([tensor.numpy() for tensor in clean]))
@@ -361,19 +381,15 @@ def test_nothing(name: str) -> None:
 
 def test_every_kind_of_tensor_is_read_in_full() -> None:
     base = torch.arange(1.0, 61.0)
-    tensors = [
+    finite = [
         base.reshape(6, 10).t(),
         base.reshape(6, 10)[:, 2:7],
-        base[::7],
-        base[1:],
         base[:3].expand(4, 3),
-        torch.tensor(5.0),
-        base.reshape(1, 3, 4, 5).to(memory_format=torch.channels_last),
         base.as_strided((9, 3), (2, 1)),
     ]
-    result = examine(tensors)
-    assert result.sum_of_squares.item() == sum(float((tensor.double() ** 2).sum()) for tensor in tensors)
-    examine(tensors, 0.25)
+    total = sum(float((tensor.double() ** 2).sum()) for tensor in finite)
+    assert examine(finite).sum_of_squares.item() == total
+    examine(list(kinds(FP32).values()), 0.25)
 
 
 def test_parameters_and_gradients_that_require_gradients() -> None:
@@ -409,78 +425,6 @@ def test_checking_reads_memory_that_nobody_may_write(name: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("inv_scale", [1.0, 2.0**-16, 1 / 3, 3.0, -0.5, 0.0, 1e-45, 3e38, 2.0**-24])
-def test_what_is_checked_is_the_unscaled_value(dtype: torch.dtype, inv_scale: float) -> None:
-    """A scale below 1 can make a finite gradient overflow, and a step on it would be wrong."""
-    tensors = grads([4097, 33], dtype, spread=100.0)
-    result = examine(tensors, inv_scale)
-    assert result.flags.tolist() == ([1, 1] if inv_scale == 3e38 else [0, 0])
-
-
-@pytest.mark.parametrize("inv_scale", [INF, -INF, NAN])
-@pytest.mark.parametrize("size", [1, 5, 4096, 4100])
-def test_a_scale_that_is_not_finite(inv_scale: float, size: int) -> None:
-    tensor = torch.ones(size)
-    assert examine([tensor], inv_scale).flags.tolist() == [HAS_NAN if inv_scale != inv_scale else HAS_INF]
-    tensor[size // 2] = 0.0
-    expected = HAS_NAN if inv_scale != inv_scale or size == 1 else HAS_INF + HAS_NAN
-    assert examine([tensor], inv_scale).flags.tolist() == [expected], "0 * inf is NaN"
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("inv_scale", [2.0**-10, 1 / 3, 1e-6, 2e5, 0.0, INF])
-def test_unscaling_rounds_once_and_checks_what_was_stored(name: str, dtype: torch.dtype, inv_scale: float) -> None:
-    tensors = grads([4097, 0, 33, 1], dtype, spread=10.0)
-    tensors += [tensors[0][1:40].clone(), torch.from_numpy(oracles.specials()).to(dtype)]
-    stored = []
-    for tensor in tensors:
-        with np.errstate(all="ignore"):
-            stored.append(unscaled(oracles.to_numpy(tensor), inv_scale).astype(oracles.NUMPY[dtype]))
-    with using(name, "unscale") as device:
-        placed = twins(tensors, device)
-        check = unscaled_in_place(placed, inv_scale)
-        public = twins(tensors, device)
-        result = halfstep.foreach_unscale_(public, inv_scale)
-    for tensor, again, expected in zip(placed, public, stored, strict=True):
-        assert_same_bits(tensor, expected, name)
-        assert_same_bits(again, expected, name)
-    wide = [array.astype(np.float32) for array in stored]
-    assert check.flags.tolist() == [flag_of(array) for array in wide]
-    assert check.found_inf.item() == result.found_inf.item() == 1
-    finite = [index for index, array in enumerate(wide) if not flag_of(array)]
-    with using(name, "unscale") as device:
-        check = unscaled_in_place([twins(tensors, device)[index] for index in finite], inv_scale)
-        result = halfstep.foreach_unscale_([twins(tensors, device)[index] for index in finite], inv_scale)
-    near(check.sum_of_squares.item(), np.concatenate([wide[index] for index in finite] or [np.zeros(0)]))
-    assert result.norm.item() == np.float32(np.sqrt(check.sum_of_squares.item()))
-    assert (result.norm.dtype, result.norm.shape, result.found_inf.dtype) == (FP32, (), FP32)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_rounding_to_infinity_is_found(name: str) -> None:
-    """65519 is a finite fp16 after rounding, 65520 is not; the fp32 product of either is."""
-    for factor, flag in ((65519.0, 0), (65520.0, HAS_INF)):
-        result = check_by(name, [torch.ones(3, dtype=FP16)], factor, write=True)
-        assert result.flags.tolist() == [flag] and result.found_inf.item() == float(bool(flag))
-        assert check_by(name, [torch.ones(3, dtype=FP16)], factor).flags.tolist() == [0], "not rounded, not infinite"
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_subnormals_are_kept(name: str) -> None:
-    tensors = [
-        torch.full((20,), 2.0**-24, dtype=FP16),
-        torch.full((20,), 2.0**-149),
-        torch.full((20,), 2.0**-133).bfloat16(),
-    ]
-    with using(name, "unscale") as device:
-        placed = twins(tensors, device)
-        halfstep.foreach_unscale_(placed, 3.0)
-    for tensor, smallest in zip(placed, (2.0**-24, 2.0**-149, 2.0**-133), strict=True):
-        assert oracles.to_numpy(tensor).astype(np.float64).tolist() == [3 * smallest] * 20
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_forms_of_inv_scale(name: str) -> None:
     third = np.float32(1 / 3)
@@ -489,11 +433,11 @@ def test_forms_of_inv_scale(name: str) -> None:
             1 / 3,
             np.float64(1 / 3),
             torch.tensor(1 / 3, device=device),
-            torch.tensor([1 / 3], device=device),
             torch.tensor([[1 / 3]], device=device),
             torch.tensor(1 / 3, dtype=torch.float64, device=device),
             torch.tensor(1 / 3, dtype=torch.float64),
             torch.tensor([0.0, 1 / 3, 0.0], device=device)[1],
+            *(torch._neg_view(torch.tensor(value, device=device)) for value in (-1 / 3, [-1 / 3])),
         ]
         for form in forms:
             tensor = torch.full((9,), 7.0, device=device)
@@ -501,40 +445,28 @@ def test_forms_of_inv_scale(name: str) -> None:
             assert set(tensor.tolist()) == {float(np.float32(7) * third)}, form
             assert result.norm.shape == ()
             again = halfstep.foreach_check([torch.full((9,), 7.0, device=device)], inv_scale=form)
-            assert again.sum_of_squares.shape == ()
             near(again.sum_of_squares.item(), np.full(9, np.float32(7) * third))
         tensor = torch.full((3,), 7.0, device=device)
         halfstep.foreach_unscale_([tensor], torch.tensor(2, device=device))
         halfstep.foreach_unscale_([tensor], 2)
         assert tensor.tolist() == [28.0] * 3
+        version = tensor._version
+        assert unscaled_in_place([tensor], None).flags.tolist() == [0] and tensor._version == version
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_unscaling_in_place_whatever_the_strides(name: str) -> None:
+def test_unscaling_in_place_writes_the_tensor_and_nothing_beyond(name: str) -> None:
     base = torch.arange(1.0, 61.0)
     with using(name, "unscale") as device:
-        views = [
-            base.to(device, copy=True).reshape(6, 10).t(),
-            base.to(device, copy=True).reshape(6, 10)[:, 2:7],
-            base.to(device, copy=True)[::7],
-            base.to(device, copy=True)[1:],
-            torch.tensor(5.0, device=device),
-        ]
+        whole = base.to(device, copy=True).reshape(6, 10)
+        views = [whole[:, 2:7], *(base.to(device, copy=True)[part] for part in (slice(1, None), slice(None, None, 7)))]
         wanted = [view * 0.5 for view in views]
         versions = [view._version for view in views]
         halfstep.foreach_unscale_(views, 0.5)
         for view, want, version in zip(views, wanted, versions, strict=True):
             assert torch.equal(view, want)
             assert view._version > version, "autograd cannot see the write"
-        whole = views[1]._base
-        assert whole is not None and torch.equal(whole.view(6, 10)[:, :2].cpu(), base.view(6, 10)[:, :2]), (
-            "beside the view"
-        )
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_nothing_beyond_a_tensor_is_written(name: str) -> None:
-    with using(name, "unscale") as device:
+        assert torch.equal(whole[:, :2].cpu(), base.view(6, 10)[:, :2]), "beside the view"
         for dtype in DTYPES:
             for offset, size in ((1, 1), (3, 4095), (8, 4096), (16, 4097), (1, 4097)):
                 buffer = torch.ones(offset + size + 9, dtype=dtype, device=device)
@@ -543,69 +475,170 @@ def test_nothing_beyond_a_tensor_is_written(name: str) -> None:
                 assert (buffer[:offset] == 1).all() and (buffer[offset + size :] == 1).all(), (dtype, offset, size)
 
 
-def test_a_second_call_sees_new_values_at_the_same_address() -> None:
-    for name in ALL:
-        with using(name, "unscale") as device:
-            tensor = torch.ones(10, device=device)
-            first = halfstep.foreach_check([tensor])
-            tensor[4] = NAN
-            assert halfstep.foreach_check([tensor]).flags.tolist() == [HAS_NAN]
-            assert first.flags.tolist() == [0] and first.sum_of_squares.item() == 10, "an answer changed later"
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("scale", [65536.0, 3.0, 1e-3, 7.7e30, 2.0**-126, 1e-40])
+def test_a_scale_is_its_reciprocal_rounded_once(name: str, scale: float) -> None:
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal(5000).astype(np.float32))
+    with using(name, "unscale") as device:
+        tensor = torch.tensor(scale)
+        with np.errstate(over="ignore"):
+            inverse = float(np.float32(1.0) / np.float32(scale))
+        here = [values.to(device)]
+        mine = over(here, tensor.to(device))
+        theirs = halfstep.foreach_check(here, inv_scale=torch.tensor(inverse, device=device))
+        for part, want in zip(mine, theirs, strict=True):
+            assert_same_bits(part, want)
+
+
+# ------------------------------------------------------------------------------------------- answers and what is kept
+
+
+class Operations(TorchDispatchMode):
+    """The names of torch's operations inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_answer_given_back_is_written_again(name: str) -> None:
+    with using(name, "unscale") as device:
+        tensors = [torch.ones(5, device=device), torch.ones(CHUNK + 3, device=device, dtype=FP16)]
+        first = halfstep.foreach_check(tensors)
+        kept = [part.clone() for part in first]
+        tensors[1][7] = NAN
+        second = halfstep.foreach_check(tensors)
+        for part, before in zip(first, kept, strict=True):
+            assert_same_bits(part, before, "an answer changed with a later call")
+        assert unscale.check(tensors, out=first) is first
+        for part, want in zip(first, second, strict=True):
+            assert_same_bits(part, want)
+        tensors[1][7] = 1.0
+        unscale.check(tensors, Factor(0.5), out=first)
+        answer = first.found_inf.item(), first.sum_of_squares.item(), first.flags.tolist()
+        assert answer == (0, (CHUNK + 8) / 4, [0, 0])
+
+
+def test_the_steady_state_makes_no_tensor() -> None:
+    """On a CPU and with `out`, not one operation of torch runs; without it, three new tensors are made."""
+    tensors = [torch.ones(size) for size in (5, 0, 5000)]
+    with using("native", "unscale"):
+        check = halfstep.foreach_check(tensors)
+        factor = torch.tensor(0.5)
+        with Operations():  # while a mode watches, the table is that of `TableCache`, which is made once
+            halfstep.foreach_check(tensors)
+        with Operations() as seen:
+            unscale.check(tensors, Factor(factor), out=check)
+            unscale.check(tensors, Factor(0.25), out=check)
+        assert seen.names == []
+        with Operations() as seen:
+            halfstep.foreach_check(tensors)
+        assert seen.names == ["aten.empty.memory_format"] * 3
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_scratch_that_is_used_again_shows_nothing_of_before(name: str) -> None:
+    with using(name, "unscale") as device:
+        # A long list, then short ones: what the long one left behind must not show.
+        halfstep.foreach_check([torch.full((9,), NAN, device=device) for _ in range(40)])
+        for count in (40, 3, 1):
+            clean = halfstep.foreach_check([torch.ones(9, device=device) for _ in range(count)])
+            assert clean.flags.tolist() == [0] * count and clean.sum_of_squares.item() == 9 * count
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_a_call_that_failed_leaves_no_flags_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with using(name, "unscale") as device:
+        bad, good = [torch.full((9,), INF, device=device)], [torch.ones(9, device=device)]
+        bad.append(bad[0].half())  # a list of one dtype is checked by one call on a CPU
+
+        def fail(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(unscale, "_gather", fail)
+            with pytest.raises(KeyboardInterrupt):
+                halfstep.foreach_check(bad)
+        assert halfstep.foreach_check([*good, good[0].half()]).flags.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_tally_notes_which_tensors_were_bad_when_and_how_often(name: str) -> None:
+    bad = {1: {0: [NAN]}, 3: {0: [INF], 2: [INF, NAN]}, 4: {2: [-INF]}}  # step: tensor: values
+    with using(name, "unscale") as device:
+        tally = Tally(
+            torch.zeros(3, 4, dtype=torch.int32, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+        for step in range(1, 6):
+            tensors = [torch.ones(4), torch.ones(CHUNK + 9), torch.ones(2, dtype=BF16)]
+            for index, values in bad.get(step, {}).items():
+                tensors[index][: len(values)] = torch.tensor(values, dtype=tensors[index].dtype)
+            check = unscale.check([tensor.to(device) for tensor in tensors], tally=tally)
+            assert check.found_inf.item() == float(step in bad)
+            tally.step.add_(1)
+        assert tally.counts.tolist() == [[1, 1, 1, 3], [0, 0, 0, 0], [2, 1, 3, 4]]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_tensors_may_have_places_of_their_own_among_the_flags(name: str) -> None:
+    with using(name, "unscale") as device:
+        out = Verdict.empty(6, device)
+        out.flags.fill_(9)
+        counts = torch.zeros(6, 4, dtype=torch.int32, device=device)
+        tally = Tally(counts, torch.zeros((), dtype=torch.int64, device=device))
+        here = [t.to(device) for t in (torch.tensor([INF]), torch.ones(3, dtype=FP16), torch.tensor([NAN]))]
+        unscale.check(here, out=out, tally=tally, places=[4, 0, 1])
+        assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
+        assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
+        of_one_dtype = [here[0], torch.ones(2, device=device), here[2]]
+        assert unscale.check(of_one_dtype, places=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
+        unscale.check(here[1:2], out=out, places=[3])
+        assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
 
 
 # ----------------------------------------------------------------------------------------------------------- refusals
 
+ONE_NUMBER = "Expected inv_scale to be one number, a float or a one-element tensor, but got shape"
+
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("grads", "inv_scale", "error", "message"),
     [
+        (torch.ones(3), 1.0, TypeError, "Expected grads to be a list of tensors, but got one tensor: pass [grads]"),
         (
-            lambda: halfstep.foreach_check(torch.ones(3)),
-            TypeError,
-            "Expected grads to be a list of tensors, but got one tensor: pass [grads]",
-        ),
-        (
-            lambda: halfstep.foreach_unscale_([torch.ones(1), torch.ones(1).double()], 1.0),
+            [torch.ones(1), torch.ones(1).double()],
+            1.0,
             TypeError,
             "Expected grads[1] to have dtype float32, float16 or bfloat16, but got torch.float64: convert it with "
-            ".to() or "
-            "leave it out",
+            ".to() or leave it out",
         ),
         (
-            lambda: halfstep.foreach_check([torch.ones(1), torch.ones(1, device="meta")]),
+            [torch.ones(1), torch.ones(1, device="meta")],
+            1.0,
             ValueError,
             "Expected grads[1] to be on the device of grads[0], cpu, but got meta: call once per device",
         ),
+        ([torch.ones(1)], torch.ones(2), ValueError, f"{ONE_NUMBER} (2,)"),
+        ([torch.ones(1)], torch.empty(0), ValueError, f"{ONE_NUMBER} (0,)"),
+        ([torch.ones(1)], torch.tensor(True), TypeError, "Expected inv_scale to have a real dtype, but got torch.bool"),
         (
-            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.ones(2)),
-            ValueError,
-            "Expected inv_scale to be one number, a float or a one-element tensor, but got shape (2,)",
-        ),
-        (
-            lambda: halfstep.foreach_check([torch.ones(1)], inv_scale=torch.empty(0)),
-            ValueError,
-            "Expected inv_scale to be one number, a float or a one-element tensor, but got shape (0,)",
-        ),
-        (
-            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(True)),
-            TypeError,
-            "Expected inv_scale to have a real dtype, but got torch.bool",
-        ),
-        (
-            lambda: halfstep.foreach_unscale_([torch.ones(1)], torch.tensor(1j)),
+            [torch.ones(1)],
+            torch.tensor(1j),
             TypeError,
             "Expected inv_scale to have a real dtype, but got torch.complex64",
         ),
     ],
 )
-def test_what_is_refused_is_named(call: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        call()  # type: ignore[operator]
-    assert str(raised.value) == message
-
-
-def test_a_refused_list_is_not_touched() -> None:
-    first = torch.ones(2)
-    with pytest.raises(TypeError):
-        halfstep.foreach_unscale_([first, torch.ones(2).double()], 0.5)
-    assert first.tolist() == [1, 1]
+def test_what_is_refused_is_named_and_not_touched(
+    grads: list[torch.Tensor], inv_scale: float | torch.Tensor, error: type[Exception], message: str
+) -> None:
+    for function in (halfstep.foreach_check, halfstep.foreach_unscale_):
+        with pytest.raises(error) as raised:
+            function(grads, inv_scale)
+        assert str(raised.value) == message
+    assert grads[0].item() == 1 if isinstance(grads, list) else grads.tolist() == [1, 1, 1]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -34,14 +31,6 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
         run(machine, access.replace("+ 0", "+ -4"), torch.zeros(32, dtype=torch.int32))
 
 
-def test_a_number_that_looks_like_untouched_memory(machine: SoftwareGPU) -> None:
-    """A few bytes at the end of a tensor may hold what the bytes of untouched memory there would."""
-    load = "\tld.global.b8 { %rs1 }, [ %rd10 + 1 ];"
-    for value in range(256):
-        memory = torch.full((33,), value, dtype=torch.uint8)
-        machine.run_text(kernel(load, wide=1), *[memory] * 4)
-
-
 def test_freed_memory(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     address = tensor.data_ptr()
@@ -55,29 +44,6 @@ def test_memory_that_torch_did_not_allocate(machine: SoftwareGPU) -> None:
     run(machine, LOAD, torch.from_numpy(np.zeros(32, np.int32)))
     with pytest.raises(RuntimeError, match="ends 0 before"):
         run(machine, LOAD, torch.from_numpy(np.zeros(31, np.int32)))
-
-
-class Wrapper(torch.Tensor):
-    """A tensor whose elements lie elsewhere: its storage has no address, and says so by raising."""
-
-    @staticmethod
-    def __new__(cls) -> Wrapper:
-        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32, storage_size=12)
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError
-
-
-def test_tensors_without_memory_are_passed_over(machine: SoftwareGPU) -> None:
-    """When one is looked for whose memory torch did not allocate."""
-    held = torch.from_numpy(np.zeros(32, np.int32))
-    gc.collect()  # an old object is found last
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.zeros(3)
-    wrappers = [fake, torch.nn.UninitializedParameter(), Wrapper()]
-    run(machine, LOAD, held)
-    del wrappers
 
 
 @pytest.mark.parametrize("wide", [2, 4])
@@ -103,11 +69,6 @@ def test_never_written(machine: SoftwareGPU) -> None:
         run(machine, LOAD, tensor)
     run(machine, STORE, tensor)
     run(machine, LOAD, tensor)
-
-
-def test_a_pattern_of_unwritten_memory_is_none_elsewhere(machine: SoftwareGPU) -> None:
-    """What marks unwritten memory depends on its address: a copy of it is data like any other."""
-    run(machine, LOAD, torch.empty(32, dtype=torch.int32).clone())
 
 
 def test_read_only(machine: SoftwareGPU) -> None:

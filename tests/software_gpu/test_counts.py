@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -13,10 +11,8 @@ import pytest
 import torch
 import triton
 from software_gpu import sass, snippets
-from software_gpu.counts import MACHINE, TABLE, cases, class_of, counted, markdown
+from software_gpu.counts import TABLE, cases, counted, markdown
 from software_gpu.gpu import COUNTS, SoftwareGPU
-
-from halfstep.bench.audit import machine_code
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
@@ -47,15 +43,6 @@ def test_sectors_are_used() -> None:
                     assert row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
                     ragged = 1.01 if "causal" in case else 1.0
                     assert row["fresh"] <= ragged * row["least"], (target, case, kernel)  # what memory has to move
-
-
-def test_classes() -> None:
-    assert [class_of(name) for name in ("ex2.approx.f32", "ld.shared.b32", "atom.global.gpu.add.u64", "add.s32")] == [
-        "special",
-        "shared",
-        "global",
-        "arithmetic",
-    ]
 
 
 def counted_by_opcode(
@@ -170,46 +157,3 @@ def test_subroutines_and_their_calls_are_left_out(machine: SoftwareGPU) -> None:
     usual, zero = (machine_counts(machine, body, ones, value, ones) for value in (ones, other))
     assert usual == zero and usual["FCHK"] == 1 and not any(name.startswith("CALL") for name in usual)
     assert (usual["FFMA"], usual["MUFU.RCP"], usual["BRA"]) == (5, 1, 1)
-
-
-def instructions_run(ptx: str, target: str, folder: Path) -> int:
-    """How many instructions run of what ptxas makes of a kernel whose conditional branches are all taken."""
-    assembler = triton.knobs.nvidia.ptxas_blackwell if target == "sm_100" else triton.knobs.nvidia.ptxas
-    (folder / "kernel.ptx").write_text(ptx.replace("sm_90a", target))
-    command = [assembler.path, f"--gpu-name={target}", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
-    subprocess.run(command, check=True)
-    lines = machine_code.sass(
-        (folder / "kernel.cubin").read_bytes(), triton.knobs.nvidia.nvdisasm.path, folder
-    ).splitlines()
-    lines = [re.sub(r"/\*\w+\*/", "", line).strip() for line in lines]
-    ran, at = 0, lines.index(".text.tested:")
-    while True:
-        at += 1
-        line = lines[at]
-        ran += line.endswith(";")
-        if line.startswith("EXIT"):
-            return ran
-        if taken := re.match(r"@\S+ BRA `\((\.L_x_\d+)\)", line):
-            at = lines.index(f"{taken[1]}:")
-
-
-@pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
-)
-@pytest.mark.parametrize("name", list(MACHINE))
-def test_machine_instructions(name: str, target: str, tmp_path: Path) -> None:
-    """ptxas makes as many of one instruction of PTX as the table says, on the way that most numbers take."""
-    kind, wide = ("rd", 64) if name.endswith("64") else ("r", 32)
-    unary = name.startswith(("sqrt", "ex2", "lg2", "rsqrt"))
-    second = "" if unary else ", 3" if name.startswith("shl") else f", %{kind}2"
-    loads = "\n".join(f"\tld.global.b{wide} {{ %{kind}{k} }}, [ %rd1{k} + 0 ];" for k in (1, 2))
-    store = f"\tst.global.b{wide} [ %rd10 + 0 ], {{ %{kind}5 }};"
-    # Beside an instruction of as many operands of which the machine needs one per 32 bits.
-    other = second if "%" in second else ", 0x100000001" if wide == 64 else ", 3"
-    alone, beside = (
-        instructions_run(
-            snippets.kernel(f"{loads}\n\t{middle} %{kind}5, %{kind}1{last};\n{store}", 8), target, tmp_path
-        )
-        for middle, last in ((name, second), (f"xor.b{wide}", other))
-    )
-    assert alone - beside + wide // 32 == MACHINE[name][0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -16,12 +17,15 @@ from software_gpu.ptx import UnknownPTX
 from software_gpu.snippets import kernel
 
 _REGISTER = {1: "%rs", 2: "%rs", 4: "%r", 8: "%rd"}
+HALVES = {"bf16": np.dtype(ml_dtypes.bfloat16), "f16": np.dtype(np.float16)}
+EVERY_HALF = np.arange(65536, dtype="u2")
 
 
 def apply(
-    machine: SoftwareGPU, instruction: str, result: np.dtype, *inputs: np.ndarray, constant: str = ""
+    machine: SoftwareGPU, instruction: str, result: np.dtype | str, *inputs: np.ndarray, constant: str = ""
 ) -> np.ndarray:
     """Run one instruction on arrays of equal length, a multiple of 32: its results, of the type `result`."""
+    result = np.dtype(result)
     wide = max(result.itemsize, *(array.itemsize for array in inputs))
     body, names = [], []
     for at, array in enumerate(inputs):
@@ -67,188 +71,190 @@ def floats(kind: str, seed: int, count: int = 1024) -> np.ndarray:
     return generator.permutation(values)
 
 
+class Case(NamedTuple):
+    """An instruction, its inputs, what it gives, and the constants that follow the registers."""
+
+    instruction: str
+    inputs: tuple[np.ndarray, ...]
+    expected: np.ndarray
+    constant: str = ""
+
+
 def python_integer(name: str, a: int, b: int, bits: int) -> int:
     """Two integers, read as the instruction reads them, by Python's own arithmetic."""
-    match name.split(".")[0]:
-        case "add":
-            return a + b
-        case "sub":
-            return a - b
-        case "mul":
-            return a * b >> bits if ".hi" in name else a * b
-        case "min":
-            return min(a, b)
-        case "max":
-            return max(a, b)
-        case "and":
-            return a & b
-        case "or":
-            return a | b
-        case "xor":
-            return a ^ b
-        case "div":
-            return int(Fraction(a, b)) if b else -1
-        case "rem":
-            return a - b * int(Fraction(a, b)) if b else a
-    raise ValueError(name)
+    operations: dict[str, Callable[[], int]] = {
+        "add": lambda: a + b,
+        "sub": lambda: a - b,
+        "mul": lambda: a * b >> bits if ".hi" in name else a * b,
+        "min": lambda: min(a, b),
+        "max": lambda: max(a, b),
+        "and": lambda: a & b,
+        "or": lambda: a | b,
+        "xor": lambda: a ^ b,
+        "div": lambda: int(Fraction(a, b)) if b else -1,
+        "rem": lambda: a - b * int(Fraction(a, b)) if b else a,
+    }
+    return operations[name.split(".")[0]]()
 
 
-BINARY = [
-    f"{name}.{kind}{bits}"
-    for name in ("add", "sub", "mul.lo", "min", "max", "div", "rem")
-    for kind in "su"
-    for bits in (32, 64)
-]
-BINARY += [f"{name}.b{bits}" for name in ("and", "or", "xor") for bits in (16, 32, 64)] + ["mul.hi.u32", "mul.hi.s32"]
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_integers(machine: SoftwareGPU, name: str) -> None:
-    kind = name.split(".")[-1].replace("b", "u")
-    dtype = np.dtype(f"{'i' if kind[0] == 's' else 'u'}{int(kind[1:]) // 8}")
-    a, b = integers(dtype.str, 1), integers(dtype.str, 2)
-    bits = 8 * dtype.itemsize
-    expected = [python_integer(name, int(x), int(y), bits) % 2**bits for x, y in zip(a, b, strict=True)]
-    found = apply(machine, name, np.dtype(f"u{dtype.itemsize}"), a, b)
-    assert found.tolist() == expected
-
-
-@pytest.mark.parametrize("name", ["mul.wide.s32", "mul.wide.u32"])
-def test_wide_products(machine: SoftwareGPU, name: str) -> None:
-    kind = "i4" if ".s" in name else "u4"
-    a, b, c = integers(kind, 3), integers(kind, 4), integers("i8", 5)
-    products = [int(x) * int(y) for x, y in zip(a, b, strict=True)]
-    assert apply(machine, name, np.dtype("u8"), a, b).tolist() == [product % 2**64 for product in products]
-    sums = [(product + int(z)) % 2**64 for product, z in zip(products, c, strict=True)]
-    assert apply(machine, name.replace("mul", "mad"), np.dtype("u8"), a, b, c).tolist() == sums
-
-
-@pytest.mark.parametrize(
-    "name", ["shl.b16", "shl.b32", "shl.b64", "shr.u16", "shr.u32", "shr.s32", "shr.u64", "shr.s64"]
-)
-@pytest.mark.parametrize("distance", [0, 1, 7, 15, 31, 32, 63, 200])
-def test_shifts(machine: SoftwareGPU, name: str, distance: int) -> None:
-    bits = int(name[5:])
-    a = integers(f"{'i' if '.s' in name else 'u'}{bits // 8}", 6)
-    shifted = [int(x) << distance if name.startswith("shl") else int(x) >> distance for x in a]
-    found = apply(machine, name, np.dtype(f"u{bits // 8}"), a, constant=str(distance))
-    assert found.tolist() == [value % 2**bits for value in shifted]
-
-
-@pytest.mark.parametrize("selector", [0x3210, 0x3340, 0x7610, 0x0123, 0x5410, 0xBA98, 0x8F4C, 0x7777])
-def test_byte_permutation(machine: SoftwareGPU, selector: int) -> None:
-    a, b = integers("u4", 7), integers("u4", 8)
-    expected = []
-    for x, y in zip(a.tolist(), b.tolist(), strict=True):
-        pool = struct.pack("<II", x, y)
-        chosen = [selector >> 4 * k & 15 for k in range(4)]
-        picked = [pool[k & 7] if k < 8 else 255 * (pool[k & 7] >> 7) for k in chosen]
-        expected.append(int.from_bytes(bytes(picked), "little"))
-    assert apply(machine, "prmt.b32", np.dtype("u4"), a, b, constant=hex(selector) + "U").tolist() == expected
-
-
-@pytest.mark.parametrize("distance", [0, 1, 4, 31, 36])
-def test_funnel_shifts(machine: SoftwareGPU, distance: int) -> None:
-    low, high = integers("u4", 7), integers("u4", 8)
-    pairs = [int(y) << 32 | int(x) for x, y in zip(low, high, strict=True)]
-    found = apply(machine, "shf.r.wrap.b32", np.dtype("u4"), low, high, constant=str(distance))
-    assert found.tolist() == [pair >> distance % 32 & 0xFFFFFFFF for pair in pairs]
-
-
-@pytest.mark.parametrize(
-    ("values", "function"),
-    [
-        (0xEA, lambda a, b, c: a & b | c),
-        (0xE4, lambda a, b, c: a & c | b & ~c),
-        (0x96, lambda a, b, c: a ^ b ^ c),
-        (0x40, lambda a, b, c: a & b & ~c),
-    ],
-)
-def test_functions_of_three_bits(machine: SoftwareGPU, values: int, function: Callable[..., np.ndarray]) -> None:
-    a, b, c = integers("u4", 7), integers("u4", 8), integers("u4", 9)
-    found = apply(machine, "lop3.b32", np.dtype("u4"), a, b, c, constant=str(values))
-    assert (found == function(a, b, c)).all()
-
-
-@pytest.mark.parametrize(("begin", "count"), [(0, 32), (3, 4), (31, 1), (5, 0), (28, 10), (2, 1), (0, 1), (40, 3)])
-def test_bit_fields(machine: SoftwareGPU, begin: int, count: int) -> None:
-    values = integers("u4", 9)
-    unsigned = [int(x) >> begin & (1 << count) - 1 for x in values]
-    assert apply(machine, "bfe.u32", np.dtype("u4"), values, constant=f"{begin}, {count}").tolist() == unsigned
-    signed = []
-    for x in values.tolist():
-        sign = x >> min(begin + count - 1, 31) & 1 if count else 0
-        endless = x - (x >> 31 << 32)  # the sign bit goes on above bit 31
-        field = endless >> begin & (1 << count) - 1
-        signed.append((field - (sign << count)) % 2**32)
-    assert apply(machine, "bfe.s32", np.dtype("u4"), values, constant=f"{begin}, {count}").tolist() == signed
-
-
-@pytest.mark.parametrize("name", ["add.s16x2", "sub.s16x2", "max.s16x2", "min.u16x2"])
-def test_pairs_of_integers(machine: SoftwareGPU, name: str) -> None:
-    kind = "i2" if ".s" in name else "u2"
-    a, b = integers(kind, 23, 2048), integers(kind, 24, 2048)
-    expected = [python_integer(name, int(x), int(y), 16) % 2**16 for x, y in zip(a, b, strict=True)]
-    assert apply(machine, name, np.dtype("u4"), a.view("u4"), b.view("u4")).view("u2").tolist() == expected
-
-
-def test_signs_of_16_bits(machine: SoftwareGPU) -> None:
-    codes = np.arange(65536, dtype="u2")
-    for kind in ("f16", "bf16"):
-        assert (apply(machine, f"abs.{kind}", codes.dtype, codes) == codes & 0x7FFF).all()
-        assert (apply(machine, f"neg.{kind}", codes.dtype, codes) == codes ^ 0x8000).all()
-        pairs = codes.view("u4")
-        assert (apply(machine, f"abs.{kind}x2", pairs.dtype, pairs).view("u2") == codes & 0x7FFF).all()
-        assert (apply(machine, f"neg.{kind}x2", pairs.dtype, pairs).view("u2") == codes ^ 0x8000).all()
-
-
-def test_numbers_narrower_than_their_registers(machine: SoftwareGPU) -> None:
-    """They lie in the low bits; what is above them does not count."""
+def integer_cases() -> Iterator[Case]:
+    names = [
+        f"{name}.{kind}{bits}"
+        for name in ("add", "sub", "mul.lo", "min", "max", "div", "rem")
+        for kind in "su"
+        for bits in (32, 64)
+    ]
+    names += [f"{name}.b{bits}" for name in ("and", "or", "xor") for bits in (16, 32, 64)]
+    for name in [*names, "mul.hi.u32", "mul.hi.s32", "add.s16x2", "sub.s16x2", "max.s16x2", "min.u16x2"]:
+        kind, _, pair = name.split(".")[-1].partition("x")
+        bits, held = int(kind[1:]), f"u{int(kind[1:]) // 8 * (2 if pair else 1)}"
+        a, b = (integers(f"{'i' if kind[0] == 's' else 'u'}{bits // 8}", seed, 2048) for seed in (1, 2))
+        results = [python_integer(name, int(x), int(y), bits) % 2**bits for x, y in zip(a, b, strict=True)]
+        yield Case(name, (a.view(held), b.view(held)), np.array(results, f"u{bits // 8}").view(held))
+    for name in ("mul.wide.s32", "mul.wide.u32"):
+        kind = "i4" if ".s" in name else "u4"
+        a, b, c = integers(kind, 3), integers(kind, 4), integers("i8", 5)
+        products = [int(x) * int(y) for x, y in zip(a, b, strict=True)]
+        yield Case(name, (a, b), np.array([product % 2**64 for product in products], "u8"))
+        sums = [(product + int(z)) % 2**64 for product, z in zip(products, c, strict=True)]
+        yield Case(name.replace("mul", "mad"), (a, b, c), np.array(sums, "u8"))
+    for name in ("shl.b16", "shl.b32", "shl.b64", "shr.u16", "shr.u32", "shr.s32", "shr.u64", "shr.s64"):
+        bits = int(name[5:])
+        a = integers(f"{'i' if '.s' in name else 'u'}{bits // 8}", 6)
+        for by in (0, 1, 7, 15, 31, 32, 63, 200):
+            shifted = [(int(x) << by if name.startswith("shl") else int(x) >> by) % 2**bits for x in a]
+            yield Case(name, (a,), np.array(shifted, f"u{bits // 8}"), str(by))
+    a, b, c = (integers("u4", seed) for seed in (7, 8, 9))
+    for selector in (0x3210, 0x3340, 0x7610, 0x0123, 0x5410, 0xBA98, 0x8F4C, 0x7777):
+        chosen, picked = [selector >> 4 * k & 15 for k in range(4)], []
+        for pool in (struct.pack("<II", x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True)):
+            picked.append(bytes(pool[k & 7] if k < 8 else 255 * (pool[k & 7] >> 7) for k in chosen))
+        yield Case("prmt.b32", (a, b), np.frombuffer(b"".join(picked), "u4"), hex(selector) + "U")
+    pairs = b.astype("u8") << np.uint64(32) | a
+    for by in (0, 1, 4, 31, 36):
+        yield Case("shf.r.wrap.b32", (a, b), (pairs >> np.uint64(by % 32)).astype("u4"), str(by))
+    bitwise = {0xEA: a & b | c, 0xE4: a & c | b & ~c, 0x96: a ^ b ^ c, 0x40: a & b & ~c}
+    yield from (Case("lop3.b32", (a, b, c), result, str(values)) for values, result in bitwise.items())
+    for begin, count in ((0, 32), (3, 4), (31, 1), (5, 0), (28, 10), (2, 1), (0, 1), (40, 3)):
+        fields, signed = [], []
+        for x in c.tolist():
+            fields.append(x >> begin & (1 << count) - 1)
+            sign = x >> min(begin + count - 1, 31) & 1 if count else 0
+            endless = x - (x >> 31 << 32)  # the sign bit goes on above bit 31
+            signed.append(((endless >> begin & (1 << count) - 1) - (sign << count)) % 2**32)
+        yield Case("bfe.u32", (c,), np.array(fields, "u4"), f"{begin}, {count}")
+        yield Case("bfe.s32", (c,), np.array(signed, "u4"), f"{begin}, {count}")
+    for kind, codes in (("", EVERY_HALF), ("x2", EVERY_HALF.view("u4"))):
+        for half in HALVES:
+            yield Case(f"abs.{half}{kind}", (codes,), (EVERY_HALF & 0x7FFF).view(codes.dtype))
+            yield Case(f"neg.{half}{kind}", (codes,), (EVERY_HALF ^ 0x8000).view(codes.dtype))
+    # Narrower than their registers: in the low bits, and what is above them does not count.
     for bits, held in ((8, "u4"), (8, "u2"), (16, "u4"), (8, "u8"), (16, "u8"), (32, "u8")):
         values = integers(held, 25)
         low = (values & np.array((1 << bits) - 1, held)).astype("i8")
-        signed = low - ((low >> bits - 1) << bits)
         to = 64 if bits == 32 else 32
-        assert apply(machine, f"cvt.s{to}.s{bits}", np.dtype(f"i{to // 8}"), values).tolist() == signed.tolist()
-        assert apply(machine, f"cvt.u{to}.u{bits}", np.dtype(f"u{to // 8}"), values).tolist() == low.tolist()
+        yield Case(f"cvt.s{to}.s{bits}", (values,), (low - ((low >> bits - 1) << bits)).astype(f"i{to // 8}"))
+        yield Case(f"cvt.u{to}.u{bits}", (values,), low.astype(f"u{to // 8}"))
+    yield Case("cvt.s8.s32", (integers("i4", 27),), integers("i4", 27).astype("i1").astype("i2"))
+    yield Case("popc.b32", (a,), np.array([int(x).bit_count() for x in a], "u4"))
 
 
-def test_counting_bits(machine: SoftwareGPU) -> None:
-    values = integers("u4", 10)
-    assert apply(machine, "popc.b32", np.dtype("u4"), values).tolist() == [int(x).bit_count() for x in values]
+def float_cases() -> Iterator[Case]:
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+    for kind, bits in (("f4", 32), ("f8", 64)):
+        a, b = floats(kind, 11, 2048), floats(kind, 12, 2048)
+        for name, function in operations.items():
+            yield Case(f"{name}.rn.f{bits}", (a, b), function(a, b))
+            if bits == 32 and name != "div":
+                yield Case(f"{name}.rn.f32x2", (a.view("u8"), b.view("u8")), canonical(function(a, b)).view("u8"))
+        yield Case(f"sqrt.rn.f{bits}", (a,), np.sqrt(a))
+    values = floats("f4", 17)
+    for bits in (32, 64):
+        top = 2 ** (bits - 1)
+        whole = [
+            0 if x != x else max(-top, min(top - 1, x if math.isinf(x) else int(x)))
+            for x in values.astype("f8").tolist()
+        ]
+        yield Case(f"cvt.rzi.s{bits}.f32", (values,), np.array([int(x) for x in whole], f"i{bits // 8}"))
+    a = np.array([1, np.nan, 2, np.nan, 0.0, -0.0, -np.inf, 5], "f4").repeat(8)
+    b = np.array([2, 3, np.nan, np.nan, -0.0, 0.0, 7, 5], "f4").repeat(8)
+    best = {"max": [2, 3, 2, np.nan, 0.0, 0.0, 7, 5], "min": [1, 3, 2, np.nan, -0.0, -0.0, -np.inf, 5]}
+    for name, listed in best.items():  # a NaN beside a number is passed over, and -0 is below 0
+        chosen = np.array(listed, "f4").repeat(8)
+        yield Case(f"{name}.f32", (a, b), chosen)
+        low, high, of = ((x.view("u4") >> 16).astype("u2") for x in (a, b, canonical(chosen)))
+        yield Case(f"{name}.bf16", (low, high), of)
+        yield Case(f"{name}.bf16x2", (low.view("u4"), high.view("u4")), of.view("u4"))
+    a, b, c = (floats("f4", seed, 256) for seed in (40, 41, 42))
+    for name, function in (("max.f32", np.fmax), ("min.f32", np.fmin), ("max.NaN.f32", np.maximum)):
+        yield Case(name, (a, b, c), function(function(a, b), c))
+    for half, kind in HALVES.items():
+        x = np.random.default_rng(20).standard_normal(1024).astype(kind)
+        y = np.random.default_rng(21).standard_normal(1024).astype("f4")
+        yield Case(f"sub.rn.f32.{half}", (x.view("u2"), y), x.astype("f4") - y)
+        exact = EVERY_HALF.view(kind).astype("f4")
+        wide = EVERY_HALF.astype("u4") << np.uint32(16) if half == "bf16" else exact  # whose NaN keep their bits
+        yield Case(f"cvt.f32.{half}", (EVERY_HALF,), wide)
+        # Ties, exactly between two neighbours, among others.
+        codes = np.random.default_rng(15).integers(0, 2**16, 65536).astype("u2")
+        ties = (codes.view(kind).astype("f8") + (codes + np.uint16(1)).view(kind).astype("f8")) / 2
+        values = np.concatenate([floats("f4", 16, 65536), ties.astype("f4")])
+        yield Case(f"cvt.rn.{half}.f32", (values,), canonical(values.astype(kind)).view("u2"))
+    tiny = np.float32(2.0**-126)  # what flushes takes what is below for 0, and gives 0 for it
+    a, b = (np.array(x * 8, "f4") for x in ([tiny, tiny / 2, -tiny / 2, 1.5], [0.5, 1.0, 1.0, tiny]))
+    one, flushed = np.ones(32, "f4"), np.array([0.0, 0.0, -0.0, float(tiny) * 1.5] * 8, "f4")
+    yield Case("fma.rn.f32", (a, b, 0 * one), a * b + np.float32(0))
+    yield Case("fma.rn.ftz.f32", (a, b, 0 * one), flushed + np.float32(0))
+    yield Case("mul.rn.ftz.f32", (a, b), flushed)
+    yield Case("mul.ftz.f32", (a, one), np.array([tiny, 0.0, -0.0, 1.5] * 8, "f4"))
+    yield Case("add.rn.ftz.f32", (a, a), np.array([2 * tiny, 0.0, -0.0, 3.0] * 8, "f4"))
+    yield Case("sub.rn.ftz.f32", (a * np.float32(1.5), a), np.array([0.0, 0.0, 0.0, 0.75] * 8, "f4"))
+    x = np.array([0.25, 1.0, 4.0, 2.0**-126, 2.0**100, 9.0, 2.0**-130, 0.0] * 4, "f4")
+    zeroed = np.where(x < 2.0**-126, 0, x.astype("f8"))
+    yield Case("rsqrt.approx.f32", (x,), (1 / np.sqrt(x.astype("f8"))).astype("f4"))
+    yield Case("rsqrt.approx.ftz.f32", (x,), (1 / np.sqrt(zeroed)).astype("f4"))
+    yield Case("rcp.approx.ftz.f32", (x,), (1 / zeroed).astype("f4"))
+    yield Case("sqrt.approx.ftz.f32", (x,), np.sqrt(zeroed).astype("f4"))
+    yield Case("lg2.approx.ftz.f32", (x,), np.log2(zeroed).astype("f4"))
+    # What flashoptim quantizes with.
+    a = np.array([1.5, -1.5, 0.0, -0.0, 2.0**-140, -7.0, np.inf, -2.5] * 4, "f4")
+    b = np.array([-2.0, -1.0, 3.0, 3.0, -4.0, 0.5, -1.0, 5.0] * 4, "f4")
+    yield Case("cvt.rmi.ftz.f32.f32", (a,), np.floor(np.where(abs(a) < tiny, 0 * a, a)))
+    yield Case("copysign.f32", (a, b), np.copysign(b, a))
+    signs = np.where(np.signbit(a) != np.signbit(b), -1, 1).astype("f4")
+    yield Case("min.xorsign.abs.f32", (a, b), signs * np.minimum(abs(a), abs(b)))
 
 
-def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
-    """Equal bits; every NaN is the one that NVIDIA GPUs make."""
-    assert found.dtype == expected.dtype
-    unsigned = f"u{found.dtype.itemsize}"
-    canonical = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}[found.dtype.itemsize]
-    bits = np.where(np.isnan(expected), np.array(canonical, unsigned), expected.view(unsigned))
-    np.testing.assert_array_equal(found.view(unsigned), bits)
+def canonical(values: np.ndarray) -> np.ndarray:
+    """The same with the NaN that NVIDIA GPUs make."""
+    unsigned = f"u{values.itemsize}"
+    nan = {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FFFFFFFFFFFFFFF}[values.itemsize]
+    return np.where(np.isnan(values), np.array(nan, unsigned), values.view(unsigned)).view(values.dtype)
 
 
-@pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("name", ["add", "sub", "mul", "div"])
-def test_arithmetic_is_that_of_ieee(machine: SoftwareGPU, name: str, bits: int) -> None:
-    kind = f"f{bits // 8}"
-    a, b = floats(kind, 11), floats(kind, 12)
+def check(machine: SoftwareGPU, case: Case) -> None:
+    expected = canonical(case.expected) if case.expected.dtype.kind == "f" else case.expected
+    found = apply(machine, case.instruction, expected.dtype, *case.inputs, constant=case.constant)
+    unsigned = f"u{expected.itemsize}"
+    np.testing.assert_array_equal(found.view(unsigned), expected.view(unsigned), f"{case.instruction} {case.constant}")
+
+
+def test_integers(machine: SoftwareGPU) -> None:
+    for case in integer_cases():
+        check(machine, case)
+
+
+def test_numbers(machine: SoftwareGPU) -> None:
     with np.errstate(all="ignore"):
-        expected = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[name](a, b)
-    assert_same(apply(machine, f"{name}.rn.f{bits}", a.dtype, a, b), expected)
-
-
-@pytest.mark.parametrize("bits", [32, 64])
-def test_square_roots(machine: SoftwareGPU, bits: int) -> None:
-    a = floats(f"f{bits // 8}", 13)
-    with np.errstate(all="ignore"):
-        assert_same(apply(machine, f"sqrt.rn.f{bits}", a.dtype, a), np.sqrt(a))
+        for case in float_cases():
+            check(machine, case)
 
 
 def test_fma_rounds_once(machine: SoftwareGPU) -> None:
     generator = np.random.default_rng(14)
     a, b = (generator.standard_normal(4096).astype("f4") for _ in "ab")
     c = (-a * b * (1 + generator.integers(-2, 3, 4096) * 2.0**-23)).astype("f4")  # cancels nearly all
-    found = apply(machine, "fma.rn.f32", np.dtype("f4"), a, b, c)
+    found = apply(machine, "fma.rn.f32", "f4", a, b, c)
     rounded_twice = 0
     for x, y, z, result in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
@@ -259,40 +265,24 @@ def test_fma_rounds_once(machine: SoftwareGPU) -> None:
     assert rounded_twice > 1000  # so that the test tells one rounding from two
 
 
-def test_flushing_instructions_flush(machine: SoftwareGPU) -> None:
-    tiny = np.float32(2.0**-126)
-    a = np.array([tiny, tiny / 2, -tiny / 2, 1.5] * 8, "f4")
-    b = np.array([0.5, 1.0, 1.0, tiny] * 8, "f4")
-    c = np.zeros(32, "f4")
-    kept = apply(machine, "fma.rn.f32", a.dtype, a, b, c)
-    flushed = apply(machine, "fma.rn.ftz.f32", a.dtype, a, b, c)
-    assert kept.tolist() == (a * b).tolist()
-    assert flushed.tolist() == [0.0, 0.0, 0.0, float(tiny) * 1.5] * 8
-    one = np.ones(32, "f4")
-    assert apply(machine, "mul.rn.ftz.f32", a.dtype, a, b).tolist() == flushed.tolist()
-    assert apply(machine, "mul.ftz.f32", a.dtype, a, one).tolist() == [float(tiny), 0.0, -0.0, 1.5] * 8
-    assert apply(machine, "add.rn.ftz.f32", a.dtype, a, a).tolist() == [2 * float(tiny), 0.0, 0.0, 3.0] * 8
-    assert apply(machine, "sub.rn.ftz.f32", a.dtype, a * 1.5, a).tolist() == [0.0, 0.0, 0.0, 0.75] * 8
-
-
-@pytest.mark.parametrize(("name", "kind"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
-def test_conversions_to_16_bits_and_back(machine: SoftwareGPU, name: str, kind: type) -> None:
-    generator = np.random.default_rng(15)
-    values = np.concatenate([floats("f4", 16, 65536), generator.standard_normal(65536).astype("f4")])
-    # ties: exactly between two neighbours
-    codes = generator.integers(0, 2**16, 65536).astype("u2")
-    with np.errstate(all="ignore"):
-        low = codes.view(kind).astype("f4")
-        high = (codes + np.uint16(1)).view(kind).astype("f4")
-        values = np.concatenate([values, ((low.astype("f8") + high) / 2).astype("f4")])
-        expected = values.astype(kind)
-    found = apply(machine, f"cvt.rn.{name}.f32", np.dtype("u2"), values)
-    same = (found == expected.view("u2")) | (np.isnan(values) & (found == 0x7FFF))
-    assert same.all(), values[~same][:5]
-    every = np.arange(65536, dtype="u2")
-    back = apply(machine, f"cvt.f32.{name}", np.dtype("f4"), every)
-    wide = every.view(kind).astype("f4")
-    assert ((back == wide) | (np.isnan(back) & np.isnan(wide))).all()
+@pytest.mark.parametrize("name", HALVES)
+def test_fma_of_halves_rounds_once(machine: SoftwareGPU, name: str) -> None:
+    kind, generator = HALVES[name], np.random.default_rng(26)
+    a, b = (generator.standard_normal(4096).astype(kind) for _ in "ab")
+    c = (-(a.astype("f8") * b.astype("f8")) * (1 + generator.integers(-3, 4, 4096) * 2.0**-12)).astype(kind)
+    c[::2] = (generator.standard_normal(2048) * 2.0 ** generator.integers(-14, 14, 2048)).astype(kind)
+    # A product of halves and a third within 2^30 of it fit fp64.
+    once = (a.astype("f8") * b.astype("f8") + c.astype("f8")).astype(kind)
+    assert (once != (a * b + c).astype(kind)).sum() > 100  # so that the test tells one rounding from two
+    total = (a.astype("f8") + c.astype("f8")).astype(kind)
+    for instruction, inputs, expected in (
+        (f"fma.rn.{name}", (a, b, c), once),
+        (f"add.rn.{name}", (a, c), total),
+        (f"sub.{name}", (a, c), (a.astype("f8") - c.astype("f8")).astype(kind)),
+    ):
+        check(machine, Case(instruction, tuple(x.view("u2") for x in inputs), expected.view("u2")))
+        if not instruction.startswith("sub"):
+            check(machine, Case(f"{instruction}x2", tuple(x.view("u4") for x in inputs), expected.view("u4")))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("e4m3", ml_dtypes.float8_e4m3fn), ("e5m2", ml_dtypes.float8_e5m2)])
@@ -310,71 +300,25 @@ def test_conversions_to_8_bits_and_back(machine: SoftwareGPU, name: str, kind: t
         expected = np.clip(values, ordered[0], ordered[-1]).astype(kind).view("u1")
     expected = np.where(np.isnan(values), 0x7F, expected).astype("u1")
     low, high = values[::2].copy(), values[1::2].copy()
-    found = apply(machine, f"cvt.rn.satfinite.{name}x2.f32", np.dtype("u2"), high, low).view("u1")
-    assert found.tolist() == expected.tolist()
+    check(machine, Case(f"cvt.rn.satfinite.{name}x2.f32", (high, low), expected.view("u2")))
     pairs = np.stack([every.repeat(256), np.tile(every, 256)], axis=-1).reshape(-1).view("u2")
-    halves = apply(machine, f"cvt.rn.f16x2.{name}x2", np.dtype("u4"), pairs).view("f2")
-    wanted = pairs.view("u1").view(kind).astype("f2")
-    assert np.isnan(halves).tolist() == np.isnan(wanted).tolist()
-    assert halves[~np.isnan(wanted)].view("u2").tolist() == wanted[~np.isnan(wanted)].view("u2").tolist()
-    assert (halves[np.isnan(wanted)].view("u2") == 0x7FFF).all()
-
-
-@pytest.mark.parametrize("to", ["s32", "s64"])
-def test_conversions_to_integers_truncate_and_saturate(machine: SoftwareGPU, to: str) -> None:
-    values = floats("f4", 17)
-    bits = int(to[1:])
-    found = apply(machine, f"cvt.rzi.{to}.f32", np.dtype(f"i{bits // 8}"), values)
-    for value, result in zip(values.tolist(), found.tolist(), strict=True):
-        top = 2 ** (bits - 1)
-        expected = 0 if math.isnan(value) else max(-top, min(top - 1, value if math.isinf(value) else int(value)))
-        assert result == expected, value
-
-
-@pytest.mark.parametrize("name", ["max", "min"])
-def test_extremes_pass_over_nan_and_tell_zeros_apart(machine: SoftwareGPU, name: str) -> None:
-    a = np.array([1, np.nan, 2, np.nan, 0.0, -0.0, -np.inf, 5], "f4").repeat(4)
-    b = np.array([2, 3, np.nan, np.nan, -0.0, 0.0, 7, 5], "f4").repeat(4)
-    expected = {"max": [2, 3, 2, np.nan, 0.0, 0.0, 7, 5], "min": [1, 3, 2, np.nan, -0.0, -0.0, -np.inf, 5]}[name]
-    assert_same(apply(machine, f"{name}.f32", a.dtype, a, b), np.array(expected, "f4").repeat(4))
-    low, high, best = ((values.view("u4") >> 16).astype("u2") for values in (a, b, np.array(expected, "f4").repeat(4)))
-    best = np.where(best & 0x7FFF > 0x7F80, 0x7FFF, best).astype("u2")  # a NaN is the GPU's
-    assert apply(machine, f"{name}.bf16", low.dtype, low, high).tolist() == best.tolist()
-    pairs = [values.repeat(2).view("u4") for values in (low, high, best)]
-    assert apply(machine, f"{name}.bf16x2", pairs[0].dtype, *pairs[:2]).tolist() == pairs[2].tolist()
+    halves = canonical(pairs.view("u1").view(kind).astype("f2"))
+    check(machine, Case(f"cvt.rn.f16x2.{name}x2", (pairs,), halves.view("u4")))
 
 
 @pytest.mark.parametrize("end", [1, -1])
 def test_approximations_run_at_either_end_of_their_error(machine: SoftwareGPU, end: int) -> None:
     """2^-22 of the value: 2 ulp, as the PTX ISA bounds ex2.approx and div.full."""
     values = np.linspace(-20, 20, 1024, dtype="f4")
-    with machine.set(inexact=end):
-        powers = apply(machine, "ex2.approx.f32", np.dtype("f4"), values)
-        quotients = apply(machine, "div.full.f32", np.dtype("f4"), values, values[::-1].copy())
-    for found, exact in ((powers, 2.0 ** values.astype("f8")), (quotients, values.astype("f8") / values[::-1])):
-        error = (found / exact - 1) * end
-        assert 2.0**-23 < error.min() and error.max() < 2.0**-22 + 2.0**-23
     ends = np.array([-np.inf, np.inf, 0.0, -0.0, np.nan, -1000, 200, 1] * 4, "f4")
     with machine.set(inexact=end):
-        found = apply(machine, "ex2.approx.f32", np.dtype("f4"), ends)
+        powers = apply(machine, "ex2.approx.f32", "f4", values)
+        quotients = apply(machine, "div.full.f32", "f4", values, values[::-1].copy())
+        found = apply(machine, "ex2.approx.f32", "f4", ends)
+    for result, exact in ((powers, 2.0 ** values.astype("f8")), (quotients, values.astype("f8") / values[::-1])):
+        error = (result / exact - 1) * end
+        assert 2.0**-23 < error.min() and error.max() < 2.0**-22 + 2.0**-23
     assert found[[0, 1, 5, 6]].tolist() == [0.0, np.inf, 0.0, np.inf] and np.isnan(found[4])
-
-
-def test_packed_pairs(machine: SoftwareGPU) -> None:
-    a, b = (floats("f4", seed, 2048) for seed in (18, 19))
-    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
-        with np.errstate(all="ignore"):
-            expected = function(a, b)
-        found = apply(machine, f"{name}.rn.f32x2", np.dtype("u8"), a.view("u8"), b.view("u8"))
-        assert_same(found.view("f4"), expected)
-
-
-def test_mixed_operands(machine: SoftwareGPU) -> None:
-    for name, kind in (("bf16", ml_dtypes.bfloat16), ("f16", np.float16)):
-        half = np.random.default_rng(20).standard_normal(1024).astype(kind)
-        c = np.random.default_rng(21).standard_normal(1024).astype("f4")
-        found = apply(machine, f"sub.rn.f32.{name}", np.dtype("f4"), half.view("u2"), c)
-        assert_same(found, half.astype("f4") - c)
 
 
 def test_shuffles_votes_and_reductions(machine: SoftwareGPU) -> None:
@@ -466,58 +410,3 @@ def test_what_is_not_known_is_named(machine: SoftwareGPU) -> None:
         machine.run_text(kernel("\tsin.approx.f32 \t%r1, %r2;"))
     with pytest.raises(UnknownPTX, match=r"%rs1 has 2 bytes where the operation takes 4"):
         machine.run_text(kernel("\tadd.s32 \t%r1, %rs1, %r2;"))
-
-
-@pytest.mark.parametrize(("name", "kind"), [("bf16", ml_dtypes.bfloat16), ("f16", np.float16)])
-def test_fma_of_halves_rounds_once(machine: SoftwareGPU, name: str, kind: type) -> None:
-    generator = np.random.default_rng(26)
-    a, b = (generator.standard_normal(4096).astype(kind) for _ in "ab")
-    c = (-(a.astype("f8") * b.astype("f8")) * (1 + generator.integers(-3, 4, 4096) * 2.0**-12)).astype(kind)
-    c[::2] = (generator.standard_normal(2048) * 2.0 ** generator.integers(-14, 14, 2048)).astype(kind)
-    found = apply(machine, f"fma.rn.{name}", np.dtype("u2"), *(array.view("u2") for array in (a, b, c)))
-    # A product of halves and a third within 2^30 of it fit fp64.
-    expected = (a.astype("f8") * b.astype("f8") + c.astype("f8")).astype(kind)
-    twice = (a * b + c).astype(kind)
-    assert (found == expected.view("u2")).all()
-    assert (expected != twice).sum() > 100  # so that the test tells one rounding from two
-    pairs = apply(machine, f"fma.rn.{name}x2", np.dtype("u4"), *(array.view("u4") for array in (a, b, c)))
-    assert (pairs.view("u2") == found).all()
-    sums = apply(machine, f"add.rn.{name}", np.dtype("u2"), a.view("u2"), c.view("u2"))
-    assert (sums == (a.astype("f8") + c.astype("f8")).astype(kind).view("u2")).all()
-    differences = apply(machine, f"sub.{name}", np.dtype("u2"), a.view("u2"), c.view("u2"))
-    assert (differences == (a.astype("f8") - c.astype("f8")).astype(kind).view("u2")).all()
-    pairs = apply(machine, f"add.{name}x2", np.dtype("u4"), a.view("u4"), c.view("u4"))
-    assert (pairs.view("u2") == sums).all()
-
-
-@pytest.mark.parametrize("name", ["max.f32", "min.f32", "max.NaN.f32"])
-def test_the_largest_of_three(machine: SoftwareGPU, name: str) -> None:
-    rng = np.random.default_rng(12)
-    a, b, c = (rng.choice(np.array([-1.5, 0.0, 2.0, 3.0, math.inf, math.nan], "f4"), 256) for _ in range(3))
-    with np.errstate(invalid="ignore"):
-        chosen = {"max.f32": np.fmax, "min.f32": np.fmin, "max.NaN.f32": np.maximum}[name]
-        assert_same(apply(machine, name, np.dtype("f4"), a, b, c), chosen(chosen(a, b), c))
-
-
-def test_reciprocal_roots_and_logarithms(machine: SoftwareGPU) -> None:
-    values = np.array([0.25, 1.0, 4.0, 2.0**-126, 2.0**100, 9.0, 2.0**-130, 0.0] * 4, "f4")
-    with np.errstate(divide="ignore"):
-        roots, flushed = 1 / np.sqrt(values.astype("f8")), np.where(values < 2.0**-126, 0, values.astype("f8"))
-        assert_same(apply(machine, "rsqrt.approx.f32", np.dtype("f4"), values), roots.astype("f4"))
-        assert_same(apply(machine, "rsqrt.approx.ftz.f32", np.dtype("f4"), values), (1 / np.sqrt(flushed)).astype("f4"))
-        assert_same(apply(machine, "rcp.approx.ftz.f32", np.dtype("f4"), values), (1 / flushed).astype("f4"))
-        assert_same(apply(machine, "sqrt.approx.ftz.f32", np.dtype("f4"), values), np.sqrt(flushed).astype("f4"))
-        assert_same(apply(machine, "lg2.approx.ftz.f32", np.dtype("f4"), values), np.log2(flushed).astype("f4"))
-
-
-def test_what_flashoptim_quantizes_with(machine: SoftwareGPU) -> None:
-    codes = integers("i4", 27)
-    assert apply(machine, "cvt.s8.s32", np.dtype("i2"), codes).tolist() == codes.astype("i1").tolist()
-    a = np.array([1.5, -1.5, 0.0, -0.0, 2.0**-140, -(2.0**-140), -7.0, np.inf] * 4, "f4")
-    b = np.array([-2.0, -1.0, 3.0, 3.0, -4.0, 5.0, 0.5, -1.0] * 4, "f4")
-    floors = apply(machine, "cvt.rmi.ftz.f32.f32", a.dtype, a)
-    assert floors.tolist() == [1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -7.0, np.inf] * 4
-    assert apply(machine, "copysign.f32", a.dtype, a, b).tolist() == np.copysign(b, a).tolist()
-    least = apply(machine, "min.xorsign.abs.f32", a.dtype, a, b)
-    signs = np.signbit(a) != np.signbit(b)
-    assert least.tolist() == (np.where(signs, -1, 1) * np.minimum(abs(a), abs(b))).tolist()

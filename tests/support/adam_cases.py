@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -136,6 +137,31 @@ def make(
         noise,
         **scales,
     )
+
+
+def cut(tensor: AdamTensor, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]]) -> AdamTensor:
+    """A block of a tensor of `shape`, and how it lies in the whole as a single dimension's map can say it.
+
+    With moments in 8 bits, columns begin at a block.
+    """
+    at = tuple(slice(start, stop) for start, stop in ranges)
+    assert tensor.noise is not None
+    strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
+    base = sum(start * stride for (start, _), stride in zip(ranges, strides, strict=True))
+    inner_cut = [dim for dim in range(1, len(shape)) if ranges[dim] != (0, shape[dim])]
+    assert len(inner_cut) <= 1
+    held = [stop - start for start, stop in ranges]
+    inner = int(np.prod(held[inner_cut[0] :])) if inner_cut else 0
+    inner_whole = int(np.prod(shape[inner_cut[0] :])) if inner_cut else 0
+    parts = {}
+    for name, array in tensor.arrays().items():
+        if name.endswith("scales"):  # of a matrix
+            first, last = ranges[1]
+            parts[name] = array[at[0], first // block_oracle.SPAN : -(-last // block_oracle.SPAN)].copy()
+        elif name != "step":
+            parts[name] = array.reshape(shape)[at].reshape(-1).copy()
+    noise = dataclasses.replace(tensor.noise, base=base, inner=inner, inner_whole=inner_whole)
+    return dataclasses.replace(tensor, **parts, noise=noise)
 
 
 class Memory:

@@ -1,21 +1,20 @@
 """Random bits and stochastic rounding, computed differently from the kernels: 64-bit products in numpy.
 
-Nothing here imports halfstep. `words` is checked against Python integers and `stochastic` against fractions, one number
-at a time, in tests/kernels/test_adam_stochastic.py.
+Nothing here imports halfstep. `words` is checked against Python integers in tests/kernels/test_philox.py, `stochastic`
+against fractions in test_adam.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import torch
+from roundings import NUMPY
 
 LOWER = np.uint64(0xFFFFFFFF)
 # Stored mantissa bits, smallest normal exponent, largest finite number.
 GRIDS = {torch.float16: (10, -14, 65504.0), torch.bfloat16: (7, -126, float.fromhex("0x1.fep127"))}
-NUMPY = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
 
 
 @dataclass(frozen=True)

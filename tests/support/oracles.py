@@ -6,30 +6,24 @@ included, which torch's on the CPU is not), so an oracle written in them has the
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cache
 
 import block_oracle
 import ml_dtypes
 import numpy as np
+import roundings
 import torch
 from noise import Noise, stochastic, to_24_bits
+from roundings import grid
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (FP32, FP16, BF16)
 FP8 = (E4M3, E5M2)
-NUMPY = {
-    FP32: np.dtype(np.float32),
-    FP16: np.dtype(np.float16),
-    BF16: np.dtype(ml_dtypes.bfloat16),
-    E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
-    E5M2: np.dtype(ml_dtypes.float8_e5m2),
-}
+NUMPY = {FP32: np.dtype(np.float32), **roundings.NUMPY}
 _UNKNOWN_TO_NUMPY = {BF16: torch.int16, E4M3: torch.uint8, E5M2: torch.uint8}  # and what carries their codes
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -86,54 +80,6 @@ def assert_same_bits(actual: torch.Tensor | np.ndarray, expected: torch.Tensor |
 # ------------------------------------------------------------------------------------------------- rounding to 16 bits
 
 
-@dataclass(frozen=True)
-class Format:
-    """A 16-bit IEEE format."""
-
-    exponent_bits: int
-    mantissa_bits: int
-
-
-FORMATS = {FP16: Format(5, 10), BF16: Format(8, 7)}
-
-
-def value_of(code: int, dtype: torch.dtype) -> Fraction:
-    """The value of a non-negative finite 16-bit code, from the definition of the format."""
-    form = FORMATS[dtype]
-    exponent, mantissa = code >> form.mantissa_bits, code & ((1 << form.mantissa_bits) - 1)
-    bias = (1 << (form.exponent_bits - 1)) - 1
-    if exponent == 0:
-        return Fraction(mantissa) * Fraction(2) ** (1 - bias - form.mantissa_bits)
-    significand = (1 << form.mantissa_bits) + mantissa
-    return Fraction(significand) * Fraction(2) ** (exponent - bias - form.mantissa_bits)
-
-
-@cache
-def _table(dtype: torch.dtype) -> list[Fraction]:
-    """All non-negative finite values in order, and the number that would have the code of infinity."""
-    form = FORMATS[dtype]
-    infinity = ((1 << form.exponent_bits) - 1) << form.mantissa_bits
-    values = [value_of(code, dtype) for code in range(infinity)]
-    return [*values, 2 * values[-1] - values[-2]]
-
-
-def nearest_code(value: float, dtype: torch.dtype) -> int | None:
-    """The 16-bit code that `value` rounds to, ties to the even code, by comparing fractions; None means any NaN."""
-    form = FORMATS[dtype]
-    sign = 0x8000 if math.copysign(1.0, value) < 0 else 0
-    if math.isnan(value):
-        return None
-    if math.isinf(value):
-        return sign | ((1 << form.exponent_bits) - 1) << form.mantissa_bits
-    exact, table = abs(Fraction(value)), _table(dtype)
-    above = min(bisect.bisect_left(table, exact), len(table) - 1)
-    if exact >= table[above]:
-        return sign | above
-    below = above - 1
-    left, right = exact - table[below], table[above] - exact
-    return sign | (below if left < right or (left == right and below % 2 == 0) else above)
-
-
 def round_to(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """fp32 values rounded to nearest even by numpy (fp16) or ml_dtypes (bf16)."""
     with np.errstate(all="ignore"):
@@ -147,12 +93,8 @@ def thresholds(dtype: torch.dtype) -> np.ndarray:
     A monotone rounding is right everywhere if it is right at these: every code, every midpoint between neighbours, each
     with the fp32 values next to it, both signs, and every special.
     """
-    form = FORMATS[dtype]
-    count = ((1 << form.exponent_bits) - 1) << form.mantissa_bits
-    codes = np.arange(count, dtype=np.uint16)
-    exact = codes.view(NUMPY[dtype]).astype(np.float64)
-    step = float(_table(dtype)[-1]) - exact[-1]
-    middles = (exact + np.append(exact[1:], exact[-1] + step)) / 2  # in fp64, exactly
+    values = np.array(grid(dtype), dtype=np.float64)  # with the number that would have the code of infinity
+    exact, middles = values[:-1], (values[:-1] + values[1:]) / 2  # in fp64, exactly
     points = np.concatenate([exact, middles]).astype(np.float32)
     assert (points.astype(np.float64) == np.concatenate([exact, middles])).all()
     patterns = points.view(np.uint32).astype(np.int64)
@@ -224,11 +166,6 @@ def sum_of_squares(values: np.ndarray) -> float:
     """The sum of squares, correctly rounded to fp64: squares of fp32 values are exact in fp64, and fsum rounds once."""
     wide = np.asarray(values).astype(np.float64).reshape(-1)
     return math.fsum((wide * wide).tolist())
-
-
-def exact_sum_of_squares(values: np.ndarray) -> Fraction:
-    """The sum of squares as a rational number, without rounding."""
-    return sum((Fraction(float(x)) ** 2 for x in np.asarray(values).astype(np.float64).reshape(-1)), Fraction(0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- Adam

@@ -11,11 +11,9 @@ or changed something in a skipped step.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +24,16 @@ import topology_walk
 import torch
 
 import halfstep
-from halfstep.cli import terminal
-from halfstep.cli.terminal import Progress, Table, text
 
 
 def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
     topology_ranks.quiet()
-    with Progress(options.faults) if rank == 0 else nullcontext() as progress:
-        told = 0
 
-        def tell(done: int) -> None:
-            nonlocal told
-            if progress is not None and sys.stderr.isatty():
-                progress.show(done, "faults")
-            elif progress is not None and done - told >= 500:
-                told = done
-                print(f"{done} of {options.faults} faults", file=sys.stderr)
+    def tell(done: int) -> None:
+        if rank == 0:
+            print(f"{done} of {options.faults} faults", file=sys.stderr)
 
-        return topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
+    return topology_walk.random_faults(names, options.faults, options.seed, options.scaler == "torch", tell)
 
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -58,48 +48,15 @@ def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     return rows
 
 
-def report(rows: dict[str, Any], options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": {"halfstep": halfstep.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "scaler": options.scaler,
-        "seed": options.seed,
-        "ranks": topologies.WORLD,
-        "backend": "gloo",
-        "seconds": round(seconds, 1),
-        "faults": sum(row["faults"] for row in rows.values()),
-        "steps": sum(row["steps"] for row in rows.values()),
-        "disagreements": sum(row["disagreements"] for row in rows.values()),
-        "topologies": rows,
-    }
-
-
-def markdown(result: dict[str, Any]) -> str:
+def markdown(rows: dict[str, Any], seed: int, seconds: float) -> str:
     lines = ["| topology | faults | steps | disagreements |", "|---|---:|---:|---:|"]
-    rows = {**result["topologies"], "**all**": result}
-    lines += [f"| {name} | {row['faults']} | {row['steps']} | {row['disagreements']} |" for name, row in rows.items()]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines += ["", f"{result['date']}, {versions}, seed {result['seed']}, {result['seconds']:.0f} s."]
-    return "\n".join(lines) + "\n"
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print a table of the topologies, and the problems."""
-    rows = [
-        (name, str(row["faults"]), str(row["steps"]), str(row["disagreements"]))
-        for name, row in result["topologies"].items()
-    ]
-    terminal.show(
-        text(f"{result['faults']} faults, {result['steps']} steps, scaler of {result['scaler']}", "strong"),
-        "",
-        Table(("topology", "faults", "steps", "disagreements"), rows, range(1, 4), ruled=True),
-        *(
-            text(f"{name}: {each}", "bad")
-            for name, row in result["topologies"].items()
-            for each in row["complaints"][:3]
-        ),
-        f"{result['faults']} faults in {result['seconds']:.0f} s, {result['disagreements']} disagreements.",
-    )
+    counts = ("faults", "steps", "disagreements")
+    whole = {key: sum(row[key] for row in rows.values()) for key in counts}
+    for name, row in {**rows, "**all**": whole}.items():
+        lines.append(f"| {name} | {' | '.join(str(row[key]) for key in counts)} |")
+    versions = f"halfstep {halfstep.__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    lines += ["", f"{time.strftime('%Y-%m-%d')}, {versions}, gloo, seed {seed}, {seconds:.0f} s."]
+    return "\n".join([*lines, *(one for row in rows.values() for one in row["complaints"])]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--topology", default="", help="only those whose name contains this")
     parser.add_argument("--scaler", choices=("halfstep", "torch"), default="halfstep")
-    parser.add_argument("--out", type=Path, help="folder for soak.json and soak.md")
+    parser.add_argument("--out", type=Path, help="folder for soak.md")
     options = parser.parse_args(arguments)
     names = [name for name in topologies.TOPOLOGIES if options.topology in name]
     if not names:
@@ -117,13 +74,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected --faults to be an integer of at least 1, but got {options.faults}")
     began = time.monotonic()
     rows = merged(rank_processes.run(rank_main, topologies.WORLD, names, options, fresh=True))
-    result = report(rows, options, time.monotonic() - began)
-    show(result)
+    text = markdown(rows, options.seed, time.monotonic() - began)
+    print(text, end="")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-        (options.out / "soak.md").write_text(markdown(result))
-    return 1 if result["disagreements"] else 0
+        (options.out / "soak.md").write_text(text)
+    return 1 if any(row["disagreements"] for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

@@ -140,8 +140,6 @@ class Model:
         kernels: the implementation of our kernels: ``"native"`` (C++), ``"triton"`` (the interpreter) or
             ``"reference"``.
         size: bytes of memory.
-        pins_in_capture: whether a captured stream allocates pinned memory from the pool of its graph, which needs no
-            query of an event. torch does so since 2.11 (https://github.com/pytorch/pytorch/pull/167507).
 
     Attributes:
         device: the device to pass to functions of torch.
@@ -156,11 +154,10 @@ class Model:
         seed: int = 0,
         kernels: str = "native",
         size: int = 1 << 24,
-        pins_in_capture: bool = True,
     ) -> None:
         if kernels == "triton" and not backend.TAKES_CPU_TENSORS:
             pytest.skip("the memory of the model is the host's, where kernels of a GPU cannot run")
-        self.device, self.order, self.kernels, self.pins_in_capture = DEVICE, order, kernels, pins_in_capture
+        self.device, self.order, self.kernels = DEVICE, order, kernels
         self.blocking: list[str] = []
         self.pageable: list[str] = []
         self.launches: list[str] = []
@@ -408,7 +405,7 @@ class Model:
         return made
 
     def new_pinned(self, like: torch.Tensor) -> torch.Tensor:
-        if self.current.graph is None or not self.pins_in_capture:
+        if self.current.graph is None:  # else from the pool of the graph, which needs no query of an event
             self._reuse_pinned()
         return self.pinned.new(None, like.shape, like.stride(), like.dtype)
 

@@ -16,7 +16,7 @@ ADAM_AGAINST_TORCH = {"rtol": 2.0**-18, "atol": 2.0**-20}
 # in the last bits of the update only, and either is ahead by a hair (0.998 to 1.0001 seen over four seeds).
 ADAM_ERROR_AGAINST_TORCH = {"AdamW": 1.0, "Adam": 1.001}
 
-# Softmax, in units of 2^-24, see softmax_bound in tests/kernels/test_softmax.py. fp32 roundings counted on the way: the
+# Softmax, in units of 2^-24, see softmax_oracle.py. fp32 roundings counted on the way: the
 # exponential of each implementation (at most 2 ulp = 4 units; ex2.approx on NVIDIA likewise), the sum over at most 64
 # terms per lane and then a tree (8), reciprocal (2), products (2).
 SOFTMAX_UNITS = 16.0

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+import cpp
 import numpy as np
 import oracles
 import pytest
@@ -43,8 +44,8 @@ static void put_floats(Order order, float* to, Pair x) {
 """
 
 # The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
-WRAPPER = """
-#include "{source}"
+WRAPPER = f"""
+#include "{cpp.KERNELS / "adam.cpp"}"
 static Split of(const uint16_t* weight, const int16_t* remainder) {{ return {{(bf16*)weight, (bf16*)remainder}}; }}
 
 // Call f with the order of the pair at i: each in turn, where the machine has both.
@@ -52,7 +53,7 @@ template <typename F> void in_turn(int64_t i, F&& f) {{
     if (i / (2 * W) % 2) f(std::integral_constant<Order, ORDERED>{{}});
     else f(std::integral_constant<Order, best_order<bf16>>{{}});
 }}
-{pairs}extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
+{PAIRS}extern "C" void join_only(const uint16_t* weight, const int16_t* remainder, float* back, int64_t n) {{
     Split split = of(weight, remainder);
     walk_by_two(
         n,
@@ -74,18 +75,9 @@ extern "C" void split_join(const float* from, uint16_t* weight, int16_t* remaind
 """
 
 
-def build(folder: Path, command: list[str]) -> Path:
-    """Compile adam.cpp with functions that call its split and join, with the package's options."""
-    source, target = folder / "wrapper.cpp", folder / "wrapper.so"
-    source.write_text(WRAPPER.format(source=Path(native.__file__).resolve().parent / "adam.cpp", pairs=PAIRS))
-    complaint = native._build(source, target, command)
-    assert not complaint, complaint
-    return target
-
-
 @functools.cache
 def load(library: str) -> ctypes.CDLL:
-    """Load the library that `build` compiled."""
+    """Load the library of `WRAPPER`."""
     return ctypes.CDLL(library)
 
 
@@ -114,71 +106,56 @@ def block_for(n: int) -> int:
     return min(BLOCK, 1 << max(n - 1, 1).bit_length())
 
 
-def round_trip(implementation: str, patterns: torch.Tensor, library: str | None) -> Parts:
-    """Split and join fp32 patterns, given as int32."""
-    n = patterns.numel()
+def round_trip(implementation: str, patterns: np.ndarray, library: str | None) -> Parts:
+    """Split and join fp32 patterns, given as uint32."""
+    values, n = torch.from_numpy(patterns.view(np.float32)), len(patterns)
     if implementation == "reference":
-        weight, remainder = split_master(patterns.view(torch.float32))
+        weight, remainder = split_master(values)
         return weight.view(torch.int16), remainder, join_master(weight, remainder).view(torch.int32)
-    dtypes = (torch.int16, torch.int16, torch.int32)
+    device = DEVICE if implementation == "triton" else torch.device("cpu")
+    parts = [torch.empty(n, dtype=dtype, device=device) for dtype in (torch.int16, torch.int16, torch.int32)]
     if implementation == "native":
         assert library is not None
-        parts = [torch.empty(n, dtype=dtype) for dtype in dtypes]
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (patterns, *parts)]
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, *parts)]
         load(library).split_join(*addresses, ctypes.c_int64(n))
-        return parts[0], parts[1], parts[2]
-    weight, remainder, back = (torch.empty(n, dtype=dtype, device=DEVICE) for dtype in dtypes)
-    block = block_for(n)
-    split_join_kernel[((n + block - 1) // block,)](
-        patterns.view(torch.float32).to(DEVICE),
-        weight.view(torch.bfloat16),
-        remainder,
-        back.view(torch.float32),
-        n,
-        BLOCK=block,
-    )
-    return weight.cpu(), remainder.cpu(), back.cpu()
+    else:
+        block = block_for(n)
+        views = parts[0].view(torch.bfloat16), parts[1], parts[2].view(torch.float32)
+        split_join_kernel[(-(-n // block),)](values.to(device), *views, n, BLOCK=block)
+    return parts[0].cpu(), parts[1].cpu(), parts[2].cpu()
+
+
+def check_split(patterns: np.ndarray, parts: Parts) -> tuple[int, int]:
+    """Check every promise of kernels/rounding.py. Returns (NaN patterns, weights that are not nearest-even)."""
+    codes, rest, joined = parts[0].numpy().view(np.uint16), parts[1].numpy(), parts[2].numpy().view(np.uint32)
+    nan = (patterns & 0x7FFFFFFF) > 0x7F800000
+    # Lossless, NaN aside.
+    oracles.assert_same_bits(joined[~nan], patterns[~nan], "round trip")
+    # NaN stays NaN of its sign, in the weight and in what comes back.
+    assert ((codes[nan] & 0x7FFF) > 0x7F80).all() and ((joined[nan] & 0x7FFFFFFF) > 0x7F800000).all()
+    assert (codes[nan] >> 15 == patterns[nan] >> 31).all() and (joined[nan] >> 31 == patterns[nan] >> 31).all()
+    assert (codes[nan] & 0x40).all() and (joined[nan] & 0x400000).all(), "NaN comes back quiet"
+    assert (rest[nan] == 0).all()
+    # The weight is the nearest bf16, ties away from zero.
+    code, low = oracles.split(patterns.view(np.float32))
+    oracles.assert_same_bits(codes[~nan], code[~nan], "weight")
+    oracles.assert_same_bits(rest[~nan], low[~nan], "remainder")
+    # It is the cast's nearest-even save on exact ties.
+    even = oracles.bits(oracles.round_to(patterns.view(np.float32), torch.bfloat16))
+    differs = (codes != even) & ~nan
+    assert (patterns[differs] & 0xFFFF == 0x8000).all(), "differs from nearest-even off a tie"
+    ties = ~nan & (patterns & 0xFFFF == 0x8000)
+    assert (differs[ties] == ((patterns[ties] >> 16) & 1 == 0)).all(), "differs where the lower neighbour is even"
+    return int(nan.sum()), int(differs.sum())
 
 
 def walk_slice(implementation: str, library: str | None, start: int, end: int) -> tuple[int, int]:
-    """Check all patterns from `start` to `end`, multiples of 2^20, and count (NaN patterns, weights not nearest-even).
-
-    The round trip must be lossless and keep NaN and its sign. The weight must be the nearest, with ties away from zero,
-    and differ from nearest even only at ties. A row has one upper half and all lower halves, so the expected codes are
-    computed once per row.
-    """
-    rows = 16 if implementation == "triton" else 2
-    lower = torch.arange(2**16, dtype=torch.int32)
-    low = torch.where(lower >= 0x8000, lower - 0x10000, lower).to(torch.int16).expand(rows, -1)
-    up = (lower >= 0x8000).to(torch.int32)
-    offsets = torch.arange(rows << 16, dtype=torch.int32)
-    nans = uneven = 0
-    for first in range(start, end, rows << 16):
-        patterns = offsets + (first - 2**32 if first >= 2**31 else first)
-        parts = round_trip(implementation, patterns, library)
-        weight, remainder, back = (part.view(rows, -1) for part in parts)
-        patterns = patterns.view(rows, -1)
-        where = f"{implementation}, patterns from 0x{first:08x}"
-        even = patterns.view(torch.float32).to(torch.bfloat16).view(torch.int16)  # torch's own nearest-even
-        if (first & 0x7FFFFFFF) < 0x7F800000:  # no infinity and no NaN: these begin with a block
-            high = torch.arange(first >> 16, (first >> 16) + rows, dtype=torch.int32)[:, None]
-            assert torch.equal(back, patterns), f"round trip, {where}"
-            assert torch.equal(weight, (high + up).to(torch.int16)), f"weight, {where}"
-            assert torch.equal(remainder, low), f"remainder, {where}"
-            differs = weight != even
-            count = int(differs.count_nonzero())
-            assert count == int(differs[:, 0x8000].count_nonzero()) == rows // 2, f"nearest-even, {where}"
-            uneven += count
-        else:
-            nan = (patterns & 0x7FFFFFFF) > 0x7F800000
-            assert torch.equal(back[~nan], patterns[~nan]) and torch.equal(weight[~nan], even[~nan]), f"inf, {where}"
-            assert bool((remainder[~nan] == 0).all()), f"remainder of inf, {where}"
-            assert bool(((weight & 0x7FFF)[nan] > 0x7F80).all()), f"NaN lost in the weight, {where}"
-            assert bool(((back & 0x7FFFFFFF)[nan] > 0x7F800000).all()), f"NaN lost in the master, {where}"
-            assert bool((remainder[nan] == 0).all()), f"remainder of NaN, {where}"
-            assert torch.equal(weight < 0, patterns < 0) and torch.equal(back < 0, patterns < 0), f"sign, {where}"
-            nans += int(nan.count_nonzero())
-    return nans, uneven
+    """`check_split` of all patterns from `start` to `end`, multiples of 2^20."""
+    counts = np.zeros(2, np.int64)
+    for first in range(start, end, 2**20):
+        patterns = np.arange(first, first + 2**20, dtype=np.int64).astype(np.uint32)
+        counts += check_split(patterns, round_trip(implementation, patterns, library))
+    return int(counts[0]), int(counts[1])
 
 
 def nearest_codes(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,7 @@ control run leaves out the step that overflowed, weights must be equal, not clos
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "torch.Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "torch.SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
 }
+OPTIMIZERS_OF_OURS = [name for name in OPTIMIZERS if name.startswith("halfstep")]
 
 
 class Setting(NamedTuple):
@@ -133,8 +135,13 @@ def _scaler(kind: type[torch.amp.GradScaler], enabled: bool = True) -> torch.amp
     return kind("cpu", init_scale=128.0, growth_factor=2.0, growth_interval=1, enabled=enabled)
 
 
-@pytest.mark.parametrize("kind", [halfstep.GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, halfstep.GradScaler) for name in OPTIMIZERS),
+        *((name, torch.amp.GradScaler) for name in OPTIMIZERS_OF_OURS),
+    ],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_scaled_training_has_the_bits_of_training_without_a_scaler(
     case: str, name: str, kind: type[torch.amp.GradScaler]
@@ -153,43 +160,6 @@ def test_scaled_training_has_the_bits_of_training_without_a_scaler(
     )
     assert scaled.scaler.get_scale() == 128.0 * 2.0 ** (scaled.steps(sums) - 1) * 0.5
     assert control.scaler.get_scale() == 1.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_a_bad_value_anywhere_is_found_and_the_rest_unscaled(dtype: torch.dtype, value: float) -> None:
-    """In gradients of many sizes, contiguous or not; each good list is unscaled to the bit."""
-    shapes = ((), (1,), (3, 5), (1000,), (17, 129))
-    for bad in range(-1, len(shapes)):
-        parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-        for index, parameter in enumerate(parameters):
-            grad = torch.full(parameter.shape, 4.0, dtype=dtype)
-            if index == bad:
-                grad.view(-1)[-1] = value
-            parameter.grad = grad.t().contiguous().t() if grad.dim() == 2 else grad
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        scaler = halfstep.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        scaler.unscale_(optimizer)
-        found = sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
-        assert (found != 0) == (bad >= 0)
-        if bad < 0:
-            assert all(bool((p.grad == 1.0).all()) for p in parameters)
-
-
-@pytest.mark.parametrize("duplicates", [False, True])
-def test_sparse_gradients_are_unscaled(duplicates: bool) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(5, 2))
-    index = torch.tensor([[0, 3, 3 if duplicates else 4]])
-    parameter.grad = torch.sparse_coo_tensor(index, torch.full((3, 2), 8.0), (5, 2), check_invariants=True)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-    want = torch.zeros(5, 2)
-    want[0], want[3], want[4] = -1.0, -2.0 if duplicates else -1.0, 0.0 if duplicates else -1.0
-    assert torch.equal(parameter.detach(), want) and scaler.get_scale() == 8.0
 
 
 def test_gradients_taken_away_between_unscaling_and_the_step() -> None:
@@ -247,36 +217,17 @@ def test_an_optimizer_that_asks_for_the_scaler_is_given_it(ours: bool) -> None:
     assert optimizer.given is scaler
 
 
-def test_growth_and_backoff_over_a_long_history() -> None:
-    """As torch's own, step by step, over random overflows."""
-    generator = torch.Generator().manual_seed(0)
-    spoiled = (torch.rand(200, generator=generator) < 0.15).tolist()
-    histories = []
-    for kind in (halfstep.GradScaler, torch.amp.GradScaler):
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.SGD([parameter], lr=0.0)
-        scaler = kind("cpu", init_scale=1024.0, growth_factor=3.0, backoff_factor=0.25, growth_interval=4)
-        history = []
-        for bad in spoiled:
-            scaler.scale(torch.ones(()))
-            parameter.grad = torch.full((3,), float("inf") if bad else 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            history.append((scaler.get_scale(), scaler._get_growth_tracker()))
-        histories.append(history)
-    assert histories[0] == histories[1]
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_scaling_keeps_the_structure_of_what_is_scaled(enabled: bool) -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=2.0, enabled=enabled)
     factor = 2.0 if enabled else 1.0
     one = torch.ones(2)
-    assert torch.equal(scaler.scale(one), one * factor)
     pair = scaler.scale((one, [one, (one,)]))
     assert isinstance(pair, tuple) and isinstance(pair[1], list) and isinstance(pair[1][1], tuple)
     assert torch.equal(pair[1][1][0], one * factor)
     if enabled:
+        for dtype in (torch.float16, torch.bfloat16):  # scaled in fp32
+            assert halfstep.GradScaler("cpu").scale(torch.full((1,), 2.0, dtype=dtype)).item() == 131072.0
         with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
             scaler.scale(1.0)
 
@@ -325,14 +276,18 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# torch's own refuses fp16.
+DTYPES = {halfstep.GradScaler: (torch.float32, torch.float16, torch.bfloat16), torch.amp.GradScaler: (torch.float32,)}
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
-@pytest.mark.parametrize("value", [4.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [4.0, float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_of_any_layout_are_unscaled_where_they_are(name: str, value: float, kind: Any) -> None:
-    for bad in range(2):
-        parameters = [torch.nn.Parameter(torch.zeros(20, 20)) for _ in range(3)]
+    for bad, dtype in itertools.product(range(2), DTYPES[kind]):
+        parameters = [torch.nn.Parameter(torch.zeros(20, 20, dtype=dtype)) for _ in range(3)]
         for parameter, how in zip(parameters, (name, "contiguous", name), strict=True):
-            parameter.grad = LAYOUTS[how](torch.full((20, 20), 4.0))
+            parameter.grad = LAYOUTS[how](torch.full((20, 20), 4.0, dtype=dtype))
         grads = [parameter.grad for parameter in parameters]
         grads[bad][11, 7] = value  # type: ignore[index]
         optimizer, scaler = torch.optim.SGD(parameters, lr=1.0), kind("cpu", init_scale=4.0)
@@ -359,6 +314,8 @@ def test_sparse_gradients_with_bad_values_are_found(value: Any, dtype: torch.dty
     scaler.scale(torch.ones(()))
     scaler.step(optimizer)
     scaler.update()
+    if value == 8.0:
+        assert parameter[:, 0].tolist() == [-1.0, 0.0, 0.0, -2.0, 0.0]
     assert bool((parameter == 0).all()) == (value != 8.0)
     assert scaler.get_scale() == (8.0 if value == 8.0 else 4.0)
 

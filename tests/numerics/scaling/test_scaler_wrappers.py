@@ -208,27 +208,6 @@ def test_a_step_left_out_after_an_overflow_backs_off_as_with_torchs_scaler(clip:
     assert scaler.get_scale() == 4.0
 
 
-def test_gradients_may_be_unscaled_and_looked_at_without_a_step() -> None:
-    scaler, optimizer, parameters = setting(MAKERS["torch.SGD"])
-    give(parameters)
-    scaler.unscale_(optimizer)
-    scaler.update()
-    assert all((p.grad == 1).all() for p in parameters) and scaler.get_scale() == 8.0  # type: ignore[union-attr]
-
-
-def test_optimizers_of_different_parameters_wait_for_each_other_in_any_order() -> None:
-    scaler, first, ps = setting(MAKERS["halfstep.AdamW"])
-    second_parameters = [torch.nn.Parameter(torch.ones(2))]
-    second = torch.optim.SGD(second_parameters, lr=0.1)
-    give(ps)
-    give(second_parameters)
-    scaler.unscale_(second)
-    scaler.clip_grad_norm_(first, LIMIT)
-    scaler.step(second)
-    scaler.step(first)
-    scaler.update()
-
-
 def test_the_monitor_knows_that_a_wrapped_optimizer_was_unscaled() -> None:
     from halfstep.integrations.monitor import AmpMonitor
 

@@ -81,13 +81,3 @@ def test_no_part_is_no_verdict() -> None:
     checker = Checker(optimizer)
     checker.begin_parts()
     assert checker.end_parts() is None
-
-
-def test_parts_of_a_verdict_that_was_not_ended_do_not_count() -> None:
-    parameters = _plain()
-    optimizer = halfstep.AdamW(parameters)
-    checker = Checker(optimizer)
-    checker.begin_parts()
-    checker.add_part(parameters[:3])
-    checker.begin_parts()
-    assert checker.end_parts() is None

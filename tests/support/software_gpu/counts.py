@@ -27,20 +27,7 @@ import torch
 
 from . import gpu, sass
 
-# Classes of instructions, by the beginning of their names. All others are arithmetic.
-CLASSES = {
-    "special": (
-        *("ex2", "lg2", "div", "sqrt", "rsqrt", "rcp", "rem"),
-        *("v_exp", "v_log", "v_rcp", "v_sqrt", "v_rsq", "v_div"),
-    ),
-    "popc": ("popc", "v_bcnt"),
-    "shuffle": ("shfl", "vote", "redux", "ds_bpermute", "ds_swizzle", "v_readlane"),
-    "shared": ("ld.shared", "st.shared", "atom.shared", "ldmatrix", "stmatrix", "ds_"),
-    "global": ("ld.global", "st.global", "atom.global", "global_", "buffer_"),
-    "control": ("bra", "bar", "ret", "s_branch", "s_cbranch", "s_barrier", "s_endpgm"),
-    "scalar": ("s_",),
-}
-# Machine instructions that ptxas makes of one of PTX, where it makes several (`test_machine_instructions`), and those
+# Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
 # number takes about 25 of a root and 60 of a quotient. sm_80, sm_90 and sm_100 have the same.
 MACHINE = {
@@ -66,11 +53,6 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TABLE = "executed counts"
 
 
-def class_of(opcode: str) -> str:
-    """The class of an instruction."""
-    return next((name for name, begins in CLASSES.items() if opcode.startswith(begins)), "arithmetic")
-
-
 def machine_instructions(opcode: str) -> tuple[int, int]:
     """The machine instructions of a PTX instruction, and those that its subroutine adds.
 
@@ -80,22 +62,20 @@ def machine_instructions(opcode: str) -> tuple[int, int]:
 
 
 def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
-    """The counts of several launches together: thread instructions per element by class, and memory.
+    """The counts of several launches together: thread instructions per element, and memory.
 
     Returns:
-        ``instructions`` per element, and by class; ``issued``, machine instructions issued per element, times the lanes
-        of a warp whether all take part or not; ``slow``, of warps in which a lane took the subroutine of a division or
-        root, the lanes per element; ``sectors`` of 32 bytes per element, of them ``loaded``, and ``fresh`` ones, which
-        no instruction of the launch touched before in the same way; ``least``, how many the same bytes need; ``lines``
-        per element (halves of 64 bytes loaded, 128 bytes stored); ``wavefronts`` of shared memory per element (not
-        counted for AMD); ``barriers``, ``atomics`` and ``diverged`` branches per block of threads; ``trips``, how often
-        a warp ran the access to global memory that it ran most; ``elements``; ``blocks`` of ``threads`` with
-        ``shared_bytes`` of shared memory each.
+        ``instructions`` per element; ``issued``, machine instructions issued per element, times the lanes of a warp
+        whether all take part or not; ``slow``, of warps in which a lane took the subroutine of a division or root, the
+        lanes per element; ``sectors`` of 32 bytes per element, of them ``loaded``, and ``fresh`` ones, which no
+        instruction of the launch touched before in the same way; ``least``, how many the same bytes need; ``lines`` per
+        element (halves of 64 bytes loaded, 128 bytes stored); ``wavefronts`` of shared memory per element (not counted
+        for AMD); ``trips``, how often a warp ran the access to global memory that it ran most; ``elements``; ``blocks``
+        of ``threads`` with ``shared_bytes`` of shared memory each.
     """
-    classes = dict.fromkeys([*CLASSES, "arithmetic"], 0)
-    names = ("requests", "sectors", "fresh", "least", "lines", "wavefronts", "diverged")
-    sums = dict.fromkeys((*names, "issued", "slow", "loaded", "barriers", "atomics"), 0)
-    blocks, trips = 0, 0.0
+    summed = ("sectors", "fresh", "least", "lines", "wavefronts")
+    sums = dict.fromkeys(("issued", "slow", "sectors", "loaded", "fresh", "least", "lines", "wavefronts"), 0)
+    blocks, whole, trips = 0, 0, 0.0
     for launch in launches:
         assert launch.counts is not None
         of_launch = launch.grid[0] * launch.grid[1] * launch.grid[2]
@@ -103,27 +83,18 @@ def summary(launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
         lanes = launch.program.lanes
         for opcode, row in zip(launch.program.opcodes, launch.counts.tolist(), strict=True):
             of = dict(zip(gpu.COUNTS, row, strict=True))
-            classes[class_of(opcode)] += of["threads"]
-            for name in names:
+            whole += of["threads"]
+            for name in summed:
                 sums[name] += of[name]
             each, more = machine_instructions(opcode)
             sums["issued"] += lanes * (of["warps"] * each + of["slow"] * more)
             sums["slow"] += lanes * of["slow"]
             sums["loaded"] += of["sectors"] if opcode.startswith(LOADS) else 0
-            sums["barriers"] += of["warps"] if opcode.startswith(("bar", "s_barrier")) else 0
-            sums["atomics"] += of["threads"] if "atom" in opcode else 0
             if of["requests"]:
                 trips = max(trips, of["warps"] * lanes / (of_launch * launch.threads))
-    elementwise = ("issued", "slow", "sectors", "loaded", "fresh", "least", "lines", "wavefronts")
-    per_element = {name: round(sums[name] / elements, 4) for name in elementwise}
-    per_block = {name: round(sums[name] / blocks, 2) for name in ("barriers", "atomics", "diverged")}
-    by_class = {name: round(count / elements, 3) for name, count in classes.items() if count}
-    whole = round(sum(classes.values()) / elements, 2)
     return {
-        "instructions": whole,
-        "classes": by_class,
-        **per_element,
-        **per_block,
+        "instructions": round(whole / elements, 2),
+        **{name: round(count / elements, 4) for name, count in sums.items()},
         "trips": round(trips, 2),
         "elements": elements,
         "blocks": blocks,
@@ -331,13 +302,12 @@ def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
     }  # fmt: skip
 
 
-def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], elements: int) -> dict[str, Any]:
-    """``machine``: machine instructions issued per element, times the lanes of a warp; and ``machine_classes`` of them.
+def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], elements: int) -> float:
+    """Machine instructions issued per element, times the lanes of a warp, with the subroutines of divisions and roots.
 
-    Subroutines of divisions and roots are in the sum, but not in the classes. AMD's assembly is machine code already.
+    AMD's assembly is machine code already.
     """
-    classes = dict.fromkeys([*sass.CLASSES, "other"], 0.0)
-    slow = 0
+    issued = 0.0
     for launch in launches:
         assert launch.counts is not None
         program = launch.program
@@ -345,15 +315,10 @@ def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], eleme
         for opcode, line, row in zip(program.opcodes, program.lines, launch.counts.tolist(), strict=True):
             of = dict(zip(gpu.COUNTS, row, strict=True))
             warps[line] = max(warps.get(line, 0), of["warps"])
-            slow += program.lanes * of["slow"] * machine_instructions(opcode)[1]
+            issued += program.lanes * of["slow"] * machine_instructions(opcode)[1]
         listing = sass.assembled(machine.text(program), machine.target)
-        for opcode, times in sass.issued(listing, warps).items():
-            classes[sass.class_of(opcode)] += program.lanes * times
-    whole = round((sum(classes.values()) + slow) / elements, 2)
-    return {
-        "machine": whole,
-        "machine_classes": {name: round(count / elements, 2) for name, count in classes.items() if count},
-    }
+        issued += program.lanes * sum(sass.issued(listing, warps).values())
+    return round(issued / elements, 2)
 
 
 def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, dict[str, Any]]:
@@ -368,7 +333,7 @@ def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, di
     for kernel, launches in sorted(found.items()):
         counted[kernel] = summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
         if machine.target in MACHINE_CODE:
-            counted[kernel] |= machine_code(machine, launches, elements)
+            counted[kernel]["machine"] = machine_code(machine, launches, elements)
     return counted
 
 

@@ -24,35 +24,9 @@ from statistics import multimode
 
 from halfstep.bench.audit.machine_code import sass
 
-# Classes of machine instructions, by the beginning of their names; the first that fits counts.
-CLASSES = {
-    "shared": ("LDS", "STS", "ATOMS"),
-    "global": ("LDG", "STG", "ATOMG", "RED.", "CCTL"),
-    "exchange": ("SHFL", "VOTE", "REDUX", "MATCH", "CREDUX"),
-    "special": ("MUFU",),
-    "control": ("BRA", "BAR", "EXIT", "BSSY", "BSYNC", "WARPSYNC", "NOP", "DEPBAR", "BREAK", "YIELD"),
-    "convert": ("F2F", "I2F", "F2I", "HADD2.F32"),
-    "permute": ("PRMT",),
-    "shift": ("SHF", "SHL", "SHR", "LEA", "IMAD.SHL", "IMAD.U32", "SGXT", "BMSK"),
-    "float": ("FADD", "FMUL", "FFMA", "HFMA", "HMUL", "HADD"),
-    "minmax": ("FMNMX", "VIMNMX", "IMNMX", "VIADDMNMX", "HMNMX"),
-    "choice": ("FSETP", "ISETP", "FSET", "PLOP3", "P2R", "R2P", "FSEL", "SEL", "FCHK"),
-    "logic": ("LOP3",),
-    "product": ("IMAD.WIDE", "IMAD.HI"),
-    "move": ("MOV", "IMAD.MOV", "S2R", "CS2R", "LDC", "LDL", "STL"),
-    "uniform": ("U", "R2UR", "S2UR", "LDCU"),
-    "integer": ("IADD", "VIADD", "IMAD", "IABS", "POPC", "FLO", "BREV"),
-}
 _ENDS = ("BRA", "EXIT", "CALL", "RET", "BRX", "JMP")
 # Those of which ptxas makes exactly one, so that more of a line are copies.
 _ANCHORS = ("LDG", "STG", "MUFU.EX2", "SHFL", "BAR", "ATOM")
-
-
-def class_of(opcode: str) -> str:
-    """The class of a machine instruction; "other" if none fits."""
-    if opcode.startswith(("R2UR", "S2UR", "LDCU")):
-        return "uniform"
-    return next((name for name, begins in CLASSES.items() if opcode.startswith(begins)), "other")
 
 
 @dataclass
