@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint_attacks as attacks
+import checkpoint_ranks
 import forks
 import numpy as np
 import pytest
@@ -445,6 +446,18 @@ def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_pat
     for call in (lambda: loaded(old), lambda: checkpoint.convert(old, tmp_path / "x")):
         with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp does not have the checksum"):
             call()
+
+
+def test_a_folder_of_this_format_that_four_ranks_wrote_loads_with_the_same_bits(tmp_path: Path) -> None:
+    """Tensor parallelism x FSDP2 wrote checkpoint_of_four_ranks.zip on 2026-11-26 (0c8a7f7)."""
+    with zipfile.ZipFile(Path(__file__).with_name("checkpoint_of_four_ranks.zip")) as archive:
+        archive.extractall(tmp_path)
+    model = checkpoint_ranks.model_of("bf16 split", seed=1)
+    optimizer = checkpoint_ranks.optimizer_of(model, "bf16 split", lr=5.0)
+    state = checkpoint.load(tmp_path / "step-00000003", model=model, optimizer=optimizer)
+    saved, _ = checkpoint_ranks.reference("bf16 split")
+    assert checkpoint_ranks.differing(saved, checkpoint_ranks.contents(model, optimizer)) == []
+    assert state["np"].tolist() == [0, 1, 2] and state["nest"][1] == {"a": (1, 2)} and state["a.b"].tolist() == [1, 1]
 
 
 # ------------------------------------------------------------------------------------------------------ interruptions
