@@ -623,11 +623,13 @@ class _Offloaded(Adam):
         used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
         for mirror in used:  # a backward that failed has left them
             mirror.parameter.grad = mirror.stand_in()
-        self._read_weights(stepped)
+        # A step takes the writes into parameters without a gradient, too.
+        read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
+        self._read_weights(read)
         self._on_host._update_parameters()
         self._in_flight.clear()
         self._record.clear()
-        _sent(stepped)
+        _sent(read)
         for mirror in used:
             mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
 

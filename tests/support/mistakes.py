@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -212,8 +213,7 @@ def main() -> None:
     shortest: dict[tuple[str, ...], str] = {}
     for number in range(options.loops):
         actions = loop_of(options.seed * 1_000_003 + number)
-        layout = LAYOUTS_OF_16_BITS[number % len(LAYOUTS_OF_16_BITS)]
-        for way in WAYS:
+        for layout, way in itertools.product(LAYOUTS_OF_16_BITS, WAYS):
             text = verdict(way, layout, actions)
             counts[way, "WRONG" if is_wrong(text) else text] += 1
             if is_wrong(text):
