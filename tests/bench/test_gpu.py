@@ -190,6 +190,6 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
 
 
 def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
-    process = command(tmp_path / "out", minutes=1, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
+    process = command(tmp_path / "out", minutes=0.5, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
     assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
     assert outcomes(tmp_path / "out") == [("machine", "passed")]

@@ -16,13 +16,20 @@ from typing import Any, NamedTuple
 
 import library_wrappers
 import torch
-from release_models import Wrapped
 from torch import nn
 
 import halfstep
 from halfstep.integrations import doctor as doctor_module
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
+
+
+class Wrapped:
+    """An optimizer as Accelerate's AcceleratedOptimizer holds it."""
+
+    def __init__(self, optimizer: halfstep.AdamW) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
 
 LOOPS = {
     "amp": """
