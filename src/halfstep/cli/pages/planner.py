@@ -277,10 +277,10 @@ def _plan(state: State) -> dict[str, Any]:
     whole, sizes = _scale([plan]), stack(plan)
     scale = f"The bar is {size(whole)}, the peak."
     if card:
-        memory = f"{size(card['memory'])} of the {card['name']}"
-        scale += f" A GPU has the {memory}."
+        reserve = "the dashed line is what remains after the reserve"
+        scale += f" The line is the card's {size(card['memory'])}, {reserve}."
         if whole == card["memory"]:
-            scale = f"The bar is the {memory}; the dashed line is what remains after the reserve."
+            scale = f"The bar is the card's {size(card['memory'])}; {reserve}."
     unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
     return {
         "verdict": verdict(plan) if card else unknown,
