@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -671,5 +670,8 @@ def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
             )
     if high == 1:
         return None
-    low = high // 2  # fits, and `high` does not
-    return at(low + bisect.bisect(range(low + 1, high), memory, key=lambda size: at(size).totals.peak))
+    low = high // 2  # fits, and `high` does not. Not by `bisect`, whose range has 32 bits in a browser's Python.
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if at(middle).totals.peak <= memory else (low, middle)
+    return at(low)

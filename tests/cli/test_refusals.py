@@ -92,7 +92,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("decode 0x_", "argument CODE: expected a code such as 0x4100, but got '0x_', which has no digits"),
         ("decode 0x41 -w 7", "unknown width '7'; choose from 4, 6, 8, 16, 19, 32, 64"),
         ("decode 0x41 -w 8 -f fp16", "--width 8 is not the 16 bits of --format fp16; leave one out"),
-        ("why 1", "argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16"),
         ("compare fp16 half", "argument FORMAT: fp16 alone cannot be compared; name two or more"),
         ("ladder --out x.png --codes fp16", "expected a format of up to 8 bits, but got fp16, which"),
         # plans

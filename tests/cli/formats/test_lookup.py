@@ -59,6 +59,7 @@ def test_options_reach_the_codec() -> None:
     drawn = [[encode("1.3", "e2m1", *chance, str(seed))["code"] for seed in range(40)] for _ in range(2)]
     assert drawn[0] == drawn[1] and set(drawn[0]) == {"0x2", "0x3"}
     assert [one["format"] for one in results("why", "0.1", "fp16", "-f", "bf16")] == ["fp16", "bf16"]
+    assert [one["format"] for one in results("why", "0.1")] == list(formats)
 
 
 def test_the_error_is_in_ulps_of_the_format() -> None:

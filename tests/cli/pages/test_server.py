@@ -143,6 +143,8 @@ def test_a_file_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     written = (tmp_path / "a page.html").read_text(encoding="utf-8")
     command = "halfstep explore --number=-1/3 --format fp16 --format e5m7 --rounding up --overflow saturate"
     assert embedded(written)["answer"]["command"] == command
+    assert said(*words, "-1/3", "half", "e5m7", *options[6:])[0] == 0
+    assert (tmp_path / "a page.html").read_text(encoding="utf-8") == written
     assert not re.search(r' src="|<link rel="style|^import |url\(', written, flags=re.MULTILINE)
 
 
@@ -181,8 +183,9 @@ def test_what_the_explorer_refuses(address: tuple[int, str]) -> None:
             "cannot be used: Address already in use; pass another --port, or leave it out",
         ),
         ("--port 70000", "expected an integer from 0 to 65535, but got '70000'"),
-        ("--number fp16", "; fp16 is a format, and formats come after -f"),
+        ("--number fp16", "; fp16 is a format, and the number comes first"),
         ("-f fp16 -f bf16 -f e5m2", "expected at most two formats, the second to compare with, but got"),
+        ("0.1 --number 2", "--number 2 is a second number beside 0.1; leave one out"),
         ("--rounding stochastic", "unknown rounding 'stochastic'; choose from nearest, nearest_away, toward_zero"),
         ("--out no/x.html", "'no/x.html' cannot be written: No such file or directory; pass a file"),
     ):

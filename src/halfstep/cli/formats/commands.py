@@ -200,14 +200,12 @@ def _decode(options: argparse.Namespace) -> Answer:
     "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
     "example: halfstep why 1.0001 fp16",
     option("number", type=arguments.number("the number comes first"), metavar="NUMBER"),
-    _named("*", "one or more formats"),
+    _named("*", "formats (default: all)"),
     formats_option("the same, as in halfstep encode"),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
 )
 def _why(options: argparse.Namespace) -> Answer:
-    if not options.named + options.formats:
-        raise UsageError("argument FORMAT: none is named; name one or more, as in: halfstep why 1.0001 fp16")
     chosen, typed = arguments.distinct(options.named + options.formats), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
@@ -19,15 +20,16 @@ def _parser() -> command_line.Parser:
         "explore",
         "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and "
         "two formats compared. The page is served to this machine only, until Ctrl-C.",
-        "example: halfstep explore --number 0.1 --format bf16 --format fp16",
+        "example: halfstep explore 0.1 bf16 fp16",
     )
+    begin: dict[str, Any] = {"type": arguments.number("the number comes first"), "metavar": "NUMBER"}
+    parser.add_argument("begin", nargs="?", **begin, help="the number to begin with, as in halfstep encode: 0.1")
     parser.add_argument(
-        "--number",
-        type=arguments.number("formats come after -f"),
-        metavar="NUMBER",
-        help="the number to begin with, as in halfstep encode (default: 0.1)",
-    )
-    first = "the format to begin with (default: bf16); given again, the one to compare it with (default: fp16)"
+        "named", nargs="*", type=arguments.format_named, metavar="FORMAT",
+        help="the format to begin with (default: bf16), and the one to compare it with (default: fp16)",
+    )  # fmt: skip
+    parser.add_argument("--number", **begin, help="the same")
+    first = "the same, as in halfstep encode"
     for names, settings in (
         arguments.formats_option(first), arguments.rounding_option(ENCODE_ROUNDINGS[:-1]), arguments.OVERFLOW,
     ):  # fmt: skip
@@ -45,15 +47,17 @@ def _parser() -> command_line.Parser:
 
 def _state(options: argparse.Namespace) -> dict[str, str]:
     """What the page begins with, by the keys of its address."""
-    if len(options.formats) > 2:
+    names, number = [format.name for format in options.named + options.formats], options.begin or options.number
+    if len(names) > 2:
         raise UsageError(
-            f"argument -f/--format: expected at most two formats, the second to compare with, but got "
-            f"{', '.join(format.name for format in options.formats)}; leave out {len(options.formats) - 2}"
+            f"argument FORMAT: expected at most two formats, the second to compare with, but got {', '.join(names)}; "
+            f"leave out {len(names) - 2}"
         )
-    first = options.formats[0].name if options.formats else "bf16"
-    other = options.formats[1].name if len(options.formats) > 1 else "bf16" if first == "fp16" else "fp16"
+    if options.begin and options.number:
+        raise UsageError(f"--number {options.number.text} is a second number beside {number.text}; leave one out")
+    first, other = (*names, "bf16")[0], (names[1:] or ["bf16" if names[:1] == ["fp16"] else "fp16"])[0]
     state = {"f": first, "g": other, "r": options.rounding, "o": options.overflow}
-    return state if options.number is None else {"x": options.number.text, **state}
+    return state if number is None else {"x": number.text, **state}
 
 
 def _explore(options: argparse.Namespace) -> int:
