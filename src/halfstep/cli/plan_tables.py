@@ -131,7 +131,8 @@ def verdict(plan: dict[str, Any]) -> str:
     """Whether a plan fits its card, in one sentence."""
     gpu = plan["card"]
     left = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
-    return f"{gpu['name']}: {size(gpu['memory'])}, {size(gpu['usable'])} after the reserve; {left}."
+    named = gpu["name"] if gpu["name"][:1].isdigit() else f"{gpu['name']}: {size(gpu['memory'])}"  # 24 GiB is a name
+    return f"{named}, {size(gpu['usable'])} after the reserve; {left}."
 
 
 def _verdict(content: dict[str, Any]) -> list[Any]:
