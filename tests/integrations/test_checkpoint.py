@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import hashlib
 import os
 import pickle
 import random
@@ -25,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_attacks import MODEL, OPTIMIZER
 from safetensors.torch import load_file
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -455,8 +457,14 @@ def test_a_folder_of_this_format_that_four_ranks_wrote_loads_with_the_same_bits(
     model = checkpoint_ranks.model_of("bf16 split", seed=1)
     optimizer = checkpoint_ranks.optimizer_of(model, "bf16 split", lr=5.0)
     state = checkpoint.load(tmp_path / "step-00000003", model=model, optimizer=optimizer)
-    saved, _ = checkpoint_ranks.reference("bf16 split")
-    assert checkpoint_ranks.differing(saved, checkpoint_ranks.contents(model, optimizer)) == []
+    # That of the same training in one process with torch 2.13; others have other bits.
+    content = {keystr(path): leaf for path, leaf in tree_leaves_with_path(checkpoint_ranks.contents(model, optimizer))}
+    tensors = [leaf.detach() for leaf in map(content.get, sorted(content)) if isinstance(leaf, torch.Tensor)]
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    assert (
+        hashlib.sha256(torch.cat(flat).numpy().tobytes()).hexdigest()
+        == "61f13ad8a2b4cdf204774e6e905be095ffb314cce39c5aef4c43dcda541b5e3f"
+    )
     assert state["np"].tolist() == [0, 1, 2] and state["nest"][1] == {"a": (1, 2)} and state["a.b"].tolist() == [1, 1]
 
 

@@ -313,8 +313,8 @@ def test_hooks_are_not_compiled(offloads: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     torch.compile(torch.Tensor.backward, backend="eager")(loss_of(net, 1))
-    # The hooks alone were more than 20 frames per parameter.
-    assert counters["frames"]["total"] <= 5
+    # The hooks alone were more than 20 frames per parameter. torch 2.11 compiles some of its own.
+    assert counters["frames"]["total"] <= 2 * len(list(net.parameters()))
     assert gradient_bytes(net) == 0 and bool((net.first.weight != made().first.weight).any()) is not offloads
 
 
