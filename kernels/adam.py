@@ -727,25 +727,58 @@ def _store_scales(at, scales, here, HINT: tl.constexpr):
 
 
 @jit
-def _coded_block(
-    grad,  # int64 addresses of the operands, and what follows
-    param,
-    extra,
-    first,
-    second,
-    top,
-    first_scales,  # addresses of the scales of the chunk's first block
-    second_scales,
-    top_scales,
-    start,  # of the chunk, in elements
+def _existing(size, HINT: tl.constexpr):
+    """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN).
+
+    Elements that a thread holds side by side all exist or none does. Said of the first one, one choice serves all.
+    """
+    SIDE: tl.constexpr = HINT // 2 if HINT != 0 and cuda_capability_geq(8, 0) else 1
+    return (tl.arange(0, _SPAN) // SIDE * SIDE)[None, :] < size[:, None]
+
+
+@jit
+def _load_codes(
+    arrays,  # int64 addresses: gradient, parameter, master or remainder, codes of m, of v, and of amsgrad's maximum
+    scales,  # the same of the scales of the first block of m, v and the maximum
+    start,  # of the first block, in elements
     offsets,  # from there, of shape (blocks, SPAN)
     mask,
-    size,  # (blocks,): how many of their elements exist, looked at if SHORT
-    block,  # (blocks,): their numbers in the chunk
+    block,  # (blocks,): their numbers behind the first one
     here,  # (blocks,): whether they exist
-    word,  # random uint32 words of the shape of `offsets`, looked at if STOCHASTIC
-    word_m,
-    word_v,
+    PARAM_T: tl.constexpr,
+    GRAD_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,
+    MASTER: tl.constexpr,
+    HINT: tl.constexpr,
+):
+    """What `_coded_block` needs of some blocks."""
+    # Addresses have 64 bits, and the upper half of a number without a sign is 0.
+    offsets, block = offsets.to(tl.uint32), block.to(tl.uint32)
+    weight, rest = 0.0, 0.0
+    if MASTER != _FULL_MASTER:
+        weight = tl.load(_pointer(arrays[1], PARAM_T, HINT) + start + offsets, mask=mask)
+    if MASTER != _NO_MASTER:
+        rest = tl.load(_pointer(arrays[2], EXTRA_T, HINT) + start + offsets, mask=mask)
+    g = tl.load(_pointer(arrays[0], GRAD_T, HINT) + start + offsets, mask=mask, other=0)
+    codes_m = tl.load(_pointer(arrays[3], tl.uint8, HINT) + start + offsets, mask=mask, other=0)
+    codes_v = tl.load(_pointer(arrays[4], tl.uint8, HINT) + start + offsets, mask=mask, other=0)
+    scales_m = tl.load(scales[0].to(tl.pointer_type(tl.uint8)) + block, mask=here, other=0)
+    scales_v = tl.load(scales[1].to(tl.pointer_type(tl.int16)) + block, mask=here, other=0)
+    return weight, rest, g, codes_m, codes_v, scales_m, scales_v
+
+
+@jit
+def _coded_block(
+    loaded,  # from `_load_codes`, as are what follows
+    arrays,
+    scales,
+    start,
+    offsets,
+    mask,
+    size,  # (blocks,): how many of their elements exist, looked at if SHORT
+    block,
+    here,
+    words,  # random uint32 words of the parameter, m and v, of the shape of `offsets`, looked at if STOCHASTIC
     hyper,  # what `_numbers` gives for the tensor
     PARAM_T: tl.constexpr,
     GRAD_T: tl.constexpr,
@@ -757,48 +790,42 @@ def _coded_block(
     HINT: tl.constexpr,
     SHORT: tl.constexpr,  # whether a block may be short
 ):
-    """Some blocks of 8-bit codes: load, update, store."""
-    # Addresses have 64 bits, and the upper half of a number without a sign is 0.
+    """Some blocks of 8-bit codes, which were loaded: update, store."""
     offsets, block = offsets.to(tl.uint32), block.to(tl.uint32)
-    at_grad = _pointer(grad, GRAD_T, HINT) + start + offsets
-    at_param = _pointer(param, PARAM_T, HINT) + start + offsets
-    at_extra = _pointer(extra, EXTRA_T, HINT) + start + offsets
-    at_first = _pointer(first, tl.uint8, HINT) + start + offsets
-    at_second = _pointer(second, tl.uint8, HINT) + start + offsets
-    at_top = _pointer(top, tl.uint8, HINT) + start + offsets
-    of_first = first_scales.to(tl.pointer_type(tl.uint8)) + block
-    of_second = second_scales.to(tl.pointer_type(tl.int16)) + block
-    of_top = top_scales.to(tl.pointer_type(tl.int16)) + block
+    at_param = _pointer(arrays[1], PARAM_T, HINT) + start + offsets
+    at_extra = _pointer(arrays[2], EXTRA_T, HINT) + start + offsets
+    at_first = _pointer(arrays[3], tl.uint8, HINT) + start + offsets
+    at_second = _pointer(arrays[4], tl.uint8, HINT) + start + offsets
+    at_top = _pointer(arrays[5], tl.uint8, HINT) + start + offsets
+    of_first = scales[0].to(tl.pointer_type(tl.uint8)) + block
+    of_second = scales[1].to(tl.pointer_type(tl.int16)) + block
+    of_top = scales[2].to(tl.pointer_type(tl.int16)) + block
+    word, word_m, word_v = words
+    weight, rest, g, codes_m, codes_v, scales_m, scales_v = loaded
     gscale, decay, f1, f2, root, eps, step_size = hyper
     PACKED: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)
-    # Elements that a thread holds side by side all exist or none does. Said of the first one, one choice serves all.
-    exists = mask
-    if PACKED and SHORT:
-        side: tl.constexpr = HINT // 2
-        exists = tl.arange(0, _SPAN // side)[None, :] * side < size[:, None]
-        mask = (tl.arange(0, _SPAN) // side * side)[None, :] < size[:, None]
     REMAINDER: tl.constexpr = 16 if MASTER == _SPLIT_MASTER else 8 if MASTER == _SPLIT24_MASTER else 0
-    weight, rest = 0.0, 0
-    if PACKED and REMAINDER:
-        weight, rest = tl.load(at_param, mask=mask), tl.load(at_extra, mask=mask)
-        w = join_float32(weight, rest) if L2 else 0.0
+    if MASTER == _FULL_MASTER:
+        w = rest
+    elif MASTER == _NO_MASTER:
+        w = to_float32(weight)
+    elif L2 or not PACKED:
+        w = join_float32(weight, rest)
     else:
-        w = _weight(at_param, at_extra, mask, MASTER)
-    g = tl.load(at_grad, mask=mask, other=0)
+        w = 0.0
     if PACKED and SHORT:
         # Elements that do not exist have first moments of 0 then, or make a NaN of a block that is one.
         gscale = tl.where(mask, gscale, 0.0)
     g = widened_packed(g, gscale) if PACKED and GRAD_T == tl.bfloat16 else to_float32(g) * gscale
     if L2:
         g = g + (tl.where(mask, decay * w, 0.0) if SHORT else decay * w)
-    power_m = power_of_exponents(tl.load(of_first, mask=here, other=0))[:, None]
-    scales_v = tl.load(of_second, mask=here, other=0)[:, None]
+    power_m = power_of_exponents(scales_m)[:, None]
     if PACKED:
-        m = decode_signed_packed(tl.load(at_first, mask=mask, other=0), power_m)
-        v = decode_positive_packed(tl.load(at_second, mask=mask, other=0), scales_v)
+        m = decode_signed_packed(codes_m, power_m)
+        v = decode_positive_packed(codes_v, scales_v[:, None])
     else:
-        m = decode_signed_block(tl.load(at_first, mask=mask), power_m)
-        v = decode_positive_block(tl.load(at_second, mask=mask), scales_v)
+        m = decode_signed_block(codes_m, power_m)
+        v = decode_positive_block(codes_v, scales_v[:, None])
     if PACKED:
         AVERAGES: tl.constexpr = _AVERAGES_PAIRED if cuda_capability_geq(10, 0) else _AVERAGES
         m, v = tl.inline_asm_elementwise(
@@ -810,6 +837,7 @@ def _coded_block(
         v = tl.where(f2 > 0.0, v, square) + f2 * (square - v)
     if PACKED:
         EACH: tl.constexpr = HINT // 2
+        exists = tl.arange(0, _SPAN // EACH)[None, :] * EACH < size[:, None]
         most, smallest = extremes_packed(m, v, exists, EACH, SHORT)
         codes_m, scales_m = encode_signed_packed(m, most, word_m, STOCHASTIC)
         codes_v, scales_v = encode_positive_packed(v, most, smallest, word_v, STOCHASTIC)
@@ -1042,138 +1070,173 @@ def coded_adam_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The kernel for moments in 8 bits. The elements of a chunk are side by side in memory, as those of adam_kernel."""
+    """The kernel for moments in 8 bits.
+
+    A GPU has many programs at work, each of which reads eight arrays. If each went through a chunk of its own, they
+    would be in so many pages of memory that they wait for addresses. So of a tensor whose rows are whole blocks, a
+    program takes every n-th trip, where n programs share the tensor: together they go through memory in its order. Of
+    other tensors it takes a chunk of CHUNK elements.
+    """
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
-    number = (chunk - tl.load(rows + tensors + tensor)) * (CHUNK // _SPAN)  # of the chunk's first block
-    count = tl.minimum(tl.load(rows + tensor) // _SPAN - number, CHUNK // _SPAN).to(tl.int32)
+    part = chunk - tl.load(rows + tensors + tensor)  # of the tensor
+    total = tl.load(rows + tensor) // _SPAN  # its blocks
     table = rows + _ADDRESSES * tensors + tensor
     grad = tl.load(table + _GRAD * tensors)
     param = tl.load(table + _PARAM * tensors)
     first = tl.load(table + _M * tensors)
     second = tl.load(table + _V * tensors)
-    first_scales = tl.load(table + _M_SCALES * tensors) + number
-    second_scales = tl.load(table + _V_SCALES * tensors) + number * 2
-    extra, top, top_scales = first, first, first_scales
+    first_scales = tl.load(table + _M_SCALES * tensors)
+    second_scales = tl.load(table + _V_SCALES * tensors)
+    extra, top, top_scales = first, first, second_scales
     if MASTER != _NO_MASTER:
         extra = tl.load(table + _EXTRA * tensors)
     if AMSGRAD:
         top = tl.load(table + _TOP * tensors)
-        top_scales = tl.load(table + _TOP_SCALES * tensors) + number * 2
+        top_scales = tl.load(table + _TOP_SCALES * tensors)
     columns = tl.load(table + _COLUMNS * tensors)
     hyper += tensor * _HYPER_COLUMNS
     if tl.load(hyper + _SKIP) == 0:
-        start = number * _SPAN
-        place = count * 0  # of the first block in its row
-        blocks = (columns + (_SPAN - 1)) // _SPAN  # per row
+        arrays = grad, param, extra, first, second, top
+        wide = (columns % 16 == 0) & ((grad | param | extra | first | second | top) % 16 == 0)
         full = columns % _SPAN == 0
-        if not full:
-            row = number // blocks
-            place = (number - row * blocks).to(tl.int32)
-            start = row * columns + place * _SPAN
-        every = grad | param | extra | first | second | top
-        wide = (columns % 16 == 0) & (every % 16 == 0)
+        in_order = wide & full
         EACH: tl.constexpr = HINT // 2  # elements that a thread holds side by side
+        TILE: tl.constexpr = BLOCK // _SPAN
+        PACKED: tl.constexpr = cuda_capability_geq(8, 0)
+        DOWN: tl.constexpr = 8 if PACKED else 0
+        DOWN_FIRST: tl.constexpr = 24 if PACKED and MASTER == _SPLIT24_MASTER else DOWN
+        # The addresses of a second tile are those of the first one with a constant, which accesses add themselves.
+        TRIP: tl.constexpr = 2 * TILE if PACKED else TILE
+        step, stream, base, inner, inner_whole = 0, 0, 0, 0, 0
         if STOCHASTIC:
-            # As in adam_kernel. Where blocks are short, a chunk has fewer elements than `left`.
-            left = count * _SPAN
             step = tl.load(tl.load(table + _STEP * tensors).to(tl.pointer_type(tl.float32)))
             step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.uint32)
             stream = tl.load(table + _STREAM * tensors).to(tl.uint32)
+            base = tl.load(table + _BASE * tensors)
             inner = tl.load(table + _INNER * tensors)
             inner_whole = tl.load(table + _INNER_WHOLE * tensors)
-            run_number = start * 0
-            if start >= inner:
-                run_number = start // inner
-            column = start - run_number * inner
-            index = tl.load(table + _BASE * tensors) + run_number * inner_whole + column
-            jump = inner_whole - inner
-            to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
-            run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
-            wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
-        TILE: tl.constexpr = BLOCK // _SPAN
-        DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
-        DOWN_FIRST: tl.constexpr = 24 if DOWN and MASTER == _SPLIT24_MASTER else DOWN
-        # Within whole blocks, only whether a row ends before the chunk does matters; so its size fits 32 bits.
-        width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
-        per_row = blocks.to(tl.int32)
-        whole = count * 0  # blocks of tiles that need no mask
-        if wide & full:
-            # The addresses of a second tile are those of the first one with a constant, which accesses add themselves.
-            TRIP: tl.constexpr = 2 * TILE if DOWN else TILE
-            whole = count // TRIP * TRIP
-            if DOWN:
+            in_order = in_order & (inner >= total * _SPAN) & (base % EACH == 0)
+        number = part * (CHUNK // _SPAN)  # of the first block that is left to the tiles with masks
+        count = tl.minimum(total - number, CHUNK // _SPAN).to(tl.int32)
+        if in_order:
+            parts = ((total + (CHUNK // _SPAN - 1)) // (CHUNK // _SPAN)).to(tl.int32)
+            trips = (total // TRIP).to(tl.int32)
+            number = trips.to(tl.int64) * TRIP
+            count = tl.where(part == parts - 1, total - number, 0).to(tl.int32)
+            if PACKED:
                 numbers = _numbers(hyper)
                 seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-            for trip in range(0, whole, TRIP):
+            every = tl.full((TILE, _SPAN), True, tl.int1)
+            every_block = tl.full((TILE,), True, tl.int1)
+            for trip in range(part.to(tl.int32), trips, parts):
+                begin = trip * tl.full((), TRIP, tl.int64)
+                scales = first_scales + begin, second_scales + begin * 2, top_scales + begin * 2
+                block = tl.arange(0, TILE)
+                offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+                loaded = _load_codes(
+                    arrays, scales, begin * _SPAN, offsets, every, block, every_block,
+                    PARAM_T, GRAD_T, EXTRA_T, MASTER, HINT,
+                )  # fmt: skip
+                later = loaded
+                if PACKED:  # both tiles are on their way before the first one is stored, which the compiler cannot do
+                    later = _load_codes(
+                        arrays, scales, begin * _SPAN, offsets + TILE * _SPAN, every, block + TILE, every_block,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, HINT,
+                    )  # fmt: skip
                 for tile in tl.static_range(0, TRIP, TILE):
-                    begin = trip + tile
-                    block = begin + tl.arange(0, TILE)
-                    offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
-                    if DOWN == 0:  # again and again: AMD's scalar registers do not suffice to keep them
+                    if not PACKED:  # again and again: AMD's scalar registers do not suffice to keep them
                         numbers = _numbers(hyper)
                         seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                    word, word_m, word_v = 0, 0, 0
+                    words = 0, 0, 0
                     if STOCHASTIC:
-                        runs = begin * (_SPAN // EACH) + tl.arange(0, BLOCK // EACH)
-                        word, word_m, word_v = _words_of_blocks(
-                            runs, index, left, to_end, run, jump, seed, step, stream, EACH, BLOCK, DOWN, DOWN_FIRST
+                        runs = tile * (_SPAN // EACH) + tl.arange(0, BLOCK // EACH)
+                        words = _words_of_blocks(
+                            runs, base + begin * _SPAN, 0, 0, 1, 0, seed, step, stream, EACH, BLOCK, DOWN, DOWN_FIRST
                         )
                     _coded_block(
-                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
-                        number * _SPAN, offsets, tl.full((TILE, _SPAN), True, tl.int1), block, block,
-                        tl.full((TILE,), True, tl.int1), word, word_m, word_v,
-                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
+                        loaded if tile == 0 else later, arrays, scales,
+                        begin * _SPAN, offsets + tile * _SPAN, every, block, block + tile, every_block, words, numbers,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, False,
                     )  # fmt: skip
-        if whole < count:  # once per program, what the others need is many instructions
+        if count > 0:  # once per program, what the others need is many instructions
+            scales = first_scales + number, second_scales + number * 2, top_scales + number * 2
+            start = number * _SPAN
+            place = count * 0  # of the first block in its row
+            blocks = (columns + (_SPAN - 1)) // _SPAN  # per row
+            if not full:
+                row = number // blocks
+                place = (number - row * blocks).to(tl.int32)
+                start = row * columns + place * _SPAN
+            if STOCHASTIC:
+                # As in adam_kernel. Where blocks are short, there are fewer elements than `left`.
+                left = count * _SPAN
+                run_number = start * 0
+                if start >= inner:
+                    run_number = start // inner
+                column = start - run_number * inner
+                index = base + run_number * inner_whole + column
+                jump = inner_whole - inner
+                to_end = tl.minimum(inner - column, 2 * CHUNK).to(tl.int32)
+                run = tl.minimum(inner, 2 * CHUNK).to(tl.int32)
+                wide = wide & (index % EACH == 0) & ((to_end >= left) | ((to_end | run | jump) % EACH == 0))
+            # Within whole blocks, only whether a row ends before the chunk does matters; so its size fits 32 bits.
+            width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
+            per_row = blocks.to(tl.int32)
             if wide:
                 # Blocks may be short, but all begin and end at multiples of 16 elements.
-                if DOWN:
+                if PACKED:
                     numbers = _numbers(hyper)
                     seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                of_row, in_row = _rows_of(place + whole + tl.arange(0, TILE), per_row)
+                of_row, in_row = _rows_of(place + tl.arange(0, TILE), per_row)
                 by_rows, by_blocks = _rows_of(TILE, per_row)
-                for begin in range(whole, count, TILE):
+                for begin in range(0, count, TILE):
                     block = begin + tl.arange(0, TILE)
                     at, size = _extent(of_row, in_row, block < count, place, width, True)
                     of_row, in_row = _later_rows_of(of_row, in_row, by_rows, by_blocks, per_row)
-                    offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
-                    if DOWN == 0:
+                    offsets, mask = at[:, None] + tl.arange(0, _SPAN)[None, :], _existing(size, HINT)
+                    loaded = _load_codes(
+                        arrays, scales, (start // 16) * 16, offsets, mask, block, block < count,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, HINT,
+                    )  # fmt: skip
+                    if not PACKED:
                         numbers = _numbers(hyper)
                         seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                    word, word_m, word_v = 0, 0, 0
+                    words = 0, 0, 0
                     if STOCHASTIC:
                         runs = (at // EACH)[:, None] + tl.arange(0, _SPAN // EACH)[None, :]
                         runs = tl.reshape(runs, (BLOCK // EACH,))
-                        word, word_m, word_v = _words_of_blocks(
+                        words = _words_of_blocks(
                             runs, index, left, to_end, run, jump, seed, step, stream, EACH, BLOCK, DOWN, DOWN_FIRST
                         )
                     _coded_block(
-                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
-                        (start // 16) * 16, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], size, block,
-                        block < count, word, word_m, word_v,
-                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, True,
+                        loaded, arrays, scales,
+                        (start // 16) * 16, offsets, mask, size, block, block < count, words, numbers,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, HINT, True,
                     )  # fmt: skip
             else:
                 FEW: tl.constexpr = 256 // _SPAN
-                row_few, in_few = _rows_of(place + whole + tl.arange(0, FEW), per_row)
+                row_few, in_few = _rows_of(place + tl.arange(0, FEW), per_row)
                 few_rows, few_blocks = _rows_of(FEW, per_row)
-                for begin in range(whole, count, FEW):
+                for begin in range(0, count, FEW):
                     block = begin + tl.arange(0, FEW)
                     at, size = _extent(row_few, in_few, block < count, place, width, False)
                     row_few, in_few = _later_rows_of(row_few, in_few, few_rows, few_blocks, per_row)
-                    offsets = at[:, None] + tl.arange(0, _SPAN)[None, :]
+                    offsets, mask = at[:, None] + tl.arange(0, _SPAN)[None, :], _existing(size, 0)
+                    loaded = _load_codes(
+                        arrays, scales, start, offsets, mask, block, block < count,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, 0,
+                    )  # fmt: skip
                     numbers = _numbers(hyper)
                     seed = tl.load(table + _SEED * tensors) if STOCHASTIC else 0
-                    few, few_m, few_v = 0, 0, 0
+                    words = 0, 0, 0
                     if STOCHASTIC:
                         places = _places(index, offsets, left, to_end, run, jump)
-                        few, few_m, few_v = words_of(places, seed, step, stream, 3)
+                        words = words_of(places, seed, step, stream, 3)
                     _coded_block(
-                        grad, param, extra, first, second, top, first_scales, second_scales, top_scales,
-                        start, offsets, tl.arange(0, _SPAN)[None, :] < size[:, None], size, block, block < count,
-                        few, few_m, few_v,
-                        numbers, PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0, True,
+                        loaded, arrays, scales,
+                        start, offsets, mask, size, block, block < count, words, numbers,
+                        PARAM_T, GRAD_T, EXTRA_T, MASTER, AMSGRAD, L2, STOCHASTIC, 0, True,
                     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
     rng = np.random.default_rng(0)
     shapes = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
     shapes += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272), (40, 32), (7, 33), (70, 31)]
-    shapes += [(9, 96), (1, 17000), (3, 6016)]
+    shapes += [(9, 96), (1, 17000), (3, 6016), (37, 992)]
     tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
     examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
 
