@@ -16,6 +16,7 @@ import torch
 from stream_model import Model
 
 from halfstep.bench import gpu, gpu_checks
+from halfstep.bench.cases import Sizes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,15 @@ def test_the_largest_come_first_and_what_compiles_last() -> None:
     assert 0 < sum(compiled) < len(cases) and next(iter(cases)).startswith("time of adamw")
 
 
+def test_kernels_are_compiled_by_doing_every_job_of_a_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "sizes_for", lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0))
+    done: list[tuple[str, str]] = []
+    monkeypatch.setattr(gpu_checks.harness, "check", lambda case, inputs, name: done.append((case.operation, name)))
+    gpu_checks.checks(Path(), quick=True)["kernels for the times of unscale"].run(torch.device("cpu"))
+    assert set(done) >= {("check", "halfstep"), ("unscale", "halfstep"), ("check", "torch foreach")}
+    assert "torch.compile" not in {name for _, name in done}
+
+
 # -------------------------------------------------------------------------------------------------------- on the disk
 
 
@@ -158,7 +168,7 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
 
 @pytest.mark.exhaustive
 def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", r"^(?!time of)|^time of adamw, fp32, 10 tensors$")
+    names = killed_after_each_step(tmp_path / "out", r"^(?!time of|kernels for)|^time of adamw, fp32, 10 tensors$")
     assert names[:3] == ["machine", "NaN patterns", "root and quotient"]
     assert "tests marked gpu" in names and sum(name.startswith("bits of Adam") for name in names) == 7
     assert names == list(dict.fromkeys(names))
