@@ -4,9 +4,10 @@ python examples/bytes_per_parameter.py                            # every optimi
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
 python examples/bytes_per_parameter.py --picture bytes.png --read bytes.json      # draw only
 
-Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
-three steps, and times are medians between events around the step alone; a step inside the backward has no time. On a
-CPU, bytes are those of weights, gradients and optimizer states after a backward.
+Trains linear layers without biases, whose activations are negligible and keep their size from layer to layer: with the
+usual weights they would vanish, and steps over zero gradients take other paths of some kernels. On a GPU, bytes are the
+allocator's peak over three steps, and times are medians between events around the step alone; a step inside the
+backward has no time. On a CPU, bytes are those of weights, gradients and optimizer states after a backward.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ def measure(
         before = torch.cuda.memory_allocated()
     linear = partial(torch.nn.Linear, width, width, bias=False, dtype=dtype, device=device)
     model = torch.nn.Sequential(*(linear() for _ in range(layers)))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=width**-0.5)
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = make(model)
     x = torch.randn(1, width, dtype=dtype, device=device)
@@ -121,13 +124,15 @@ def measure(
     for step in range(3 + steps):  # the first three compile and create the state
         model(x).square().mean().backward()
         grads = [parameter.grad for parameter in model.parameters() if type(parameter.grad) is torch.Tensor]
+        left_by_backward = bool(grads)
         if not on_gpu and step < 3:
             peak = max(peak, sum(_storages([*model.parameters(), *grads, dict(optimizer.state)]).values()))
+        del grads  # they would live until the next step's are there
         times.append(_timed(optimizer.step, on_gpu))
         optimizer.zero_grad()
         if on_gpu and step == 2:
             peak = torch.cuda.max_memory_allocated() - before
-    return peak / count, statistics.median(times[3:]) if grads else None
+    return peak / count, statistics.median(times[3:]) if left_by_backward else None
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
