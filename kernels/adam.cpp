@@ -74,15 +74,15 @@ void prepare(const int64_t* rows, int64_t tensors, const int64_t* tensor_group, 
 }
 
 // fp32 rounded stochastically to a number of format F, still in fp32.
-template <typename F> inline float roughened(float x, uint32_t word);
-template <> inline float roughened<BFloat16>(float x, uint32_t word) {
+template <typename F> inline float rounded_stochastically(float x, uint32_t word);
+template <> inline float rounded_stochastically<BFloat16>(float x, uint32_t word) {
     return widen(bf16{uint16_t(round_to<BFloat16, STOCHASTIC, false>(x, word))});
 }
-template <> inline float roughened<Float16>(float x, uint32_t word) {
+template <> inline float rounded_stochastically<Float16>(float x, uint32_t word) {
     return widen(f16{uint16_t(round_to<Float16, STOCHASTIC, false>(x, word))});
 }
 // The same to the upper 24 bits.
-inline void roughen_to_24_bits(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
+inline void round_to_24_bits_stochastically(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
         uint32_t bits;
         std::memcpy(&bits, x + i, sizeof bits);
@@ -90,8 +90,8 @@ inline void roughen_to_24_bits(float* __restrict x, const uint32_t* __restrict w
         std::memcpy(x + i, &bits, sizeof bits);
     }
 }
-template <typename F> void roughen(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) x[i] = roughened<F>(x[i], words[i]);
+template <typename F> void round_stochastically(float* __restrict x, const uint32_t* __restrict words, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) x[i] = rounded_stochastically<F>(x[i], words[i]);
 }
 
 // The random words of elements start to start + n of a tensor, of which the whole parameter may hold more. Draws 1 and 2,
@@ -350,10 +350,10 @@ struct Staged {
     }
     void write_weight(Block& block) const {
         if (layout.stochastic && layout.master == NO_MASTER) {
-            if (layout.param == F16) roughen<Float16>(block.weight, block.words, n);
-            else if (layout.param == BF16) roughen<BFloat16>(block.weight, block.words, n);
+            if (layout.param == F16) round_stochastically<Float16>(block.weight, block.words, n);
+            else if (layout.param == BF16) round_stochastically<BFloat16>(block.weight, block.words, n);
         } else if (layout.stochastic && layout.master == SPLIT24_MASTER) {
-            roughen_to_24_bits(block.weight, block.words, n);
+            round_to_24_bits_stochastically(block.weight, block.words, n);
         }
         with_weight([&](auto weight) {
             walk_by_two(

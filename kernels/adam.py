@@ -26,21 +26,21 @@ Per tensor and step, in fp64, t the step count after this step, rounded to fp32 
 and beta^t by repeated squaring, which needs no pow and so has the same bits everywhere. If found_inf != 0 nothing
 is written, the step count included.
 
-Stochastic rounding. What is stored in fewer than 32 bits is rounded up or down at random, so that steps below half a
-unit in the last place arrive in the mean: bf16 moments, an fp16 or bf16 parameter without a master, and a master of 24
-bits. A weight beside its master stays the master's rounding. With bf16 state, ``a = max(a, v)`` takes the v that was
-stored: the larger of two bf16 numbers needs no rounding, and a draw of its own would push the maximum further up, step
-by step.
+Stochastic rounding. Values stored in fewer than 32 bits (bf16 moments, an fp16 or bf16 parameter without a master, a
+master of 24 bits) are rounded up or down at random, so that their expectation is exact and steps below half a unit in
+the last place are not lost. A parameter that has a master is the master rounded to nearest. With bf16 state,
+``a = max(a, v)`` takes the stored v: the larger of two bf16 numbers needs no rounding, and rounding it stochastically
+would push the maximum up step by step.
 
 Moments in 8 bits have the codes of block_codes.py: m signed ones, v and a positive ones. The codes of a moment have the
 order of the parameter, and its scales lie in a second tensor, of shape (rows, blocks per row). MAX is then the largest
-number that a code stands for. ``a = max(a, v)`` always takes the v that was stored, and is rounded up where its block
-has wider steps than that of v: so it is never below v, and what was rounded up once stays.
+number that a code stands for. ``a = max(a, v)`` always takes the stored v, and is rounded up where its block
+has wider steps than that of v, so that it is never below v. Encoding it again changes nothing.
 
 The random bits are named by (seed, stream, step, index), as philox.py says, where stream is the parameter's number in
 the optimizer, step its t, and index the element's place, row by row, in the whole parameter. Hence the same bits
 whatever the launch shape, the batch, the number of ranks and the sharding. The parameter takes draw 0, m draw 1 and v
-draw 2: no two roundings share chance.
+draw 2, so that their roundings are independent.
 
 A shard is a part of its parameter: element i of it is element
 
@@ -533,9 +533,9 @@ def prepare_kernel(
 def _pointer(address, dtype: tl.constexpr, HINT: tl.constexpr):
     """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
 
-    HINT is what 16-bit operands are told, in bytes; 0: nothing is known. Beside fp32 operands it is 8: each thread then
-    holds the same four elements of every operand, and no value has to move between threads. Where all operands have 16
-    bits it is 16. Bytes are told half of it, which is as many elements.
+    HINT is the alignment of 16-bit operands in bytes; 0 if nothing is known. If any operand is fp32 it is 8, so that
+    each thread holds the same four elements of every operand and no value has to move between threads; if none is, 16.
+    8-bit operands have half of it, for the same number of elements.
     """
     pointer = address.to(tl.pointer_type(dtype))
     if HINT:
@@ -730,7 +730,8 @@ def _store_scales(at, scales, here, HINT: tl.constexpr):
 def _existing(size, HINT: tl.constexpr):
     """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN).
 
-    Elements that a thread holds side by side all exist or none does. Said of the first one, one choice serves all.
+    Of the elements that a thread holds side by side, either all exist or none; comparing the first one's number for all
+    of them takes one comparison per thread.
     """
     SIDE: tl.constexpr = HINT // 2 if HINT != 0 and cuda_capability_geq(8, 0) else 1
     return (tl.arange(0, _SPAN) // SIDE * SIDE)[None, :] < size[:, None]
@@ -814,7 +815,8 @@ def _coded_block(
     else:
         w = 0.0
     if PACKED and SHORT:
-        # Elements that do not exist have first moments of 0 then, or make a NaN of a block that is one.
+        # So that elements beyond the end of a short block have m = 0, and do not change its scale. (In a NaN block they
+        # are NaN, as the others are.)
         gscale = tl.where(mask, gscale, 0.0)
     g = widened_packed(g, gscale) if PACKED and GRAD_T == tl.bfloat16 else to_float32(g) * gscale
     if L2:
@@ -1040,8 +1042,8 @@ def _words_of_blocks(
 ):
     """The random words of all three draws for whole blocks: of the EACH elements from `runs` times EACH on.
 
-    All the numbers before `seed` are those of `_places`; those in elements must be multiples of EACH, those that say
-    where the chunk's run ends only if it does so within the chunk.
+    The arguments before `seed` are those of `_places`. `index` must be a multiple of EACH; `to_end`, `run` and `jump`
+    too, unless the chunk lies within one run.
     """
     runs = _places(index // EACH, runs, left // EACH, to_end // EACH, run // EACH, jump // EACH)
     group = runs >> (8 // EACH - 1)

@@ -330,7 +330,7 @@ def _cast_chunk(
 
 @jit
 def _plain(value):
-    """The inverse of `_disguised`."""
+    """The inverse of `_unspecialized`."""
     return (value + 4611686018427387904) >> 1
 
 
@@ -339,7 +339,7 @@ def cast_kernel(
     source,  # int64 address, and so is target
     target,
     numel,
-    seed_low,  # as `_disguised` makes them, and so are seed_high and offset
+    seed_low,  # as `_unspecialized` makes them, and so are seed_high and offset
     seed_high,
     offset,
     SOURCE: tl.constexpr,
@@ -370,7 +370,7 @@ def multi_cast_kernel(
     rows,  # int64 (6, tensors): see multi_tensor.py; operands are source, target, stream and offset
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
-    seed_low,  # as `_disguised` makes them
+    seed_low,  # as `_unspecialized` makes them
     seed_high,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
@@ -405,7 +405,7 @@ def multi_cast_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
-def _disguised(value: int) -> int:
+def _unspecialized(value: int) -> int:
     """Maps a number below 2^60 to an odd negative 64-bit integer.
 
     Triton compiles separate kernels for 32-bit integers, for 1 and for multiples of 16. This value is none of these.
@@ -424,7 +424,7 @@ def _format(dtype: torch.dtype) -> Any:
 
 
 def _seed_operands(seed: int) -> tuple[int, int]:
-    return _disguised(seed & 0xFFFFFFFF), _disguised(seed >> 32)
+    return _unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32)
 
 
 def _options(source: torch.dtype, target: torch.dtype, how: Conversion) -> dict[str, Any]:
@@ -505,7 +505,7 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offse
     elif implementation == "triton":
         with on_device(source.device):
             cast_kernel[(chunks,)](
-                *(address(source), address(target), numel, *_seed_operands(how.seed), _disguised(offset)),
+                *(address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)),
                 **_options(*pair, how),
             )
     else:

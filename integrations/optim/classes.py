@@ -257,7 +257,7 @@ class Adam(CanonicalState, torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         # A decision is made by a scaler or a step in the backward, which are never compiled. Keeping dynamo away takes
-        # five Python calls, so it is asked first whether it is there.
+        # five Python calls, which are spared where it is not at work.
         if self._decision is None and (is_dynamo_compiling() or _dynamo_callback() is not None):
             self._step_on_device()
         else:

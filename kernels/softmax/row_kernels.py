@@ -51,7 +51,7 @@ def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.cons
 
 @jit
 def _before_boundary(row, VECTOR: tl.constexpr):
-    """How many elements of each row, given by address, lie before its first boundary of a vector."""
+    """The number of elements of each row (given by its address) before the first address that vector loads can use."""
     size: tl.constexpr = row.dtype.scalar.element_ty.primitive_bitwidth // 8
     return (-(row.to(tl.int64) // size) & (VECTOR - 1)).to(tl.int32)
 
@@ -250,7 +250,8 @@ def _store(
 def _per_lane(block):
     """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES).
 
-    Of the former Triton keeps as many copies as a vector has elements. Carried around a loop, each would be computed.
+    In the three-dimensional layout, Triton keeps a copy per element of a vector; carried through a loop, every copy
+    would be computed.
     """
     return tl.max(block, axis=2)
 
