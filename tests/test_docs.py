@@ -17,6 +17,7 @@ import pytest
 import tolerances
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,6 +145,24 @@ def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> 
     torch.manual_seed(0)
     exec(script.replace("range(300)", "range(60)"), {})
     assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.01
+
+
+def test_what_pip_is_told_to_install_can_be_installed() -> None:
+    """No index has halfstep yet: it comes from a clone, or from the repository. Its extras exist."""
+    folders = ("bench", "examples", "integrations", "kernels", "numerics", "src/halfstep/cli")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(path.read_text("utf-8") for path in [*PAGES, *sources] if path.name != "RELEASING.md")
+    told = re.findall(r"""pip install (?:-e )?(?:"([^"{]+)"|'([^'{]+)'|([\w./]+))""", text)
+    (table,) = re.findall(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    extras = set(re.findall(r"^(\w+) = ", table, re.M))
+    assert {"plots", "trainers"} <= extras
+    for name in map("".join, told):
+        wished = Requirement(re.sub(r"^\.(/halfstep)?", "clone", name))
+        assert wished.extras <= extras, name
+        assert wished.name != "halfstep" or wished.url == "git+https://github.com/halfstep/halfstep", name
+    assert "halfstep" in "".join(map("".join, told))
 
 
 # ------------------------------------------------------------------------------------------------ errors and tables
