@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 import tolerances
 import torch
 import torch.distributed as dist
+from packaging.requirements import Requirement
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -144,6 +146,59 @@ def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> 
     torch.manual_seed(0)
     exec(script.replace("range(300)", "range(60)"), {})
     assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.01
+
+
+def test_what_pip_is_told_to_install_can_be_installed() -> None:
+    """No index has halfstep yet: it comes from a clone, or from the repository. Its extras exist."""
+    folders = ("bench", "examples", "integrations", "kernels", "numerics", "src/halfstep/cli")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(path.read_text("utf-8") for path in [*PAGES, *sources] if path.name != "RELEASING.md")
+    told = re.findall(r"""pip install (?:-e )?(?:"([^"{]+)"|'([^'{]+)'|([\w./]+))""", text)
+    (table,) = re.findall(
+        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    extras = set(re.findall(r"^(\w+) = ", table, re.M))
+    assert {"plots", "trainers"} <= extras
+    for name in map("".join, told):
+        wished = Requirement(re.sub(r"^\.(/halfstep)?", "clone", name))
+        assert wished.extras <= extras, name
+        assert wished.name != "halfstep" or wished.url == "git+https://github.com/halfstep/halfstep", name
+    assert "halfstep" in "".join(map("".join, told))
+
+
+# Numbers of README that state no measurement: moments of 8 bits, the date of a check.
+EXEMPT = ("2026-11-26", "of 8 bits")
+NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-])")
+
+
+def prose(text: str) -> str:
+    """Without code, and without where links lead."""
+    return " ".join(re.sub(r"```.*?```|`[^`]*`|(?<=\])\([^)]*\)", " ", text, flags=re.DOTALL).split())
+
+
+def numbers(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in NUMBER.findall(text)}
+
+
+def test_every_number_in_the_readme_has_a_source() -> None:
+    page = (DOCS / "measurements.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| \[.*?\]\((.*?)\) \|.*\d{4}-\d\d-\d\d \|$", page, flags=re.MULTILINE)
+    rest = prose((ROOT / "README.md").read_text(encoding="utf-8"))
+    for words, source in rows:
+        assert words in rest, f"docs/measurements.md quotes {words!r}, which README does not say"
+        assert numbers(words.replace("of 8 bits", "")) <= numbers((DOCS / source).read_text(encoding="utf-8")), words
+    for words in [*(words for words, _ in rows), *EXEMPT]:
+        rest = rest.replace(words, "")
+    for found in NUMBER.finditer(rest):
+        near = rest[max(0, found.start() - 30) : found.end() + 30]
+        pytest.fail(f"README: give the source of {near!r} in docs/measurements.md, or add it to EXEMPT")
+
+
+def test_the_bytes_of_other_optimizers_are_those_counted() -> None:
+    table = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    for row in json.loads((ROOT / "bench/results/cpu/bytes_per_parameter.json").read_text())["rows"]:
+        amount = f"{row['bytes']:.2f}" if row["bytes"] else f"{row['planned']:g}, planned"
+        assert f"| {row['optimizer']} | {row['master']} | {amount} |" in table
 
 
 # ------------------------------------------------------------------------------------------------ errors and tables

@@ -4,8 +4,8 @@ The launcher of each peer is called on tensors without storage, whose pointers c
 them. Kernel, block size, warps and all other settings are those that the installed version computes for the case.
 
 The least traffic of a peer is that of its own layout: with quantized moments it is lower than that of halfstep, with a
-compensation term higher. Peers are optional, and halfstep imports them nowhere else. They come with
-``pip install 'halfstep[bench]'``.
+compensation term higher. Peers are optional, and halfstep imports them nowhere else. In a clone they come with
+``pip install -e '.[bench]'``.
 """
 
 from __future__ import annotations

@@ -161,5 +161,5 @@ def test_a_file_without_permission_is_refused(folder: Path, monkeypatch: pytest.
 def test_a_picture_without_matplotlib(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = complaint(*words.split())
-    assert "argument --out: pictures need matplotlib, which is not installed: pip install 'halfstep[plots]'" in found
+    assert "argument --out: pictures need matplotlib, which is not installed: pip install 'matplotlib>=3.8'" in found
     assert list(folder.iterdir()) == []

@@ -87,7 +87,24 @@ def options_of_scalers():
             scaler.update()
 
 
+def amp_step(**options):
+    # After a first step, which creates the state.
+    parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in ((64, 64), (64, 65), (64,))]
+    optimizer, scaler = halfstep.AdamW(parameters, **options), halfstep.GradScaler("cpu")
+
+    def step():
+        scaler.scale(sum(parameter.sum() for parameter in parameters)).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    return step
+
+
 jobs = {
+    "AMP step": amp_step(),
+    "AMP step, 8 bits": amp_step(state_dtype="8bit"),
     "short rows": lambda: short_rows(False),
     "short rows, causal": lambda: short_rows(True),
     "one mask for all queries": one_mask_for_all_queries,
@@ -98,11 +115,12 @@ jobs = {
     "one tensor": one_tensor,
     "options of scalers": options_of_scalers,
 }
-result = {}
+result = {"launches": {}}
 for name, job in jobs.items():
     forms = {}
     with recording("sm_90") as launches:
         job()
+    result["launches"][name] = len(launches)
     for launch in launches:
         forms.setdefault(launch.kernel.__name__, set()).add(launch.key)
     result[name] = {kernel: len(keys) for kernel, keys in forms.items()}
@@ -143,6 +161,12 @@ def test_a_kernel_is_compiled_once_per_code_path(
     forms: dict[str, dict[str, int]], job: str, expected: dict[str, int]
 ) -> None:
     assert forms[job] == expected
+
+
+def test_the_launches_of_a_step_that_the_readme_names(forms: dict[str, dict[str, int]]) -> None:
+    """With moments in 8 bits, those of vectors are in fp32, and take the two launches of another layout."""
+    assert forms["launches"]["AMP step"] == 5
+    assert forms["launches"]["AMP step, 8 bits"] == 7
 
 
 def test_a_scaler_of_any_options_runs_one_form(forms: dict[str, dict[str, int]]) -> None:

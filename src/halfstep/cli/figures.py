@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO, Any
 
-MISSING = "pictures need matplotlib, which is not installed: pip install 'halfstep[plots]'"
+INSTALL = "pip install 'matplotlib>=3.8'"  # not the extra: this needs neither a clone nor an index with halfstep
+MISSING = f"pictures need matplotlib, which is not installed: {INSTALL}"
 # matplotlib would write the time into the file.
 _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
+from halfstep.cli.figures import INSTALL
 from halfstep.cli.formats import arguments, compare, implementations, properties, screen, sentences
 from halfstep.cli.formats.arguments import OVERFLOW, Code, Typed, formats_option, option, rounding_option
 from halfstep.cli.formats.number_text import number_dict
@@ -285,7 +286,7 @@ _KINDS = ("range", "density", "codes", "all")
 @_command(
     "ladder",
     "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
-    "Needs matplotlib: pip install 'halfstep[plots]'.\nexample: halfstep ladder --out formats.png",
+    f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
     option("--out", required=True, type=command_line.picture, metavar="FILE", help="a .png, .svg or .pdf"),
     _named("*", "formats of range and density (default: all)"),
     option("--kind", choices=_KINDS, default="all", metavar="KIND", help=", ".join(_KINDS)),
