@@ -85,6 +85,7 @@ class Plan:
     """The resources that training a model takes on each GPU."""
 
     parameters: int  # of the model
+    active_parameters: int  # that compute a token
     layout: Layout
     strategy: Strategy
     settings: dict[str, Any]  # the arguments of `plan`, with defaults filled in
@@ -134,6 +135,7 @@ class Plan:
         """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
         return {
             "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
             "settings": self.settings,
             "layout": {
                 "name": self.layout.name,
@@ -463,7 +465,9 @@ class _Training:
         moved = row.moved_besides_states * elements(self.shards.states)
         moved += 2 * sum(part.bytes for part in parts if part.name in states)
         totals = _totals(parts)
-        return Plan(self.parameters, row, how, settings, parts, totals, messages, _work(self), math.ceil(moved))
+        idle = 0 if self.model is None else self.model.parameters - self.model.active_parameters
+        counts = (self.parameters, self.parameters - idle)
+        return Plan(*counts, row, how, settings, parts, totals, messages, _work(self), math.ceil(moved))
 
 
 # ---------------------------------------------------------------------------------------------------------- parts

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +89,28 @@ def test_a_card_of_which_only_the_memory_is_known(capsys: pytest.CaptureFixture[
     assert "24 GiB, 21.6 GiB after the reserve; fits" in printed and " ms" not in printed
 
 
-def test_the_config_of_a_model_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_a_model_is_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, its folder, and from a server with the paths of Hugging Face, which HF_ENDPOINT names."""
     config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
     config |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-    file = tmp_path / "config.json"
+    file = tmp_path / "an" / "owner.s-llama" / "resolve" / "main" / "config.json"
+    file.parent.mkdir(parents=True)
     file.write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    for name in (str(file), str(tmp_path)):
-        assert told(capsys, "--model", name) == told(capsys, "--model", "llama-3-8b")
+    monkeypatch.setattr(SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}/")
+        for name in (str(file), str(file.parent), "an/owner.s-llama"):
+            assert told(capsys, "--model", name) == told(capsys, "--model", "llama-3-8b")
+        assert halfstep_main(["plan", "--model", "an/qwen3-8bb"]) == 2
+        server.shutdown()
+    refused = capsys.readouterr().err
+    assert "HTTP Error 404" in refused and "did you mean 'qwen3-8b'? Otherwise pass the path of its config" in refused
+    assert halfstep_main(["plan", "--model", "an/qwen3-8bb"]) == 2  # nobody listens any more
+    assert "an/qwen3-8bb/resolve/main/config.json was not read: <urlopen error" in capsys.readouterr().err
     file.write_text("{")
     assert halfstep_main(["plan", "--model", str(file)]) == 2
     assert f"{file} is none" in capsys.readouterr().err

@@ -61,12 +61,13 @@ def shape(options: argparse.Namespace) -> Transformer | None:
     changes = {each.field or each.dest: each.sets if each.flag else getattr(options, each.dest) for each in changing}
     if options.model is not None:
         published = MODELS.get(options.model.lower())
-        if published is None and not (options.model.endswith(".json") or Path(options.model).exists()):
+        elsewhere = "/" in options.model or options.model.endswith(".json") or Path(options.model).exists()
+        if published is None and not elsewhere:
             meant = instead(options.model.lower(), MODELS, listed=False)
             raise ValueError(
                 f"Expected --model to be the name of a published shape, but got {options.model!r}: {meant}halfstep "
-                "plan --help lists them; for others pass the path of a config.json of Hugging Face, "
-                "or --layers, --hidden, --heads, --vocab and --seq"
+                "plan --help lists them; for others pass a repository of Hugging Face such as Qwen/Qwen3-8B, the path "
+                "of its config.json, or --layers, --hidden, --heads, --vocab and --seq"
             )
         sizes.pop("seq", None)
         return replace(published or from_config(options.model), **sizes, **changes)
