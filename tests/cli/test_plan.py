@@ -79,14 +79,14 @@ def test_a_card_a_measured_step_and_the_largest_batch(capsys: pytest.CaptureFixt
     assert more["plans"][0]["totals"]["peak"] > usable
     printed = run(capsys, *arguments)
     assert f"a micro-batch of {best['settings']['batch']}" in printed
-    assert f"MFU {one['mfu']:.3f}" in printed and "a100-40: 40.0 GiB, 36.0 GiB after the reserve; fits" in printed
+    assert f"MFU {one['mfu']:.3f}" in printed and printed.startswith("Fits a100-40 (40.0 GiB): ")
 
 
 def test_a_card_of_which_only_the_memory_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     (one,) = told(capsys, *SHAPE, "--card", "24GiB")["plans"]
     assert one["card"]["memory"] == 24 * 2**30 and one["card"]["bandwidth"] is None and one["card"]["fits"]
     printed = run(capsys, *SHAPE, "--batch", "1", "--card", "24 gb")
-    assert "24 GiB, 21.6 GiB after the reserve; fits" in printed and " ms" not in printed
+    assert printed.startswith("Fits 24 GiB: ") and " ms" not in printed
 
 
 def test_the_config_of_a_model_is_a_model(
@@ -118,7 +118,7 @@ def test_the_config_of_a_model_is_a_model(
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "--model", "llama-3-70b", "--card", "rtx4090", "--fit", "batch")
-    assert "does not fit" in printed and "Not even one sequence fits." in printed
+    assert printed.startswith("Does not fit rtx4090 (24.0 GiB)") and "Not even one sequence fits." in printed
     largest = run(capsys, "--params", "1", "--optimizer", "torch-fused", "--precision", "fp32", "--reserve", "0%",
                   "--card", "h100", "--fit", "params")  # fmt: skip
     assert f"{80 * 2**30 // 16:,} parameters" in largest
@@ -136,9 +136,7 @@ def test_each_way_to_fit_does_when_typed(words: str, capsys: pytest.CaptureFixtu
     content = told(capsys, *words.split())
     assert not content["plans"][0]["card"]["fits"] and content["ways"]
     printed = run(capsys, *words.split())
-    assert (
-        printed.index("does not fit") < printed.index("The smallest changes with which it fits") < printed.index("part")
-    )
+    assert printed.index("Does not fit") < printed.index("It fits with any one of these") < printed.index("part")
     for way in content["ways"]:
         arguments = words.split()
         for name, text in way["options"].items():
@@ -270,16 +268,16 @@ def test_the_page_can_be_typed(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.png"]
 
 
-def test_the_page_on_8_64_and_1024_gpus_shows_what_is_printed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("page", "blocks"), [("distributed", 1), ("planning", 3)])
+def test_pages_show_what_is_printed(
+    page: str, blocks: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```console\n\$ halfstep plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, flags=re.DOTALL)
-    assert len(blocks) == 1
+    text = (Path(__file__).resolve().parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    found = re.findall(r"```console\n\$ halfstep plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", text, flags=re.DOTALL)
+    assert len(found) == blocks
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.chdir(tmp_path)
-    for typed, shown in blocks:
-        printed = run(capsys, *typed.replace("\\\n", " ").split())
-        assert [line.rstrip() for line in printed.rstrip().splitlines()] == shown.splitlines()
-    assert (tmp_path / "scaling.png").exists()
+    for typed, shown in found:
+        printed = "\n".join(map(str.rstrip, run(capsys, *typed.replace("\\\n", " ").split()).splitlines())) + "\n"
+        assert printed.startswith(shown.removesuffix("...\n")) and (printed == shown or shown.endswith("...\n"))

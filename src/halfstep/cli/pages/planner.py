@@ -16,7 +16,7 @@ from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
 from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, sentences, size, typed, verdict
+from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, headline, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Layout, Transformer
 
 EXAMPLE = {
@@ -281,12 +281,12 @@ def _plan(state: State) -> dict[str, Any]:
         scale += f" The line is the card's {size(card['memory'])}, {reserve}."
         if whole == card["memory"]:
             scale = f"The bar is the card's {size(card['memory'])}; {reserve}."
-    unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
+    unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits, and what does."
     return {
         "verdict": verdict(plan) if card else unknown,
         "ways": [
             {
-                "cells": [typed(way["options"]), size(way["peak"]), "; ".join(way["costs"])],
+                **{"words": typed(way["options"]), "peak": size(way["peak"]), "costs": way["costs"]},
                 "state": _without_none({**state, **way["options"]}),
             }
             for way in content["ways"]
@@ -294,6 +294,7 @@ def _plan(state: State) -> dict[str, Any]:
         "fits": card["fits"] if card else None,
         "figures": _figures(state, plan),
         "bar": _bar(plan, whole),
+        "headline": headline(plan),
         "scale": scale if peak else "Everything is on the host.",
         "memory": [
             *([name, size(value), f"{100 * value / peak:.1f} %", *_COLOURS[name]] for name, value in sizes.items()),
