@@ -192,7 +192,9 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
     counts = numbers_of_gpus(content)
     scaled, hosted = len(counts) > 1, any(plan["totals"]["host"] for plan in plans)
     header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * scaled]
-    header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
+    layouts = content["compare"] == "layouts"
+    header += [*["B/param"] * layouts, "weights", "gradients", "states", *["always"] * (not layouts), "peak", "sent"]
+    header += ["host"] * hosted
     right = range(1, len(header))
     header += ["fits"] * (plans[0]["card"] is not None)
     rows: list[Sequence[str]] = []
@@ -201,11 +203,14 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
         by_name = {part["name"]: part["bytes"] for part in plan["parts"]}
         states = sum(by_name.get(state, 0) for state in STATES)
         gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
-        cells = [by_name["weights"], gradients, states, totals["state"], totals["peak"], plan["bytes_sent"]]
+        cells = [by_name["weights"], gradients, states, *[totals["state"]] * (not layouts), totals["peak"]]
+        cells.append(plan["bytes_sent"])
         cells += [totals["host"]] * hosted
         fits = [] if plan["card"] is None else ["yes" if plan["card"]["fits"] else "no"]
+        kept = [part["per_parameter"] for part in plan["parts"] if part["per_parameter"] and part["name"] in COUNTED]
         groups = f", shard {settings['shard']}" if settings["shard"] else ""
         first = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
+        first += [bytes_each(sum(kept))] * layouts
         rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
         if scaled and settings["gpus"] == counts[-1] and plan is not plans[-1]:
             rows.append([""] * len(header))
@@ -228,28 +233,22 @@ def gpus_of(content: dict[str, Any]) -> str:
 
 
 STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+COUNTED = ("weights", "gradients", *STATES)  # by "B/param"; gradients that are stepped in the backward have none
 
 
-def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list[Any]:
-    """The content of ``--json`` as tables and sentences.
-
-    Args:
-        content: what ``--json`` prints.
-        shape_over_params: a number of parameters that was given in addition to a shape, and is not used.
-    """
+def shown(content: dict[str, Any]) -> list[Any]:
+    """The content of ``--json`` as tables and sentences."""
     if content["compare"] is not None:
         return _comparison(content)
     (plan,) = content["plans"]
-    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content, shape_over_params)]
+    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content)]
 
 
-def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
-    """What is said of a plan below its tables. The arguments are those of `shown`."""
+def sentences(content: dict[str, Any]) -> list[str]:
+    """What is said of a plan below its tables."""
     (plan,) = content["plans"]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in plan["communication"] if each["note"]]
     said = [*notes, *_work(plan), *_fit(content["fit"])]
-    if shape_over_params is not None and shape_over_params != plan["parameters"]:
-        said.append(f"--params {shape_over_params:,} is not used: the shape has {plan['parameters']:,}.")
     if plan["layout"]["note"]:
         said.append(f"{plan['layout']['name']}: {plan['layout']['note']}.")
     if plan["settings"]["model"] is None:

@@ -349,7 +349,7 @@ def test_gathered_units() -> None:
 
 def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     one = plan(BILLION, gpus=8, strategy="zero2", precision="bf16", optimizer="deepspeed", offload=True)
-    assert one.totals.host == 12 * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
+    assert one.totals.host == (12 + 4) * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
     everything = plan(BILLION, gpus=8, strategy="fsdp", offload=True)
     assert everything.totals.state == 0 and everything.totals.host == 14 * BILLION // 8
     # Weights come for every forward and backward, gradients go after each backward.
@@ -544,6 +544,12 @@ def test_no_torch_is_needed() -> None:
         ({"params": 1, "master": "fp16"}, "the format of the master of optimizer 'halfstep' is fixed; leave master"),
         ({"params": 1, "gradients": "fp8"}, "but got 'fp8': did you mean 'fp"),
         ({"params": 1, "compress": "int8"}, "Expected compress to be one of fp32, bf16, fp16, but got 'int8'"),
+        (
+            {"params": 1, "compress": "bf16"},
+            "compress is 'bf16', but one data-parallel GPU sends nothing; leave it out",
+        ),
+        ({"params": 1, "gpus": 8, "bucket_view": True, "strategy": "fsdp"}, "has no buckets of DDP; leave it out"),
+        ({"params": 1, "loss_chunks": 4}, "loss_chunks is 4, but activations are unknown without a model"),
         ({"params": 1, "gpus": 4, "rank": 4, "strategy": "fsdp"}, "Expected rank to be an integer from 0 to 3, but"),
         ({"params": 1, "checkpointing": "full"}, "checkpointing is 'full', but activations are unknown without a"),
         ({"model": WORKED, "checkpointing": "ful"}, "but got 'ful': did you mean 'full'?"),
