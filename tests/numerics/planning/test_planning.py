@@ -393,23 +393,6 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
 # --------------------------------------------------------------------------------------------------------------- fit
 
 
-@pytest.mark.parametrize("name", ["t4", "mi325x"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"gpus": 8, "strategy": "fsdp"},
-        {"gpus": 7, "strategy": "zero2", "optimizer": "deepspeed"},
-        {"gpus": 2, "strategy": "ddp", "optimizer": "flashoptim-24"},
-    ],
-    ids=str,
-)
-def test_the_largest_model_that_fits(name: str, arguments: dict[str, Any]) -> None:
-    memory = usable(card(name))
-    largest = fit("params", memory, **arguments)
-    assert largest is not None and largest.totals.peak <= memory
-    assert plan(largest.parameters + 1, **arguments).totals.peak > memory
-
-
 def test_the_largest_model_in_closed_form() -> None:
     memory = usable(card("h100"), 0)
     largest = fit("params", memory, precision="fp32", optimizer="torch-fused")
@@ -431,10 +414,6 @@ def test_the_largest_batch_and_depth(what: str, strategy: str) -> None:
         deeper = largest.settings["model"]["layers"] + 1
         arguments["model"] = Transformer(**{**EXAMPLE, "layers": deeper})
     assert plan(**arguments).totals.peak > memory
-
-
-def test_nothing_fits() -> None:
-    assert fit("batch", 2**20, model=WORKED) is None
 
 
 @pytest.mark.parametrize(
@@ -465,20 +444,8 @@ def test_a_plan_is_plain_json_and_always_the_same() -> None:
     first, again = (json.dumps(plan(**arguments).as_dict()) for _ in range(2))
     assert first == again
     told = json.loads(first)
-    assert list(told) == [
-        *(
-            "parameters",
-            "active_parameters",
-            "settings",
-            "layout",
-            "parts",
-            "totals",
-            "communication",
-            "bytes_sent",
-            "work",
-            "step_traffic",
-        )
-    ]
+    keys = "parameters active_parameters settings layout parts totals communication bytes_sent work step_traffic"
+    assert list(told) == keys.split()
     assert told["totals"]["state"] == sum(p["bytes"] for p in told["parts"] if p["phase"] == "always")
     assert told["bytes_sent"] == sum(c["bytes"] for c in told["communication"]) > 0
     made = plan(**arguments)
