@@ -6,11 +6,12 @@ Needs no torch.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,26 @@ MODELS: dict[str, Transformer] = {
     "llama-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 32000, 4096),
     "llama-2-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 32000, 4096),
     "llama-3-8b": _shape(_llama, 32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama-3.1-8b": _shape(_llama, 32, 4096, 32, 8, 14336, 128256, 131072),
     "llama-3-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 131072),
+    "llama-3.3-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 131072),
     "llama-3.1-405b": _shape(_llama, 126, 16384, 128, 8, 53248, 128256, 131072),
     "llama-3.2-1b": _shape(_llama, 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
     "llama-3.2-3b": _shape(_llama, 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
     "smollm2-135m": _shape(_llama, 30, 576, 9, 3, 1536, 49152, 8192, tied=True),
     "smollm2-360m": _shape(_llama, 32, 960, 15, 5, 2560, 49152, 8192, tied=True),
     "smollm2-1.7b": _shape(_llama, 24, 2048, 32, 32, 8192, 49152, 8192, tied=True),
+    "smollm3-3b": _shape(_llama, 36, 2048, 16, 4, 11008, 128256, 65536, tied=True),
     "mistral-7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768),
+    "mistral-7b-v0.3": _shape(_llama, 32, 4096, 32, 8, 14336, 32768, 32768),
+    "ministral-8b": _shape(_llama, 36, 4096, 32, 8, 12288, 131072, 32768, head_dim=128),
     "mistral-nemo-12b": _shape(_llama, 40, 5120, 32, 8, 14336, 131072, 131072, head_dim=128),
     "mistral-small-24b": _shape(_llama, 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
     "mixtral-8x7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768, experts=8, active_experts=2),
     "mixtral-8x22b": _shape(_llama, 56, 6144, 48, 8, 16384, 32768, 65536, experts=8, active_experts=2),
     "phi-3-mini": _shape(_llama, 32, 3072, 32, 32, 8192, 32064, 4096),
+    "phi-4-mini": _shape(_llama, 32, 3072, 24, 8, 8192, 200064, 131072, tied=True),
     "phi-4": _shape(_llama, 40, 5120, 40, 10, 17920, 100352, 16384),
     "qwen2.5-0.5b": _shape(_qwen2, 24, 896, 14, 2, 4864, 151936, 32768, tied=True),
     "qwen2.5-1.5b": _shape(_qwen2, 28, 1536, 12, 2, 8960, 151936, 131072, tied=True),
@@ -75,9 +83,14 @@ MODELS: dict[str, Transformer] = {
     "gemma-2-2b": _shape(_gemma2, 26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256),
     "gemma-2-9b": _shape(_gemma2, 42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256),
     "gemma-2-27b": _shape(_gemma2, 46, 4608, 32, 16, 36864, 256000, 8192, head_dim=128),
+    "gemma-3-270m": _shape(_gemma2, 18, 640, 4, 1, 2048, 262144, 32768, head_dim=256, qk_norm="head"),
     "gemma-3-1b": _shape(_gemma2, 26, 1152, 4, 1, 6912, 262144, 32768, head_dim=256, qk_norm="head"),
+    "olmo-2-1b": _shape(_llama, 16, 2048, 16, 16, 8192, 100352, 4096, qk_norm="width"),
     "olmo-2-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 100352, 4096, qk_norm="width"),
     "olmo-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 100352, 4096, qk_norm="width"),
+    "olmo-2-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100352, 4096, qk_norm="width"),
+    "olmo-3-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 100278, 65536, qk_norm="width"),
+    "olmo-3-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100278, 65536, qk_norm="width"),
 }
 
 # What the model_type of a config.json says beyond its numbers; its head is tied unless the third entry is False.
@@ -85,6 +98,8 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "llama": (_llama, {}, False),
     "mistral": (_llama, {}, False),
     "mixtral": (_llama, {}, False),
+    "granite": (_llama, {}, False),
+    "smollm3": (_llama, {}, True),
     "phi3": (_llama, {}, False),
     "qwen2": (_qwen2, {}, False),
     "qwen3": (_qwen3, {}, False),
@@ -93,14 +108,35 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "gemma2": (_gemma2, {"head_dim": 256}, True),
     "gemma3_text": (_gemma2, {"head_dim": 256, "qk_norm": "head"}, True),
     "olmo2": (_llama, {"qk_norm": "width"}, False),
+    "olmo3": (_llama, {"qk_norm": "width"}, False),
 }
+HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as for Hugging Face's own libraries
+
+
+@cache
+def _of_repository(name: str) -> Any:
+    """The config.json of a repository on Hugging Face. It is read once: a page asks for it in every answer."""
+    from http.client import HTTPException
+    from urllib.request import urlopen
+
+    address = f"{os.environ.get('HF_ENDPOINT', HUB).rstrip('/')}/{name}/resolve/main/config.json"
+    try:
+        with urlopen(address, timeout=5) as reply:
+            return json.loads(reply.read(2**20))
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
+        meant = instead(name.rpartition("/")[2].lower(), MODELS, listed=False)
+        raise ValueError(
+            f"Expected model to be a path, or a repository of Hugging Face that can be read without a login, but got "
+            f"{name!r}, and {address} was not read: {error}; {meant}Otherwise pass the path of its config.json"
+        ) from error
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
     """The shape of a model from its ``config.json`` of Hugging Face.
 
     Args:
-        config: the content of the file, or the path of the file or of its folder.
+        config: the content of the file, the path of the file or of its folder, or, where there is no such path, the
+            name of a repository on Hugging Face, such as ``"Qwen/Qwen3-8B"``, of which this file alone is downloaded.
 
     Raises:
         ValueError: the file cannot be read, or is of a model that is not planned.
@@ -113,16 +149,19 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
         8030261248
     """
     if not isinstance(config, Mapping):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
-            ) from error
+        path, source = Path(config), str(config)
+        if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", source, re.ASCII):
+            config = _of_repository(source)
+        else:
+            path = path / "config.json" if path.is_dir() else path
+            try:
+                config = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
+                ) from error
         if not isinstance(config, Mapping):
-            raise ValueError(f"Expected {path} to hold a JSON object: pass a config.json of Hugging Face")
+            raise ValueError(f"Expected {source} to hold a JSON object: pass a config.json of Hugging Face")
     name = str(config.get("model_type"))
 
     def get(key: str, default: int | None = None) -> int:
@@ -201,12 +240,16 @@ CARDS = {
         ("h100", 80, 989.4, 3350, "H100 datasheet, SXM"),
         ("h200", 141, 989.4, 4800, "H200 datasheet, SXM"),
         ("b200", 180, 2250, 8000, "HGX B200 datasheet, per GPU"),
+        ("gb200", 186, 2500, 8000, "GB200 NVL72 datasheet, per GPU"),
         ("l4", 24, 121, 300, "L4 datasheet"),
         ("l40s", 48, 362.05, 864, "L40S datasheet"),
         ("a10", 24, 125, 600, "A10 datasheet"),
+        ("a10g", 24, 70, 600, "A10G datasheet"),
         ("a30", 24, 165, 933, "A30 datasheet"),
         ("a40", 48, 149.7, 696, "A40 datasheet"),
         ("a6000", 48, 154.8, 768, "RTX A6000 datasheet"),
+        ("rtx6000-ada", 48, 364.2, 960, "Ada architecture whitepaper, RTX 6000 Ada"),
+        ("rtx-pro-6000", 96, 503.8, 1792, "RTX Blackwell PRO architecture whitepaper, RTX PRO 6000"),
         ("v100-16", 16, 125, 900, "V100 datasheet, 16GB SXM2; FLOP/s in fp16, it has no bf16"),
         ("v100-32", 32, 125, 900, "V100 datasheet, 32GB SXM2; FLOP/s in fp16, it has no bf16"),
         ("t4", 16, 65, 300, "T4 datasheet; FLOP/s in fp16, it has no bf16"),
@@ -220,30 +263,40 @@ CARDS = {
         ("mi250x", 128, 383, 3276.8, "MI250X datasheet"),
         ("mi300x", 192, 1307.4, 5300, "MI300X datasheet"),
         ("mi325x", 256, 1307.4, 6000, "MI325X datasheet"),
+        ("mi355x", 288, 2500, 8000, "MI355X datasheet"),
     ),
 }
 
 
+# What names of GPUs have besides: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
+_NOT_OF_A_NAME = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm\d?|hbm\d?e?|(?<=\d)gi?b|[^a-z0-9.]")
+
+
 def card(name: str) -> Card:
-    """The GPU with this name, or one of this much memory, such as ``"24GiB"``.
+    """The GPU with this name, as typed or as the driver gives it, or one of this much memory, such as ``"24GiB"``.
 
     Raises:
         ValueError: there is no such GPU. The message suggests the nearest name.
 
     Examples:
         >>> from halfstep.numerics.planning import card
-        >>> card("h100").memory == card("80GiB").memory == 80 * 2**30
+        >>> card("h100").memory == card("NVIDIA H100 80GB HBM3").memory == card("80GiB").memory == 80 * 2**30
         True
     """
     text = name.lower().strip()
     # Makers write GB for GiB.
     if (memory := re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(?:g|gb|gib)", text)) and Fraction(memory[1]) > 0:
         return Card(f"{memory[1]} GiB", int(Fraction(memory[1]) * GIB), None, None, "given")
-    if text not in CARDS:
-        raise ValueError(
-            f"Expected card to be the name of a GPU or a size such as 24GiB, but got {name!r}: {instead(text, CARDS)}"
-        )
-    return CARDS[text]
+    meant = _NOT_OF_A_NAME.sub("", text)
+    for gpu in CARDS.values():
+        short = _NOT_OF_A_NAME.sub("", gpu.name)
+        if meant in (short, f"{short}{gpu.memory // GIB}"):
+            return gpu
+    several = [known for known in CARDS if meant and known.startswith(f"{meant}-")]
+    raise ValueError(
+        f"Expected card to be the name of a GPU or a size such as 24GiB, but got {name!r}: "
+        f"{instead(text, several or CARDS)}"
+    )
 
 
 def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:

@@ -14,6 +14,7 @@ from halfstep.numerics.planning.catalog import GIB
 from halfstep.numerics.planning.layouts import layout
 from halfstep.numerics.planning.models import Transformer
 from halfstep.numerics.planning.plans import USUAL_BUCKET, Plan, plan
+from halfstep.numerics.planning.sharding import BUSES
 
 SHORTEST = 512  # tokens of the shortest sequence that is proposed
 MOST_GPUS = 64
@@ -24,7 +25,7 @@ class Change(NamedTuple):
     """A change of arguments of `plan`, by the names of the command's options; `effort` ranks it among others."""
 
     options: dict[str, Any]
-    text: str  # with the numbers of `_costs` in braces
+    text: str  # what it is and what it costs, with the numbers of `_costs` in braces
     effort: int
 
 
@@ -37,10 +38,12 @@ class Way:
     plan: Plan  # with the changes
 
 
-def ways_to_fit(memory: int, most: int = 5, **arguments: Any) -> list[Way]:
+def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
     """The smallest changes of a training whose peak is then at most `memory` bytes, those of least effort first.
 
-    No way contains all changes of another one, or larger ones. A training that fits needs none: the list is then empty.
+    No way contains all changes of another one, or larger ones. A way is left out if another one takes fewer of the
+    changes that change the training or need more hardware, all but those of `_MILD`; at most two ways take the same of
+    them. A training that fits needs no change: the list is then empty.
 
     Args:
         memory: bytes, without the reserve for what a plan does not count; see `usable`.
@@ -68,9 +71,12 @@ def ways_to_fit(memory: int, most: int = 5, **arguments: Any) -> list[Way]:
         for numbers in itertools.product(*(range(len(levers[lever])) for lever in some))
     ]
     picks.sort(key=lambda pick: sum(levers[lever][number].effort for lever, number in pick.items()))
-    ways: dict[tuple[tuple[int, int], ...], Way] = {}
+    ways: list[tuple[dict[int, int], frozenset[int], Way]] = []
     for pick in picks:
-        if any(all(pick.get(lever, -1) >= number for lever, number in smaller) for smaller in ways):
+        hard = frozenset(lever for lever in pick if not _MILD >= levers[lever][0].options.keys())
+        if any(all(pick.get(lever, -1) >= number for lever, number in smaller.items()) for smaller, _, _ in ways):
+            continue
+        if any(other < hard for _, other, _ in ways) or [other for _, other, _ in ways].count(hard) == 2:
             continue
         changes = [levers[lever][number] for lever, number in pick.items()]
         options = {name: value for change in changes for name, value in change.options.items()}
@@ -79,11 +85,12 @@ def ways_to_fit(memory: int, most: int = 5, **arguments: Any) -> list[Way]:
         except ValueError:  # these changes do not go together
             continue
         if after.totals.peak <= memory:
-            costs = _costs(after)
-            ways[tuple(pick.items())] = Way(options, tuple(change.text.format_map(costs) for change in changes), after)
+            costs = _costs(before, after)
+            changed = {name: value for name, value in options.items() if before.settings.get(name) != value}
+            ways.append((pick, hard, Way(changed, tuple(change.text.format_map(costs) for change in changes), after)))
             if len(ways) == most:
                 break
-    return list(ways.values())
+    return [way for _, _, way in ways]
 
 
 def _changed(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -93,53 +100,65 @@ def _changed(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, An
     return {**arguments, **changes}
 
 
-def _costs(after: Plan) -> dict[str, str]:
-    """What changes cost: memory of the host, bytes in a step over the bus and to other GPUs, and a share of FLOPs."""
+def _costs(before: Plan, after: Plan) -> dict[str, str]:
+    """What changes cost, as texts: bytes per parameter, FLOPs, memory of the host, bytes over the bus and sent."""
     bus = sum(each.bytes for each in after.communication if each.ranks == 1)
     again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
-    host = f"{after.totals.host / GIB:.0f} GiB of its memory and {bus / 1e9:.3g} GB over the bus in a step"
-    return {"host": host, "sent": f"{after.bytes_sent / 1e9:.3g} GB sent in a step", "again": f"{again:.0%} more FLOPs"}
+    trained = after.parameters - before.parameters  # with LoRA, whose adapters are all that is added
+    each, usual = (float(made.layout.per_parameter(made.settings["amsgrad"])) for made in (after, before))
+    times = ", ".join(f"{bus / rate:.2g} s at {rate // 10**9} GB/s" for _, rate in BUSES)
+    return {
+        "bytes": f"{each:.4g} instead of {usual:.4g} B per parameter",
+        "again": f"{again:.0%} more FLOPs",
+        "host": f"{after.totals.host / GIB:.0f} GiB there per GPU; {bus / 1e9:.3g} GB over PCIe a step, {times}",
+        "sent": f"{after.bytes_sent / 1e9:.3g} GB a step",
+        "trained": f"{trained:,} numbers ({trained / after.parameters:.1%})",
+    }
 
 
 def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change]]:
     """Changes by what they change; a way takes at most one of each."""
     settings = before.settings
-    model, batch, seq = arguments.get("model"), settings["batch"], settings["seq"]
+    model, batch, seq, gpus = arguments.get("model"), settings["batch"], settings["seq"], settings["gpus"]
+    no_view = {"bucket_view": False} if settings["bucket_view"] else {}
     yield list(_layouts(before))
     if settings["step_in_backward"] is None:
-        text = "step in the backward: gradients exist for one bucket at a time; no accumulation"
-        yield [Change({"step_in_backward": USUAL_BUCKET}, text, 1)]
+        released = "steps in the backward: no accumulation, a second backward to clip exactly"
+        yield [Change({"step_in_backward": USUAL_BUCKET, **no_view}, released, 1)]
     if isinstance(model, Transformer):
-        yield [Change({"flash": True}, "attention that does not store its scores", 1)] * (not model.flash)
-        yield [Change({"loss_chunks": 16}, "logits in 16 chunks, as Liger's fused loss does", 2)] * (
-            settings["loss_chunks"] == 1
-        )
+        flash = "attention scores not stored (scaled_dot_product_attention): same result"
+        yield [Change({"flash": True}, flash, 0)] * (not model.flash)
+        chunked = "logits in 16 chunks (Liger's fused loss): same result"
+        yield [Change({"loss_chunks": 16}, chunked, 1)] * (settings["loss_chunks"] == 1)
         if settings["checkpointing"] != "full":
-            yield [Change({"checkpointing": "full"}, "recomputed activations: {again}", 2)]
+            yield [Change({"checkpointing": "full"}, "activations recomputed: {again}", 2)]
         if batch > 1:
-            yield [Change({"batch": 1}, f"a micro-batch of 1 instead of {batch}", 2)]
+            smaller = f"1 instead of {batch} sequences at a time: {batch} micro-batches for the same step"
+            yield [Change({"batch": 1}, smaller, 2)]
         shorter = (seq >> halvings for halvings in range(1, seq.bit_length()))
         yield [
-            Change({"seq": length}, f"sequences of {length:,} tokens instead of {seq:,}", 2 + halvings)
+            Change({"seq": length}, f"{length:,} instead of {seq:,} tokens: shorter context", 2 + halvings)
             for halvings, length in enumerate(shorter, 1)
             if length >= SHORTEST
         ]
         if settings["lora"] is None:
-            yield [Change({"lora": 16}, "LoRA with 16 rows: the model's weights are frozen", 6)]
+            yield [Change({"lora": 16}, "LoRA: {trained} trained, all weights frozen", 6)]
     if not settings["offload"]:
-        yield [Change({"offload": True}, "states on the host: {host}", 3)]
-    more = [settings["gpus"] * factor for factor in (1, 2, 4, 8, 16, 32, 64) if settings["gpus"] * factor <= MOST_GPUS]
+        yield [Change({"offload": True}, "states and steps on the host: {host}", 3)]
+    more = [gpus * factor for factor in (1, 2, 4, 8, 16, 32, 64) if gpus * factor <= MOST_GPUS]
     yield [
         Change(
-            {"gpus": gpus, "strategy": "fsdp"},
-            ("FSDP2" if gpus == more[0] else f"{gpus} GPUs under FSDP2") + ": {sent}",
-            1 if gpus == more[0] else 3 + number,
+            {"gpus": count, "strategy": "fsdp", **no_view},
+            f"everything divided among {count} GPUs by FSDP2: each sends {{sent}}",
+            1 if count == gpus else 3 + number,
         )
-        for number, gpus in enumerate(more)
-        if gpus // settings["tensor_parallel"] > 1 and (gpus, "fsdp") != (settings["gpus"], settings["strategy"])
+        for number, count in enumerate(more)
+        if count // settings["tensor_parallel"] > 1 and (count, "fsdp") != (gpus, settings["strategy"])
     ]
 
 
+# Changes that neither change what is learned nor need more hardware.
+_MILD = {"flash", "loss_chunks", "checkpointing", "batch"}
 # Layouts of halfstep, by the weights' precision: arguments, text and effort.
 _EXACT = {"precision": "bf16", "moments": None, "master": None}
 _BF16_LAYOUTS: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -159,5 +178,4 @@ def _layouts(before: Plan) -> Iterator[Change]:
     for options, text, effort in _FP16_LAYOUTS if before.settings["precision"] == "fp16" else _BF16_LAYOUTS:
         row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options.get("moments"))
         if row.per_parameter(amsgrad) < before.layout.per_parameter(amsgrad):
-            changes = {name: value for name, value in options.items() if before.settings[name] != value}
-            yield Change(changes, f"{text}: {float(row.per_parameter()):.2f} bytes per parameter", effort)
+            yield Change(options, f"{text}: {{bytes}}", effort)

@@ -145,10 +145,10 @@ _TE = {
 _TE_MASTER = {**_TE, "master_allowed": ("fp32", "fp16")}
 _TE_FP32 = {**_TE_MASTER, "note": "allocates a master of fp32 parameters, never updated"}
 _FLASH = {"source": "flashoptim 0.1.4, flashoptim/optimizers.py"}
-_DEEPSPEED = {"source": "Rajbhandari et al., ZeRO (2020), §3.1"}
-_DEEPSPEED_FP32_MASTER = {
-    **_DEEPSPEED,
-    "note": "its BF16_Optimizer also allocates an fp32 gradient, the accumulator",
+_DEEPSPEED = {
+    "temporary": 4,
+    "note": "its own estimators count 2 bytes more: the fp32 gradients of the step as if they always existed",
+    "source": "Rajbhandari et al., ZeRO (2020), §3.1; DeepSpeed edaa722, deepspeed/runtime/zero/stage_1_and_2.py, step",
 }
 _DEEPSPEED_BF16 = {
     "note": "bf16_master_weights_and_grads and bf16_optimizer_states; the master is a second bf16 copy",
@@ -189,8 +189,7 @@ _TABLE: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFo
     ("flashoptim-none", _HALF, None, INT8_GROUPS, _FLASH),
     ("bitsandbytes-8bit", _ALL, None, INT8_BLOCKS, {"source": "bitsandbytes 0.50.2, bitsandbytes/optim/optimizer.py"}),
     ("torchao-8bit", _ALL, None, INT8_BLOCKS, {"source": "torchao 0.18, torchao/optim/adam.py"}),
-    ("deepspeed", (BF16,), FP32, FP32, _DEEPSPEED_FP32_MASTER),
-    ("deepspeed", (FP16,), FP32, FP32, _DEEPSPEED),
+    ("deepspeed", _HALF, FP32, FP32, _DEEPSPEED),
     ("deepspeed-bf16", (BF16,), BF16, BF16, _DEEPSPEED_BF16),
 )
 # Formats that second moments have instead of that of the first.

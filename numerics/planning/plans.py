@@ -32,7 +32,7 @@ STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's default: 1 MiB for the first bucket and 25 MiB for the others
 DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 # What `step` allocates, by optimizer.
-TEMPORARIES = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients"}
+TEMPORARIES = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients", "deepspeed": "fp32 gradients"}
 OTHER_TEMPORARIES = "fp32 copies of smaller states"
 
 
@@ -85,6 +85,7 @@ class Plan:
     """The resources that training a model takes on each GPU."""
 
     parameters: int  # of the model
+    active_parameters: int  # that compute a token
     layout: Layout
     strategy: Strategy
     settings: dict[str, Any]  # the arguments of `plan`, with defaults filled in
@@ -134,6 +135,7 @@ class Plan:
         """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
         return {
             "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
             "settings": self.settings,
             "layout": {
                 "name": self.layout.name,
@@ -297,6 +299,11 @@ class _Training:
                 f"Expected optimizer to be one of halfstep's with offload=True and strategy {name!r}, which stands for "
                 f"halfstep.integrations.offload, but got {self.optimizer!r}: leave offload out"
             )
+        if self.bucket_view and (not self.how.buckets or self.ranks == 1 or self.step_in_backward is not None):
+            raise ValueError(
+                f"bucket_view is True, but strategy {name!r} on {self.ranks} GPUs, or a step in the backward, has no "
+                "buckets of DDP; leave it out"
+            )
         if self.sequence_parallel and t == 1:
             raise ValueError("Expected tensor_parallel to be 2 or more with sequence_parallel=True, but got 1")
 
@@ -312,6 +319,8 @@ class _Training:
         for name, value in (("accumulator", self.accumulator), ("compress", self.compress)):
             if value is not None:
                 one_of(name, value, GRADIENTS)
+        if self.compress is not None and self.ranks == 1:
+            raise ValueError(f"compress is {self.compress!r}, but one data-parallel GPU sends nothing; leave it out")
 
     def _check_model(self) -> None:
         passed = [name for name in ("params", "model", "units") if getattr(self, name) is not None]
@@ -332,11 +341,12 @@ class _Training:
     def _check_batch(self) -> None:
         model = self.model
         one_of("checkpointing", self.checkpointing, work.CHECKPOINTING)
-        if model is None and self.checkpointing != "none":
-            raise ValueError(
-                f"checkpointing is {self.checkpointing!r}, but activations are unknown without a model: pass model as "
-                "well"
-            )
+        for name, usual in (("checkpointing", "none"), ("loss_chunks", 1)):
+            if model is None and getattr(self, name) != usual:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but activations are unknown without a model: pass model as "
+                    "well"
+                )
         if model is not None and model.positions and self.seq is not None and self.seq > model.seq:
             raise ValueError(
                 f"Expected seq to be from 1 to {model.seq}, the positions of the model, but got {self.seq}"
@@ -463,7 +473,9 @@ class _Training:
         moved = row.moved_besides_states * elements(self.shards.states)
         moved += 2 * sum(part.bytes for part in parts if part.name in states)
         totals = _totals(parts)
-        return Plan(self.parameters, row, how, settings, parts, totals, messages, _work(self), math.ceil(moved))
+        idle = 0 if self.model is None else self.model.parameters - self.model.active_parameters
+        counts = (self.parameters, self.parameters - idle)
+        return Plan(*counts, row, how, settings, parts, totals, messages, _work(self), math.ceil(moved))
 
 
 # ---------------------------------------------------------------------------------------------------------- parts

@@ -38,7 +38,7 @@ def answer(settings: Settings) -> dict[str, Any]:
         content = command.planned(options)
     except (UsageError, ValueError) as error:
         return {"refused": str(error).removesuffix("; see halfstep plan --help")}
-    said = plan_tables.sentences(content, command.shape_over_params(options))
+    said = plan_tables.sentences(content)
     return {"json": json.dumps(content, indent=2, ensure_ascii=False), "said": said}
 
 
@@ -48,7 +48,8 @@ def settings(seed: int) -> Settings:
     heads = draw.choice((1, 6, 8, 16))
     sizes = {"layers": draw.choice((1, 5, 24, 80)), "hidden": heads * draw.choice((8, 64, 128)), "heads": heads}
     shape = {name: str(size) for name, size in {**sizes, "vocab": 50304, "seq": draw.choice((127, 2048))}.items()}
-    models = ({"params": draw.choice(("7e9", "350M", "13_000_001"))}, {"model": draw.choice(list(MODELS))}, shape)
+    params = {"params": draw.choice(("7e9", "350M", "13_000_001")), "seq": "512"}
+    models = (params, {"model": draw.choice(list(MODELS))}, shape)
     row, gpus = draw.choice(LAYOUTS), draw.choice((1, 2, 3, 8, 8, 12, 64, 1024))
     strategy = draw.choice(list(STRATEGIES)[1:]) if gpus > 1 else "single"
     state = {**draw.choice(models), "optimizer": row.optimizer, "precision": row.precision}

@@ -61,12 +61,13 @@ def shape(options: argparse.Namespace) -> Transformer | None:
     changes = {each.field or each.dest: each.sets if each.flag else getattr(options, each.dest) for each in changing}
     if options.model is not None:
         published = MODELS.get(options.model.lower())
-        if published is None and not (options.model.endswith(".json") or Path(options.model).exists()):
+        elsewhere = "/" in options.model or options.model.endswith(".json") or Path(options.model).exists()
+        if published is None and not elsewhere:
             meant = instead(options.model.lower(), MODELS, listed=False)
             raise ValueError(
                 f"Expected --model to be the name of a published shape, but got {options.model!r}: {meant}halfstep "
-                "plan --help lists them; for others pass the path of a config.json of Hugging Face, "
-                "or --layers, --hidden, --heads, --vocab and --seq"
+                "plan --help lists them; for others pass a repository of Hugging Face such as Qwen/Qwen3-8B, the path "
+                "of its config.json, or --layers, --hidden, --heads, --vocab and --seq"
             )
         sizes.pop("seq", None)
         return replace(published or from_config(options.model), **sizes, **changes)
@@ -82,6 +83,25 @@ def shape(options: argparse.Namespace) -> Transformer | None:
     return Transformer(**sizes, **changes)
 
 
+def _refuse_unused(options: argparse.Namespace, shaped: bool) -> None:
+    """Raise ValueError for an option that no answer would depend on."""
+    usual = {option.dest: option.default for group in OPTIONS.values() for option in group}
+    card, tokens = options.card is not None, shaped or None not in (options.batch, options.seq)
+    for name, used, why in (
+        *((name, card, f"without a card; give --card, one of {', '.join(CARDS)}") for name in ("fit", "step_ms")),
+        ("reserve", card, "without a card; leave it out, or give --card"),
+        *((name, options.compare is None, "with --compare; leave one of them out") for name in ("fit", "step_ms")),
+        ("rank", options.compare != "strategies", "with --compare strategies; leave one of them out"),
+        ("optimizer", options.compare != "layouts", "with --compare layouts, which plans all; leave one of them out"),
+        ("params", not shaped, "with a shape; leave one of them out"),
+        ("no_biases", not options.qkv_biases, "with --qkv-biases; leave one of them out"),
+        ("step_ms", tokens, "with --params only; give --batch and --seq too, or a shape"),
+        *((name, tokens, "with --params; give both --batch and --seq, or neither") for name in ("batch", "seq")),
+    ):
+        if not used and getattr(options, name) != usual[name]:
+            raise ValueError(f"--{name.replace('_', '-')} {why}")
+
+
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `plan`."""
     model = shape(options)
@@ -89,14 +109,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transformer"
         )
-    if (
-        model is not None
-        and options.params is not None
-        and abs(model.parameters - options.params) > 0.1 * model.parameters
-    ):
-        raise ValueError(
-            f"--params is {options.params:,}, but the shape has {model.parameters:,}; leave one of them out"
-        )
+    _refuse_unused(options, shaped=model is not None)
     names = {option.dest for option in OF_A_PLAN.values() if option not in OPTIONS["Model"]} - {*NOT_OF_PLAN}
     arguments = {name: getattr(options, name) for name in names}
     if model is None:
@@ -109,9 +122,10 @@ def compared(
 ) -> list[tuple[str, Plan]]:
     """Plans of all layouts of one precision, or of strategies, each with its label.
 
-    Layouts are compared with torch's AdamW in fp32 and under autocast. A strategy that cannot offload is planned
-    without offload, and one that keeps all gradients without steps in the backward. Moments in 8 bits are left out
-    where the strategy cuts rows of parameters, and so are such strategies. ``hsdp`` without ``shard`` has two groups.
+    Layouts are compared with torch's AdamW in fp32 and under autocast; only ours step in the backward. A strategy that
+    cannot offload is planned without offload, one that keeps all gradients without steps in the backward, and one
+    without DDP's buckets without their views. Moments in 8 bits are left out where the strategy cuts rows of
+    parameters, and so are such strategies. ``hsdp`` without ``shard`` has two groups.
 
     Args:
         what: ``"layouts"`` or ``"strategies"``.
@@ -133,7 +147,7 @@ def compared(
         for name in names:
             one_of("strategy", name, [name for name in STRATEGIES if name != "single"])
         return [_strategy(arguments, name, count, len(counts) > 1) for name in names for count in counts]
-    for name in ("moments", "master", "gradients", "step_in_backward"):
+    for name in ("moments", "master", "gradients"):
         if arguments[name] is not None:
             raise ValueError(f"{name} is {arguments[name]!r} while layouts are compared; leave it out")
     one_of("precision", arguments["precision"], PRECISIONS)
@@ -150,12 +164,13 @@ def compared(
         and (row.optimizer, row.precision) != ("halfstep", "bf16")  # the same as halfstep-split
     ]
     rows.sort(key=lambda row: ("fp32", f"amp-{compute}", compute).index(row.precision))
+    released = [arguments["step_in_backward"] if row.optimizer.startswith("halfstep") else None for row in rows]
     return [
         (
             row.optimizer if row.precision == arguments["precision"] != "fp32" else row.name,
-            plan(**{**arguments, "optimizer": row.optimizer, "precision": row.precision}),
+            plan(**{**arguments, "optimizer": row.optimizer, "precision": row.precision, "step_in_backward": step}),
         )
-        for row in rows
+        for row, step in zip(rows, released, strict=True)
     ]
 
 
@@ -165,7 +180,8 @@ def _strategy(arguments: dict[str, Any], name: str, gpus: int, counted: bool) ->
     shard = arguments["shard"] or (ranks // 2 if ranks % 2 == 0 else ranks) if name == "hsdp" else None
     able = bool(STRATEGIES[name].offloads) and (name not in MIRRORED or arguments["optimizer"].startswith("halfstep"))
     released = arguments["step_in_backward"] if name in STEPPING_IN_BACKWARD else None
-    changes = {"strategy": name, "gpus": gpus, "shard": shard, "rank": None, "step_in_backward": released}
+    view = arguments["bucket_view"] and STRATEGIES[name].buckets and released is None
+    changes = {"strategy": name, "gpus": gpus, "shard": shard, "step_in_backward": released, "bucket_view": view}
     parts = [name, *([] if shard is None else [f"groups of {shard}"]), *([f"{gpus:,} GPUs"] if counted else [])]
     return ", ".join(parts), plan(**{**arguments, **changes, "offload": arguments["offload"] and able})
 
@@ -199,6 +215,7 @@ def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, An
     Raises:
         ValueError: an option is refused.
     """
+    one_of("--fit", options.fit, FITS)
     gpus, strategies = options.gpus, options.strategy.split(",") if options.strategy else [None]
     for name, values in (("--gpus", gpus), ("--strategy", strategies)):
         if len(values) > 1 and options.compare != "strategies":
@@ -206,22 +223,13 @@ def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, An
             raise ValueError(f"{name} is {text}; give one value, or add --compare strategies to plan each")
     arguments = {**_arguments(options), "gpus": gpus[0], "strategy": strategies[0]}
     gpu = None if options.card is None else card(options.card)
-    one_of("--fit", options.fit, FITS)
-    if gpu is None:
-        for name, wanted in (("--fit", options.fit != "none"), ("--step-ms", options.step_ms is not None)):
-            if wanted:
-                raise ValueError(f"{name} without a card; give --card, one of {', '.join(CARDS)}")
     if options.step_ms is not None and gpu is not None and gpu.flops is None:
         raise ValueError(f"--step-ms with a card of unknown speed, {gpu.name}; give a --card by name")
-    if options.step_ms is not None and "model" not in arguments and (options.batch is None or options.seq is None):
-        raise ValueError("--step-ms with --params only; give --batch and --seq too, or a shape")
     if options.compare is None:
         result = plan(**arguments)
         plans = [(f"{result.layout.name}, {result.strategy.name}", result)]
     else:
         plans = compared(options.compare, arguments, gpus, [name for name in strategies if name])
-    if options.fit != "none" and options.compare is not None:
-        raise ValueError("--fit with --compare; give one of them")
     largest, ways = None, []
     if gpu is not None and options.compare is None:
         memory = usable(gpu, options.reserve)
@@ -245,6 +253,8 @@ def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, An
 
 def _plan(options: argparse.Namespace) -> int:
     wants_page = options.page is not None or options.open
+    if options.port and options.page is not True and not options.open:
+        raise ValueError("--port without a server; leave it out, or give --page without a file")
     others = [each for group in OPTIONS.values() for each in group if each.name not in ("page", "open", "port")]
     if wants_page and all(getattr(options, option.dest) == option.default for option in others):
         return _page(options)
@@ -254,7 +264,7 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         from halfstep.cli import plan_tables
 
-        show(*plan_tables.shown(content, shape_over_params(options)))
+        show(*plan_tables.shown(content))
     if options.out is not None:
         from halfstep.cli import plan_picture
 
@@ -272,11 +282,6 @@ def _page(options: argparse.Namespace) -> int:
         return serve("planner", state, options.port, options.open, stream)
     say(write(Path(options.page), "planner", state, options.open), stream)
     return 0
-
-
-def shape_over_params(options: argparse.Namespace) -> int | None:
-    """The number of parameters that was given in addition to a shape."""
-    return None if shape(options) is None else options.params
 
 
 def main(argv: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from halfstep.cli.terminal import Table, text
+from halfstep.numerics.planning.sharding import BUSES
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
 
@@ -39,15 +40,18 @@ def bytes_each(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _headline(plan: dict[str, Any]) -> str:
-    """Model, layout and strategy in one line."""
+def headline(plan: dict[str, Any]) -> str:
+    """Model, layout, strategy and batch in one line."""
     settings, each = plan["settings"], plan["layout"]["bytes_per_parameter"]
     ways = [settings["strategy"]]
     ways += [f"groups of {settings['shard']}"] if settings["shard"] else []
     ways += [f"tensor parallel {settings['tensor_parallel']}"] if settings["tensor_parallel"] > 1 else []
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
     placed = gpus if ways == ["single"] else f"{', '.join(ways)} on {gpus}"
-    return f"{plan['parameters']:,} parameters; {plan['layout']['name']} ({each:g} B each); {placed}"
+    total, active = plan["parameters"], plan["active_parameters"]
+    counted = f"{total:,} parameters" + (f", {active:,} active" if active < total else "")
+    batch = f"; batch {settings['batch']}, {settings['seq']:,} tokens" if settings["batch"] and settings["seq"] else ""
+    return f"{counted}; {plan['layout']['name']} ({each:.4g} B each); {placed}{batch}"
 
 
 def _parts(plan: dict[str, Any]) -> list[Any]:
@@ -76,7 +80,7 @@ def _parts(plan: dict[str, Any]) -> list[Any]:
         style = "strong" if name in ("peak", "always") else ""
         rows += [(text(name, style), "", "", text(size(value), style), "", note)] if shown else []
     header = ("part", "B/param", "÷", "per GPU", "when", "")
-    return [text(_headline(plan), "strong"), "", Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
+    return [Table(header, rows, {1, 2, 3}, ruled=True, wraps=5)]
 
 
 def _messages(plan: dict[str, Any]) -> list[Any]:
@@ -106,7 +110,7 @@ def _work(plan: dict[str, Any]) -> list[str]:
         said.append(f"Work of a step: {about}{_decimal(work['training'], 'FLOP')} per GPU{more}.")
     crossing = sum(each["bytes"] for each in plan["communication"] if each["name"].startswith("copy "))
     if crossing:
-        times = " and ".join(f"{digits(crossing / rate / 1e6)} ms at {rate} GB/s" for rate in (25, 55))
+        times = " and ".join(f"{digits(1e3 * crossing / rate)} ms at {rate // 10**9} GB/s" for _, rate in BUSES)
         said.append(f"{size(crossing)} cross the bus: {times}, as over PCIe 4.0 and 5.0 with 16 lanes.")
     moved = f"The optimizer's step moves at least {size(plan['step_traffic'])}"
     offloaded = gpu is not None and plan["settings"]["offload"]
@@ -129,26 +133,33 @@ def _work(plan: dict[str, Any]) -> list[str]:
 
 def verdict(plan: dict[str, Any]) -> str:
     """Whether a plan fits its card, in one sentence."""
-    gpu = plan["card"]
-    left = f"fits, {size(gpu['left'])} left" if gpu["fits"] else f"does not fit, {size(-gpu['left'])} too much"
-    named = gpu["name"] if gpu["name"][:1].isdigit() else f"{gpu['name']}: {size(gpu['memory'])}"  # 24 GiB is a name
-    return f"{named}, {size(gpu['usable'])} after the reserve; {left}."
+    gpu, peak, host = plan["card"], size(plan["totals"]["peak"]), plan["totals"]["host"]
+    if gpu is None:
+        return f"{peak} per GPU at the peak. --card, such as --card 24GiB, tells whether that fits, and what does."
+    named = gpu["name"] if gpu["name"][:1].isdigit() else f"{gpu['name']} ({size(gpu['memory'])})"  # 24 GiB is a name
+    gpus = plan["settings"]["gpus"]
+    peak += f" on each of {gpus:,} GPUs" if gpus > 1 else ""
+    fits, left = ("Fits", "left of") if gpu["fits"] else ("Does not fit", "more than")
+    than = f"{size(abs(gpu['left']))} {left} the {size(gpu['usable'])} after the reserve"
+    placed = f"; {size(host)} of the host's memory per GPU" if host else ""
+    return f"{fits} {named}: {peak} at the peak, {than}{placed}."
 
 
 def _verdict(content: dict[str, Any]) -> list[Any]:
-    """The verdict and, if a plan does not fit, the smallest changes with which it does."""
+    """The verdict, the plan in a line and, if it does not fit, the smallest changes with which it does."""
     (plan,) = content["plans"]
-    if plan["card"] is None:
-        return []
-    shown: list[Any] = [text(verdict(plan), "good" if plan["card"]["fits"] else "bad"), ""]
+    fits = plan["card"]["fits"] if plan["card"] else None
+    style = {True: "good", False: "bad", None: "strong"}[fits]
+    shown: list[Any] = [text(verdict(plan), style), headline(plan), ""]
     if content["ways"]:
-        shown.append("The smallest changes with which it fits, any one of these:")
+        shown.append("It fits with any one of these, the smallest change first:")
         for way in content["ways"]:
             shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
-            shown += [f"    {cost}" for cost in way["costs"]]
+            shown.append(Table((), [("  ", cost) for cost in way["costs"]], wraps=1))
         shown.append("")
-    elif not plan["card"]["fits"]:
-        shown += ["No combination of four of the changes that this command knows makes it fit.", ""]
+    elif fits is False:
+        shown += ["No four changes of layout, step, attention, loss, checkpointing, batch, sequence, LoRA, offload and "
+                  "number of GPUs, up to 64, make it fit.", ""]  # fmt: skip
     return shown
 
 
@@ -181,7 +192,9 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
     counts = numbers_of_gpus(content)
     scaled, hosted = len(counts) > 1, any(plan["totals"]["host"] for plan in plans)
     header = [{"layouts": "layout", "strategies": "strategy"}[content["compare"]], *["GPUs"] * scaled]
-    header += ["weights", "gradients", "states", "always", "peak", "sent", *["host"] * hosted]
+    layouts = content["compare"] == "layouts"
+    header += [*["B/param"] * layouts, "weights", "gradients", "states", *["always"] * (not layouts), "peak", "sent"]
+    header += ["host"] * hosted
     right = range(1, len(header))
     header += ["fits"] * (plans[0]["card"] is not None)
     rows: list[Sequence[str]] = []
@@ -190,11 +203,14 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
         by_name = {part["name"]: part["bytes"] for part in plan["parts"]}
         states = sum(by_name.get(state, 0) for state in STATES)
         gradients = by_name["gradients"] + by_name.get("accumulated gradients", 0)
-        cells = [by_name["weights"], gradients, states, totals["state"], totals["peak"], plan["bytes_sent"]]
+        cells = [by_name["weights"], gradients, states, *[totals["state"]] * (not layouts), totals["peak"]]
+        cells.append(plan["bytes_sent"])
         cells += [totals["host"]] * hosted
         fits = [] if plan["card"] is None else ["yes" if plan["card"]["fits"] else "no"]
+        kept = [part["per_parameter"] for part in plan["parts"] if part["per_parameter"] and part["name"] in COUNTED]
         groups = f", shard {settings['shard']}" if settings["shard"] else ""
         first = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
+        first += [bytes_each(sum(kept))] * layouts
         rows.append([*first, *(digits(cell / unit) if cell else "0" for cell in cells), *fits])
         if scaled and settings["gpus"] == counts[-1] and plan is not plans[-1]:
             rows.append([""] * len(header))
@@ -217,28 +233,22 @@ def gpus_of(content: dict[str, Any]) -> str:
 
 
 STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+COUNTED = ("weights", "gradients", *STATES)  # by "B/param"; gradients that are stepped in the backward have none
 
 
-def shown(content: dict[str, Any], shape_over_params: int | None = None) -> list[Any]:
-    """The content of ``--json`` as tables and sentences.
-
-    Args:
-        content: what ``--json`` prints.
-        shape_over_params: a number of parameters that was given in addition to a shape, and is not used.
-    """
+def shown(content: dict[str, Any]) -> list[Any]:
+    """The content of ``--json`` as tables and sentences."""
     if content["compare"] is not None:
         return _comparison(content)
     (plan,) = content["plans"]
-    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content, shape_over_params)]
+    return [*_verdict(content), *_parts(plan), *_messages(plan), "", *sentences(content)]
 
 
-def sentences(content: dict[str, Any], shape_over_params: int | None = None) -> list[str]:
-    """What is said of a plan below its tables. The arguments are those of `shown`."""
+def sentences(content: dict[str, Any]) -> list[str]:
+    """What is said of a plan below its tables."""
     (plan,) = content["plans"]
     notes = [f"{each['what'].capitalize()}: {each['note']}." for each in plan["communication"] if each["note"]]
     said = [*notes, *_work(plan), *_fit(content["fit"])]
-    if shape_over_params is not None and shape_over_params != plan["parameters"]:
-        said.append(f"--params {shape_over_params:,} is not used: the shape has {plan['parameters']:,}.")
     if plan["layout"]["note"]:
         said.append(f"{plan['layout']['name']}: {plan['layout']['note']}.")
     if plan["settings"]["model"] is None:

@@ -170,7 +170,7 @@ def test_what_a_change_in_the_form_changes_too(
 
 def test_a_card_given_by_its_memory() -> None:
     shown = answer({"page": "planner", "state": {"model": "gpt2", "card": "24GiB"}})
-    assert shown["plan"]["verdict"].startswith("24 GiB, ")
+    assert shown["plan"]["verdict"].startswith("Fits 24 GiB: ")
     assert ["24GiB", "24GiB"] in shown["controls"]["card"]["choices"]
     assert "Matrix products" not in [name for name, *_ in shown["plan"]["figures"]]
 

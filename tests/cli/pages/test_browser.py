@@ -222,7 +222,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
 def test_common_answers_need_no_python(site: tuple[Path, str], tmp_path: Path) -> None:
     state = {**EXAMPLES["planner"], "card": "b200"}
     shown = seen(f"{site[1]}planner.html#{urlencode(state)}", tmp_path, "verdict")
-    assert shown == answer({"page": "planner", "state": state})["plan"]["verdict"] and shown.startswith("b200: ")
+    assert shown == answer({"page": "planner", "state": state})["plan"]["verdict"] and shown.startswith("Fits b200 ")
     assert all((site[0] / f"{page}_answers.json.gz").stat().st_size < 80_000 for page in EXAMPLES)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from halfstep.numerics.planning import MODELS, card, plan, usable, ways_to_fit
+from halfstep.numerics.planning import MODELS, Way, card, plan, usable, ways_to_fit
+from halfstep.numerics.planning.models import parameters_of
 
 LLAMA = {"model": MODELS["llama-3-8b"], "batch": 1}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -58,10 +59,39 @@ def test_nothing_fits_a_tiny_card() -> None:
 
 
 def test_llama_3_8b_on_24_gib_goes_to_the_host() -> None:
-    """As its authors' recipes do: full checkpointing, and states on the host."""
+    """Flash attention is there in any case; the logits of 128,256 words take more than is left."""
     way = ways_to_fit(usable(card("24GiB")), **LLAMA | {"seq": 1024})[0]
-    assert way.options == {"checkpointing": "full", "offload": True}
+    assert way.options == {"flash": True, "loss_chunks": 16, "offload": True}
     assert way.plan.totals.host == 14 * 8_030_261_248 + 4 * (32 * 7 + 3)  # and a step count for each parameter
+
+
+def test_ways_differ_in_more_than_what_costs_nothing() -> None:
+    """One GPU of 24 GiB: the host, adapters or more GPUs, not five times the host. On the GPUs that there are, FSDP."""
+    taken = [way.options.keys() - {"flash", "loss_chunks", "checkpointing"} for way in _ways("24GiB", **LLAMA)]
+    assert [sorted(each) for each in taken] == [["offload"], ["lora"], *[["gpus", "strategy"]] * 2]
+    eight = _ways("80GiB", **LLAMA, gpus=8, bucket_view=True)
+    assert [way.options for way in eight[:2]] == [
+        {"flash": True, "strategy": "fsdp", "bucket_view": False},
+        {"checkpointing": "full", "strategy": "fsdp", "bucket_view": False},
+    ]
+
+
+def test_what_a_way_costs() -> None:
+    host, adapters, *_ = _ways("24GiB", **LLAMA)
+    copied = 3 * 2 * 8_030_261_248  # gradients leave, and weights leave and come
+    assert host.texts[-1] == (
+        f"states and steps on the host: 105 GiB there per GPU; {copied / 1e9:.3g} GB over PCIe a step, "
+        f"{copied / 25e9:.2g} s at 25 GB/s, {copied / 55e9:.2g} s at 55 GB/s"
+    )
+    trained = parameters_of(LLAMA["model"].adapters(16))
+    assert adapters.texts[-1] == f"LoRA: {trained:,} numbers (0.5%) trained, all weights frozen"
+    assert adapters.plan.work is not None
+    again = adapters.plan.work.hardware / adapters.plan.work.training - 1
+    assert f"activations recomputed: {again:.0%} more FLOPs" in adapters.texts
+
+
+def _ways(name: str, **arguments: Any) -> list[Way]:
+    return ways_to_fit(usable(card(name)), **arguments)
 
 
 def test_amsgrad_and_further_options_stay() -> None:

@@ -128,9 +128,40 @@ def test_the_worked_example() -> None:
     assert made.totals.peak > made.totals.state + 64 * 349_175_808 + 5_309_988_864
 
 
+# As on the pages of the models at Hugging Face, counted from their safetensors, tied matrices once.
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "tinyllama-1.1b": 1_100_048_384, "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192, "llama-3-8b": 8_030_261_248, "llama-3.1-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496, "llama-3.1-70b": 70_553_706_496, "llama-3.3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800, "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008, "smollm2-360m": 361_821_120, "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624, "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552,
+    "ministral-8b": 8_019_808_256, "mistral-nemo-12b": 12_247_782_400, "mistral-small-24b": 23_572_403_200,
+    "mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_630_071_296, "phi-3-mini": 3_821_079_552,
+    "phi-4-mini": 3_836_021_760, "phi-4": 14_659_507_200, "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688, "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352, "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560, "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896, "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320, "gemma-3-270m": 268_098_176, "gemma-3-1b": 999_885_952,
+    "olmo-2-1b": 1_484_916_736, "olmo-2-7b": 7_298_617_344, "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936, "olmo-3-7b": 7_298_011_136, "olmo-3-32b": 32_233_522_176,
+}  # fmt: skip
+
+
 def test_published_parameter_counts() -> None:
-    published = {"llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}
-    assert {name: MODELS[name].parameters for name in published} == published
+    assert {name: model.parameters for name, model in MODELS.items()} == PUBLISHED
+    active = {name: f"{model.active_parameters / 1e9:.3g}" for name, model in MODELS.items() if model.experts}
+    assert active == {
+        "mixtral-8x7b": "12.9",
+        "mixtral-8x22b": "39.2",
+        "qwen3-30b-a3b": "3.35",
+        "qwen3-235b-a22b": "22.2",
+    }
+    assert plan(model=MODELS["mixtral-8x7b"]).active_parameters == MODELS["mixtral-8x7b"].active_parameters
 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
@@ -318,7 +349,7 @@ def test_gathered_units() -> None:
 
 def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     one = plan(BILLION, gpus=8, strategy="zero2", precision="bf16", optimizer="deepspeed", offload=True)
-    assert one.totals.host == 12 * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
+    assert one.totals.host == (12 + 4) * BILLION // 8 and one.totals.state == 2 * BILLION + 2 * BILLION // 8
     everything = plan(BILLION, gpus=8, strategy="fsdp", offload=True)
     assert everything.totals.state == 0 and everything.totals.host == 14 * BILLION // 8
     # Weights come for every forward and backward, gradients go after each backward.
@@ -362,23 +393,6 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
 # --------------------------------------------------------------------------------------------------------------- fit
 
 
-@pytest.mark.parametrize("name", ["t4", "mi325x"])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"gpus": 8, "strategy": "fsdp"},
-        {"gpus": 7, "strategy": "zero2", "optimizer": "deepspeed"},
-        {"gpus": 2, "strategy": "ddp", "optimizer": "flashoptim-24"},
-    ],
-    ids=str,
-)
-def test_the_largest_model_that_fits(name: str, arguments: dict[str, Any]) -> None:
-    memory = usable(card(name))
-    largest = fit("params", memory, **arguments)
-    assert largest is not None and largest.totals.peak <= memory
-    assert plan(largest.parameters + 1, **arguments).totals.peak > memory
-
-
 def test_the_largest_model_in_closed_form() -> None:
     memory = usable(card("h100"), 0)
     largest = fit("params", memory, precision="fp32", optimizer="torch-fused")
@@ -402,8 +416,17 @@ def test_the_largest_batch_and_depth(what: str, strategy: str) -> None:
     assert plan(**arguments).totals.peak > memory
 
 
-def test_nothing_fits() -> None:
-    assert fit("batch", 2**20, model=WORKED) is None
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("A100 40GB", "a100-40"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("3090", "rtx3090"), ("NVIDIA A10G", "a10g"),
+        ("RTX A6000", "a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"), ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x"), *((name, name) for name in CARDS),
+    ],
+)  # fmt: skip
+def test_a_card_has_the_names_that_drivers_give_it(typed: str, name: str) -> None:
+    assert card(typed) is CARDS[name]
 
 
 def test_cards_have_the_bandwidths_of_the_audit() -> None:
@@ -421,9 +444,8 @@ def test_a_plan_is_plain_json_and_always_the_same() -> None:
     first, again = (json.dumps(plan(**arguments).as_dict()) for _ in range(2))
     assert first == again
     told = json.loads(first)
-    assert list(told) == [
-        *("parameters", "settings", "layout", "parts", "totals", "communication", "bytes_sent", "work", "step_traffic")
-    ]
+    keys = "parameters active_parameters settings layout parts totals communication bytes_sent work step_traffic"
+    assert list(told) == keys.split()
     assert told["totals"]["state"] == sum(p["bytes"] for p in told["parts"] if p["phase"] == "always")
     assert told["bytes_sent"] == sum(c["bytes"] for c in told["communication"]) > 0
     made = plan(**arguments)
@@ -489,6 +511,12 @@ def test_no_torch_is_needed() -> None:
         ({"params": 1, "master": "fp16"}, "the format of the master of optimizer 'halfstep' is fixed; leave master"),
         ({"params": 1, "gradients": "fp8"}, "but got 'fp8': did you mean 'fp"),
         ({"params": 1, "compress": "int8"}, "Expected compress to be one of fp32, bf16, fp16, but got 'int8'"),
+        (
+            {"params": 1, "compress": "bf16"},
+            "compress is 'bf16', but one data-parallel GPU sends nothing; leave it out",
+        ),
+        ({"params": 1, "gpus": 8, "bucket_view": True, "strategy": "fsdp"}, "has no buckets of DDP; leave it out"),
+        ({"params": 1, "loss_chunks": 4}, "loss_chunks is 4, but activations are unknown without a model"),
         ({"params": 1, "gpus": 4, "rank": 4, "strategy": "fsdp"}, "Expected rank to be an integer from 0 to 3, but"),
         ({"params": 1, "checkpointing": "full"}, "checkpointing is 'full', but activations are unknown without a"),
         ({"model": WORKED, "checkpointing": "ful"}, "but got 'ful': did you mean 'full'?"),

@@ -44,10 +44,18 @@ const bar = ({ parts, marks }) => element("div", { class: "bar", "aria-hidden": 
   ...parts.map(([light, dark, percent]) => element("i", { style: { ...colour([light, dark]), width: `${percent}%` } })),
   ...marks.map(([percent, usable]) => element("b", { class: usable ? "usable" : "", style: { left: `${percent}%` } })));
 
-function drawPlan({ verdict, ways, fits, figures, bar: large, scale, memory, parts, sent, words }) {
+// A link to the plan with these changes, and what they cost.
+function way({ words, peak, costs, state }) {
+  const options = words.split(/ (?=--|\()/).flatMap((option, i) => [i ? " " : "", element("code", {}, option)]);
+  return element("li", {}, element("a", { href: `#${new URLSearchParams(state)}` }, ...options), ` ${peak}`,
+    element("ul", {}, ...costs.map((cost) => element("li", {}, cost))));
+}
+
+function drawPlan({ verdict, headline, ways, fits, figures, bar: large, scale, memory, parts, sent, words }) {
   $("verdict").textContent = verdict;
   $("verdict").dataset.fits = fits;
-  table("ways", ["Change", "Peak", "Which means"], ways.map(({ cells }) => cells), { classes: ["", "number", "words"], choose: (i) => go(ways[i].state) });
+  $("headline").textContent = headline;
+  $("ways").replaceChildren(...ways.map(way));
   $("figures").replaceChildren(...figures.map(([name, value, note]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("span", {}, note)))));
   $("bar").replaceChildren(...bar(large).children);
@@ -74,7 +82,7 @@ function drawComparison({ head = [], rows, note }) {
 function draw() {
   Object.entries(answer.controls).forEach(drawControl);
   $("compare").value = answer.compare;
-  for (const id of ["peak", "details", "verdict"]) $(id).hidden = !answer.plan;
+  for (const id of ["peak", "details", "verdict", "headline"]) $(id).hidden = !answer.plan;
   $("fitting").hidden = !answer.plan?.ways.length;
   if (answer.plan) drawPlan(answer.plan);
   drawComparison(answer.comparison);

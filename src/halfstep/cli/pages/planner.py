@@ -16,7 +16,7 @@ from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
 from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, sentences, size, typed, verdict
+from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, headline, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Layout, Transformer
 
 EXAMPLE = {
@@ -28,7 +28,7 @@ DARK = ("#3d8fd1", "#e69f00", "#9fd8f7", "#2a9d8f", "#cc79a7", "#f0e442", "#ec7a
 _COLOURS = {name: [light, dark] for (name, light, _), dark in zip(MEMORY_KINDS, DARK, strict=True)}
 _LEAST_ASSIGNED = 512  # width; of narrower models so many layers fit that ZeroRedundancyOptimizer's rule takes seconds
 _PHASES = {"always": "always", "backward": "forward, backward", "step": "step"}
-_SET_BY_LAYOUTS = ("moments", "master", "gradients", "step-in-backward")
+_SET_BY_LAYOUTS = ("moments", "master", "gradients", "optimizer")
 _CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published model
 _SIZES = ("layers", "hidden", "heads", "vocab")
 _SHAPE = [option for option in OPTIONS["Model"] if option.name not in ("model", "params")]
@@ -145,7 +145,8 @@ def _choices(state: State) -> dict[str, list[list[Any]]]:
 def _controls(state: State) -> dict[str, dict[str, Any]]:
     """The value of each field, and what else of it depends on the state: choices, placeholder, hidden, fixed."""
     preset, sort, choices = _preset(state), _sort(state), _choices(state)
-    hidden = {name: sort == _NUMBER for name in (*(option.name for option in _SHAPE), "lora", "checkpointing")}
+    shaped = (*(option.name for option in _SHAPE), "lora", "checkpointing", "loss-chunks")
+    hidden = {name: sort == _NUMBER for name in shaped}
     hidden |= {name: sort != _CUSTOM for name in _SIZES}
     hidden |= {"params": sort != _NUMBER, "shard": _chosen(state, "strategy") != "hsdp"}
     hidden |= {name: len(choices[name]) == 1 for name in ("master", "moments")}
@@ -202,7 +203,9 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
         before = _preset(state)
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
-        return {**cleared, "model": None, "checkpointing": None, "lora": None, "params": str(before.parameters)}
+        tokens = ("batch", "seq") if not {"batch", "seq"} <= state.keys() else ()
+        unused = dict.fromkeys(("model", "checkpointing", "lora", "loss-chunks", *tokens))
+        return {**cleared, **unused, "params": str(before.parameters)}
     changes = {**cleared, "model": None, "seq": state.get("seq", str(before.seq))}
     for option in _SHAPE:
         field = getattr(before, option.field or option.dest)
@@ -225,7 +228,7 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(name, str) or name not in OF_A_PLAN or not isinstance(value, (str, type(None))):
             raise ValueError(f"Expected an option and its value, but got {move['set']!r}")
         state = changed(state, name, value)
-    allowed = [(name, text) for name, text in state.items() if name in OF_A_PLAN]
+    allowed = [(name, text) for name, text in _compared(state).items() if name in OF_A_PLAN]
     answer: dict[str, Any] = {
         **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
         **{"command": command_line("halfstep plan", allowed), "error": "", "plan": None},
@@ -233,7 +236,7 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     try:
         answer["plan"] = _plan(_single(state))
         if move.get("json"):
-            answer["json"] = json.dumps(_content(state), indent=2, ensure_ascii=False)
+            answer["json"] = json.dumps(_content(_compared(state)), indent=2, ensure_ascii=False)
     except ValueError as error:
         answer["error"] = str(error)
     try:
@@ -248,6 +251,13 @@ def _single(state: State) -> State:
     first = {name: text.split(",")[0] if name in ("gpus", "strategy") else text for name, text in state.items()}
     first.pop("compare", None)
     return first
+
+
+def _compared(state: State) -> State:
+    """The options of a state that its comparison does not ignore; without one, all."""
+    what = state.get("compare")
+    unused = (*(("fit", "step-ms", "rank") if what else ()), *(_SET_BY_LAYOUTS if what == "layouts" else ()))
+    return {name: text for name, text in state.items() if name not in unused}
 
 
 def _size(value: int) -> str:
@@ -281,12 +291,13 @@ def _plan(state: State) -> dict[str, Any]:
         scale += f" The line is the card's {size(card['memory'])}, {reserve}."
         if whole == card["memory"]:
             scale = f"The bar is the card's {size(card['memory'])}; {reserve}."
-    unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits."
+    unknown = f"{size(peak)} per GPU at the peak. Choose a card to see whether it fits, and what does."
     return {
         "verdict": verdict(plan) if card else unknown,
+        "headline": headline(plan),
         "ways": [
             {
-                "cells": [typed(way["options"]), size(way["peak"]), "; ".join(way["costs"])],
+                **{"words": typed(way["options"]), "peak": size(way["peak"]), "costs": way["costs"]},
                 "state": _without_none({**state, **way["options"]}),
             }
             for way in content["ways"]
@@ -317,7 +328,7 @@ def _plan(state: State) -> dict[str, Any]:
             ]
             for sent in plan["communication"]
         ],
-        "words": sentences(content, command.shape_over_params(_parsed(state))),
+        "words": sentences(content),
     }
 
 
@@ -373,12 +384,10 @@ def _largest(state: State, what: str) -> list[str]:
 def _comparison(state: State) -> dict[str, Any]:
     """All strategies or all layouts: rows, and the state that each row leads to."""
     what = state.get("compare", "strategies")
-    options = {name: text for name, text in state.items() if name not in ("fit", "step-ms", "rank")}
-    if what == "layouts":
-        options = {name: text for name, text in _single(options).items() if name not in _SET_BY_LAYOUTS}
-    elif "," not in options.get("strategy", ""):
+    options = _single(state) if what == "layouts" else dict(state)
+    if "," not in options.get("strategy", "") and what == "strategies":
         options.pop("strategy", None)
-    plans = _content({**options, "compare": what})["plans"]
+    plans = _content(_compared({**options, "compare": what}))["plans"]
     whole, card = _scale(plans), plans[0]["card"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "Layout" if what == "layouts" else "Strategy": lambda plan: plan["label"],
@@ -411,7 +420,8 @@ def _leading(state: State, what: str, settings: dict[str, Any]) -> State:
     if what == "layouts":
         row = {name: settings[name] for name in ("optimizer", "precision")}
         changes = {name: None if value == _default(name) else value for name, value in row.items()}
-        return _without_none({**state, **changes, **dict.fromkeys(_SET_BY_LAYOUTS[:3])})
+        changes |= {"step-in-backward": state.get("step-in-backward") if settings["step_in_backward"] else None}
+        return _without_none({**state, **dict.fromkeys(_SET_BY_LAYOUTS), **changes})
     return _without_none({**state, **{name: settings[name] for name in ("strategy", "gpus", "shard")}, "rank": None})
 
 
