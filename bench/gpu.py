@@ -45,11 +45,11 @@ PROCESS = [sys.executable, "-m", "halfstep.bench.gpu_checks"]
 
 
 def _parser() -> Parser:
-    parser = Parser("bench gpu", "Check and measure halfstep on this machine's GPU.")
+    parser = Parser("bench gpu", "Check and measure halfstep on this machine's GPU.", json=False)
     parser.add_argument(
         "--out", type=a_path, metavar="DIR", help="folder for the results (default: bench/results/ and the GPU's name)"
     )
-    parser.add_argument("--quick", action="store_true", help="measure fewer and smaller cases")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
         "--minutes", type=above_zero, default=9.0, metavar="M", help="end after so long; the next call continues"
     )

@@ -51,7 +51,6 @@ def _parser() -> Parser:
         "--processor-time", action="store_true",
         help="measure the processor time of the calling thread, for a CPU that others use too; needs --threads 1",
     )  # fmt: skip
-    option("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
@@ -123,10 +122,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     about, results = run(options)
-    if options.json:
-        print(run_report.as_json(about, results))
-    else:
-        show(*run_report.tables(about, results))
+    command_line.answer(options, lambda: run_report.as_dict(about, results), lambda: run_report.tables(about, results))
     notes = []
     if about["left_out"]:
         notes.append(f"--minutes {options.minutes:g} were over: {about['left_out']} cases left out")

@@ -40,15 +40,15 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def as_json(about: dict[str, Any], results: Sequence[Result]) -> str:
-    """The results as JSON; see `harness`."""
-    return json.dumps({**about, "results": [asdict(result) for result in results]}, indent=1)
+def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
+    """The results for JSON; see `harness`."""
+    return {**about, "results": [asdict(result) for result in results]}
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write `as_json` to a file atomically."""
+    """Write the results to a file atomically."""
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(as_json(about, results) + "\n")
+    unfinished.write_text(json.dumps(as_dict(about, results), indent=1) + "\n")
     unfinished.replace(path)
 
 

@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
-from halfstep.cli.command_line import UsageError, a_path, complain, make_folder, with_output
+from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
@@ -329,7 +329,7 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.precision = Precision.on(run.precision, world.device)
         size = SIZES[options.size]
-        self.plain = GPT(size, self.precision, options.seed, options.init, options.activation_checkpointing)
+        self.plain = GPT(size, self.precision, options.seed, options.init, options.checkpointing == "full")
         if base is not None:
             checkpoint.load_model(self.plain, {name: weight.float() for name, weight in base.items()})
         if options.lora:
@@ -746,14 +746,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     rate = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
     decay = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
     scale = number(float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127")
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "train_gpt.py",
+        (__doc__ or "").partition("\n")[0],
         usage="%(prog)s [OPTIONS]",
-        description=(__doc__ or "").partition("\n")[0],
+        json=False,  # --out has report.json
         epilog="'compare' trains the same model on the same batches four times: in fp32 with torch.optim.AdamW, in "
         "bf16 with split masters, in fp16 with the loss scaler, and in bf16 with torch.optim.AdamW and no master.",
-        allow_abbrev=False,
     )
+    parser.prog = "train_gpt.py"
     add = parser.add_argument_group("model and data").add_argument
     add("--precision", choices=list(RUNS), default="bf16", help="precision, or a comparison of all")
     add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
@@ -765,27 +766,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--lora-alpha", type=rate, metavar="X", help="adapters count X / R times (default: 2 R)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto chooses a GPU if there is one")
     add = parser.add_argument_group("training").add_argument
-    add("--steps", type=whole(1), default=600, metavar="N", help="steps to train (default: 600)")
-    add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes (default: 16)")
+    add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
+    add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
     add("--lr", type=rate, metavar="X", help="peak learning rate (default: depends on --size)")
     add("--warmup", type=whole(0), metavar="N", help="warm-up steps (default: a tenth of --steps)")
-    add("--weight-decay", type=decay, default=0.1, metavar="X", help="weight decay of the matrices (default: 0.1)")
-    add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16 (default: 65536)")
+    add("--weight-decay", type=decay, default=0.1, metavar="X", help="weight decay of the matrices")
+    add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
     add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
     add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     add = parser.add_argument_group("memory").add_argument
-    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, out of the same --batch")
-    add("--activation-checkpointing", action="store_true", help="save only the inputs of blocks, and recompute blocks")
-    add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the optimizer's moments")
+    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
+    again = "none, or full: save only the inputs of blocks (default: none; full if no KIND is given)"
+    kinds = {"nargs": "?", "const": "full", "choices": ("none", "full"), "metavar": "KIND"}
+    add("--checkpointing", **kinds, default="none", help=again)
+    add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the moments")
     add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
     add = parser.add_argument_group("output and checkpoints").add_argument
     add("--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
     add("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
     resume = "continue from the newest checkpoint in --out, or from PATH: a checkpoint, or the --out of a run"
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
-    options = parser.parse_args(argv)
+    options = parser.parse(argv)
     check(options)
     options.init = options.init or "scaled"
     options.lr = options.lr or SIZES[options.size].lr
@@ -866,7 +869,7 @@ def command(options: argparse.Namespace) -> int:
                 "strategy": options.strategy,
                 "processes": world.size,
                 "accumulate": options.accumulate,
-                "activation_checkpointing": options.activation_checkpointing,
+                "checkpointing": options.checkpointing,
                 "restarts": restarts(),
             },
             "data": {"name": corpus.name, "files": corpus.files, "bytes": size, "sha256": corpus.sha256},

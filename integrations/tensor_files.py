@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import stat
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +18,7 @@ from halfstep.numerics.messages import printable
 
 LONGEST_NAME = 2000  # characters
 EXPECTED = "pass a checkpoint, a file of torch.save or a safetensors file"
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the files of a folder that are read
 
 
 class TensorFileError(ValueError):
@@ -23,6 +26,79 @@ class TensorFileError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
+
+
+class TensorFiles(NamedTuple):
+    """Tensors by name, the paths that they are from, and why other files of a folder are not among these."""
+
+    tensors: dict[str, torch.Tensor]
+    files: list[str]
+    skipped: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"files": self.files, "skipped": self.skipped}
+
+    def lines(self) -> list[str]:
+        """What was read and what was not, in words; of files that were passed, nothing."""
+        skipped = [f"not read: {path}: {why}" for path, why in self.skipped.items()]
+        return [f"read: {', '.join(self.files)}", *skipped] if skipped or len(self.files) > 1 else []
+
+
+def read_all(paths: Sequence[str | Path]) -> TensorFiles:
+    """All tensors of the parts of one checkpoint.
+
+    Args:
+        paths: what `read_tensors` reads, and other folders: of Hugging Face, whose index names the files, or with any
+            files of tensors.
+
+    Raises:
+        TensorFileError: a file cannot be read or is damaged, or two that were passed have a tensor of the same name.
+    """
+    found = TensorFiles({}, [], {})
+    for path in map(Path, paths):
+        for part in _parts(path, found.skipped):
+            try:
+                tensors = read_tensors(part)
+            except TensorFileError as error:
+                if part == path or not isinstance(error.__cause__, Refused):
+                    raise
+                found.skipped[str(part)] = f"holds {error.__cause__}"
+                continue
+            if twice := found.tensors.keys() & tensors.keys():
+                why = f"has a tensor {min(twice)!r}, and so has a file before it; inspect them one by one"
+                if part == path:
+                    raise TensorFileError(f"{path} {why}")
+                found.skipped[str(part)] = why
+                continue
+            found.tensors.update(tensors)
+            found.files.append(str(part))
+    return found
+
+
+def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
+    """The files of a folder to read, or `path` if it is a file or a folder that `read_tensors` reads."""
+    entries = {entry.name: entry for entry in sorted(path.iterdir())} if path.is_dir() else {}
+    if not entries or {"manifest.json", ".metadata"} & entries.keys():
+        return [path]
+    named: set[str] = set()
+    for index in path.glob("*.safetensors.index.json"):
+        try:
+            named.update(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise TensorFileError(f"{index} is damaged: {error}; download it again, or pass the files") from error
+    if missing := sorted(map(str, named - entries.keys())):
+        raise TensorFileError(f"{path} has an index, but not {missing[0]}, which it names; add it, or pass the files")
+    parts = []
+    for name, entry in entries.items():
+        if entry.is_dir():
+            skipped[str(entry)] = "a folder; pass it by itself"
+        elif entry.suffix not in SUFFIXES:
+            skipped[str(entry)] = f"not one of {', '.join(SUFFIXES)}"
+        elif named and entry.suffix == ".safetensors" and name not in named:
+            skipped[str(entry)] = "not in the index"
+        else:
+            parts.append(entry)
+    return sorted(parts, key=lambda part: part.suffix != ".safetensors") or [path]
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -28,14 +27,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from halfstep.bench import markdown
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import peers, roofline
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, a_path, input_file, make_folder, output_file, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, input_file, make_folder, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
-from halfstep.cli.terminal import Progress, Table, joined, say, show, text
+from halfstep.cli.terminal import Progress, Table, joined, say, text
 
 # Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
 _RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
@@ -91,16 +89,16 @@ def _name(row: dict[str, Any]) -> tuple[str, str]:
     return row["kernel"], row["variant"]
 
 
-def print_table(rows: list[dict[str, Any]], seconds: float) -> None:
-    """Print the rows as a table, the problems, and a summary."""
+def shown(rows: list[dict[str, Any]], seconds: float) -> list[Any]:
+    """The rows as a table, the problems, and a summary."""
     caption, headings, lines = table(rows)
-    show(caption, "", Table(headings, lines, range(2, len(headings))))
+    parts: list[Any] = [caption, "", Table(headings, lines, range(2, len(headings)))]
     for row in rows:
-        for problem in row["problems"]:
-            verdict = text("PEER") if row["peer"] else text("FAIL", "bad")
-            say(joined(verdict, f" {row['kernel']} {row['variant']} on {row['target']}: {problem}"))
+        verdict = text("PEER") if row["peer"] else text("FAIL", "bad")
+        where = f" {row['kernel']} {row['variant']} on {row['target']}: "
+        parts += [joined(verdict, where, problem) for problem in row["problems"]]
     count, failing = sum(not row["peer"] for row in rows), len(_failing(rows))
-    show(f"{f'{failing} of {count} fail' if failing else f'all {count} pass'}, in {seconds:.0f} s.")
+    return [*parts, f"{f'{failing} of {count} fail' if failing else f'all {count} pass'}, in {seconds:.0f} s."]
 
 
 def _failing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,7 +129,6 @@ def _parser() -> Parser:
         "--target", action="append", type=_target, metavar="TARGET",
         help=f"compile for this target only; may be repeated (default: {' '.join(TARGETS)})",
     )  # fmt: skip
-    option("--json", action="store_true", help="print JSON instead of a table")
     option(
         "--module", action="append", metavar="MODULE",
         help="audit the variants() of this module instead of halfstep's kernels; may be repeated",
@@ -142,7 +139,6 @@ def _parser() -> Parser:
         "--record", type=output_file, metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
     )  # fmt: skip
-    option("--markdown", action="store_true", help="print a Markdown table, one row per variant")
     option(
         "--out", type=a_path, metavar="DIR", help="also draw all kernels on the roofline of each GPU: DIR/roofline.png"
     )
@@ -204,14 +200,8 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     with Progress(0, patience=2.0) as progress:
         rows = audit(modules, targets, arguments.jobs, partial(_tell, progress))
     failing = _failing(rows)
-    if arguments.json:
-        print(json.dumps({"variants": rows}, indent=1))
-    elif arguments.markdown:
-        caption, headings, lines = table(rows)
-        lines = [[f"`{kernel}`" if kernel else "", *cells] for kernel, *cells in lines]
-        print("\n".join([caption, "", *markdown.table(headings, lines, range(len(headings)))]))
-    else:
-        print_table(rows, time.monotonic() - start)
+    seconds = time.monotonic() - start
+    answer(arguments, lambda: {"variants": rows}, lambda: shown(rows, seconds))
     rows = [row for row in rows if not row["peer"]]
     departures = []
     if arguments.bounds:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
 from halfstep.integrations.doctor.setup import HALF, distinct, holds_bf16_only, nonfinite
-from halfstep.integrations.tensor_files import read_tensors
+from halfstep.integrations.tensor_files import TensorFiles
 
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 _STATE = (*_SQUARES, "exp_avg", "master", "master_param", "momentum_buffer")
 
 
-def examine_checkpoint(paths: Sequence[str | Path], progress: Callable[[float], None] = lambda done: None) -> Diagnosis:
-    """Examine a checkpoint, of torch.save or safetensors, without executing anything in it.
+def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None] = lambda done: None) -> Diagnosis:
+    """Examine what `read_all` has read.
 
     Args:
-        paths: the file, or all parts of one checkpoint.
-        progress: is called with the share of the bytes that has been read.
-
-    Raises:
-        TensorFileError: a file cannot be read, or holds something else than tensors.
+        checkpoint: all parts of one checkpoint.
+        progress: is called with the share of the bytes that has been examined.
     """
-    tensors = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
+    tensors = checkpoint.tensors
     total = sum(map(_bytes, tensors.values()))
-    examined = f"{', '.join(map(str, paths))} with {count(len(tensors), 'tensor')}, {in_bytes(total or 1)}"
+    examined = f"{', '.join(checkpoint.files)} with {count(len(tensors), 'tensor')}, {in_bytes(total or 1)}"
     return Diagnosis.of(examined, _findings(tensors, total or 1, progress))
 
 

@@ -9,41 +9,42 @@ ties to even. Any other scale is multiplied in fp32 first, as in a training loop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from halfstep.kernels.statistics import (
-    CELLS,
-    CLASSES,
-    ERROR_BINS,
-    INFINITE,
-    LOWEST,
-    NOT_A_NUMBER,
-    PER_OCTAVE,
-    ROWS,
-    ZERO,
-    Grid,
-    foreach_count_,
-    width,
-)
-from halfstep.kernels.streams import to_device
 from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.presentation import shown
-from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
+if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
+    import torch
+
+    from halfstep.kernels.statistics import Grid
+
+# The shape of the counts, as in kernels/statistics.py.
+LOWEST, HIGHEST, CLASSES, PER_OCTAVE = -151, 128, 3, 8
+ZERO = HIGHEST - LOWEST + 1
+INFINITE, NOT_A_NUMBER, ROWS = ZERO + 1, ZERO + 2, ZERO + 3
+CELLS, ERROR_BINS = ROWS * CLASSES, 24 * PER_OCTAVE + 2
+WIDTH = CELLS + ERROR_BINS + 1
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as for GradScaler, so that 1 / scale is finite too
 QUANTILES = (0.5, 0.9, 0.99)
 KINDS = ("zero", "flushed", "subnormal", "normal", "overflow", "infinite", "nan")
 
 
 def grid_of(format: Format) -> Grid:
-    """The parameters of a format for the kernel that counts.
+    """The parameters of a format for the kernel that counts. Raises as `thresholds`."""
+    from halfstep.kernels.statistics import Grid
+
+    return Grid(*thresholds(format))
+
+
+def thresholds(format: Format) -> tuple[int, int, int, int]:
+    """What `kernels.statistics.Grid` holds of a format.
 
     Raises:
         ValueError: the format is not a floating-point format with 1 to 23 mantissa bits, or exceeds fp32's range.
@@ -62,7 +63,7 @@ def grid_of(format: Format) -> Grid:
     # overflows if the code of that number is odd, since it rounds to the next code, which is even.
     threshold = math.ldexp(format.overflow, 23 - format.emax) - (1 << 23)
     overflow = math.ceil(threshold) + (format.largest_code % 2 == 0 and threshold == math.floor(threshold))
-    return Grid(23 - format.mantissa, format.emin, format.emax, min(overflow, 1 << 23))
+    return 23 - format.mantissa, format.emin, format.emax, min(overflow, 1 << 23)
 
 
 def checked_scale(name: str, scale: Any) -> float:
@@ -206,11 +207,11 @@ class Statistics(Sequence[Row]):
     def read(self) -> Statistics:
         """Wait for the device and copy the counts to the host, unless that was done before. Returns itself."""
         if self._counts is None:
-            columns = self._counted[0][0].shape[1] if self._counted else width(True)
+            columns = self._counted[0][0].shape[1] if self._counted else WIDTH
             counts = np.zeros((len(self.names), columns), dtype=np.int64)
             for table, places in self._counted:
                 counts[list(places)] = table.cpu().numpy()
-            if isinstance(self._scale, torch.Tensor):
+            if not isinstance(self._scale, float):
                 self._scale = checked_scale("scale", float(self._scale))
             self._counts, self._counted = counts, []
         return self
@@ -351,6 +352,43 @@ def _counted(
     return made
 
 
+def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: float = 1.0) -> Statistics:
+    """What `statistics` counts, by NumPy: slower, but without torch.
+
+    Args:
+        arrays: for each name the name of a dtype, and the numbers in fp32.
+        format, scale: as for `statistics`.
+    """
+    chosen, scale = formats[format], checked_scale("scale", scale)
+    rows = [_count(numbers.reshape(-1), thresholds(chosen), scale) for _, numbers in arrays.values()]
+    return _counted([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
+
+
+def _count(x: np.ndarray, grid: tuple[int, int, int, int], scale: float) -> np.ndarray:
+    """The counts of flat fp32 numbers, as `_reference_count` in kernels/statistics.py makes them."""
+    dropped, emin, emax, overflow = grid
+    power, shift = math.frexp(scale)
+    factor, shift = (1.0, shift - 1) if power == 0.5 else (scale, 0)
+    given, infinity = x.view(np.int32) & 0x7FFFFFFF, 0x7F800000
+    with np.errstate(all="ignore"):
+        magnitude = (x * np.float32(factor)).view(np.int32) & 0x7FFFFFFF
+    small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
+    key = np.where(small, magnitude.astype(np.float32).view(np.int32), magnitude)
+    exponent, fraction = (key >> 23) - np.where(small, 127 + 149, 127) + shift, key & 0x7FFFFF
+    cell = (exponent.clip(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0) + (fraction >= overflow)
+    special = [ZERO * CLASSES, INFINITE * CLASSES, NOT_A_NUMBER * CLASSES]
+    cell = np.select([given == 0, given == infinity, given > infinity], special, cell)
+    significand = fraction | 0x800000
+    unit = 1 << (dropped + (emin - exponent).clip(0)).clip(max=25)
+    rest = significand & (unit - 1)
+    error = np.minimum(rest, unit - rest)
+    relative = (error.astype(np.float32) / significand.astype(np.float32)).view(np.int32)
+    place = np.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
+    counted = (cell < special[0]) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
+    bins = np.bincount(place[counted], minlength=ERROR_BINS)
+    return np.concatenate([np.bincount(cell, minlength=CELLS), bins, [relative[counted].max(initial=0)]])
+
+
 # -------------------------------------------------------------------------------------------------------------- public
 
 
@@ -391,6 +429,12 @@ def statistics(
         >>> found.total.share("flushed")
         0.2
     """
+    import torch
+
+    from halfstep.kernels.statistics import foreach_count_, width
+    from halfstep.kernels.streams import to_device
+    from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
+
     chosen = formats[format]
     grid = grid_of(chosen)
     named = named_tensors(tensors, of=of)

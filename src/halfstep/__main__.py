@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command ``halfstep``: its first word or two choose a subcommand, and only the module of that one is imported.
 
 ``halfstep --help`` and ``halfstep --version`` therefore do not import torch and answer at once.
@@ -13,58 +14,62 @@ from typing import NamedTuple
 
 from halfstep._version import __version__
 from halfstep.cli._interrupt import end_at_once, interrupted, raise_again
-from halfstep.cli.command_line import complain, with_output
+from halfstep.cli.command_line import Parser, complain, with_output
 from halfstep.cli.terminal import Table, show
 from halfstep.numerics.messages import instead
 
 
-class _Command(NamedTuple):
-    words: tuple[str, ...]
+class Command(NamedTuple):
+    name: str
     module: str
     help: str
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.name.split())
+
 
 _LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
-COMMANDS = (
-    _Command(("format",), _LOOKUP, "show range, spacing and digits of number formats"),
-    _Command(("encode",), _LOOKUP, "round numbers to every format and show the codes"),
-    _Command(("decode",), _LOOKUP, "show the value of a code in every format of its width"),
-    _Command(("why",), _LOOKUP, "explain how a number is rounded"),
-    _Command(("compare",), _LOOKUP, "compare formats, and count the values that they share"),
-    _Command(("ladder",), _LOOKUP, "draw range, density and codes of formats"),
-    _Command(
-        ("explore",),
-        "halfstep.cli.pages.explore",
-        "open a page on which to click bits, type numbers and compare formats",
+GROUPS = {
+    "Training": (
+        Command("plan", "halfstep.cli.plan", "bytes by part, messages and FLOPs of each GPU; whether it fits"),
+        Command("doctor", "halfstep.cli.doctor", "what is wrong with a checkpoint, or with this machine"),
     ),
-    _Command(("plan",), "halfstep.cli.plan", "plan a training: bytes by part, messages and FLOPs of each GPU"),
-    _Command(("inspect",), "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
-    _Command(("convert",), "halfstep.cli.convert", "convert a checkpoint of an earlier version, or export its model"),
-    _Command(("doctor",), "halfstep.cli.doctor", "find what is wrong with a checkpoint, or with this machine"),
-    _Command(
-        ("bench", "audit"),
-        "halfstep.bench.audit.command",
-        "compile every kernel for four GPU architectures, and check it",
+    "Numbers": (
+        Command("why", _LOOKUP, "how a number is rounded, and the rule that decides"),
+        Command("encode", _LOOKUP, "numbers rounded to every format, and their codes"),
+        Command("decode", _LOOKUP, "the value of a code in every format of its width"),
+        Command("format", _LOOKUP, "range, spacing and digits of number formats"),
+        Command("compare", _LOOKUP, "formats side by side, and the values that they share"),
+        Command("ladder", _LOOKUP, "a picture of range, density and codes of formats"),
+        Command(
+            "explore", "halfstep.cli.pages.explore", "a page on which to click bits, type numbers, compare formats"
+        ),
     ),
-    _Command(("bench", "gpu"), "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
-    _Command(("bench", "run"), "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
-)
+    "Checkpoints": (
+        Command("inspect", "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
+        Command("convert", "halfstep.cli.convert", "a checkpoint of an earlier version, or a model for other programs"),
+    ),
+    "Kernels": (
+        Command("bench run", "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
+        Command("bench gpu", "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
+        Command("bench audit", "halfstep.bench.audit.command", "compile every kernel for four GPUs, and check it"),
+    ),
+}
+COMMANDS = tuple(command for group in GROUPS.values() for command in group)
 
-# Commands of earlier versions, and where they went.
-LEFT = {"train": "halfstep train is now a script of the repository: python examples/train_gpt.py, see docs/training.md"}
 
-
-def _listed(commands: Sequence[_Command]) -> Table:
-    return Table((), [(f"  halfstep {' '.join(command.words)}", command.help) for command in commands], wraps=1)
+def _listed(commands: Sequence[Command]) -> list[tuple[str, str]]:
+    return [(f"  halfstep {command.name}", command.help) for command in commands]
 
 
 def _show_usage() -> None:
+    rows = [row for title, group in GROUPS.items() for row in (("", ""), (title, ""), *_listed(group))]
     show(
         "usage: halfstep COMMAND [OPTIONS]",
         "",
         "Half-precision training for PyTorch with less memory and less memory traffic.",
-        "",
-        _listed(COMMANDS),
+        Table((), rows, wraps=1),
         "",
         "halfstep help COMMAND shows a command's options, as does --help after it; halfstep --version prints the "
         "version.",
@@ -84,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 for success, 1 for failure, 2 for wrong input, 128 + signal if interrupted.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    completing = os.environ.get("_ARGCOMPLETE")
+    arguments = _before_cursor(int(completing)) if completing else list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:  # closed by 2>&-; print would write to standard output instead
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:  # refused now, not after hours of computing a result that cannot be printed
@@ -94,6 +100,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return with_output("halfstep", lambda: _run(arguments))
     except KeyboardInterrupt:
         return interrupted()
+
+
+def _before_cursor(start: int) -> list[str]:
+    """The words before the one that a shell wants completed, from place `start` on, as argcomplete passes them.
+
+    If the name of a command comes next, argcomplete completes it here, and ends the process.
+    """
+    words = (os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])] + ".").split()[start:-1]
+    names = [each.words[len(words)] for each in COMMANDS if [*each.words[:-1]] == words or not words]
+    length = len(words) if names else next((len(each.words) for each in COMMANDS if _starts(words, each)), 0)
+    os.environ["_ARGCOMPLETE"] = str(start + length)
+    if names:
+        parser = Parser(" ".join(words), "", json=False)
+        parser.add_argument("command", choices=names)
+        parser.parse([])
+    return words
+
+
+def _starts(words: Sequence[str], command: Command) -> bool:
+    return tuple(words[: len(command.words)]) == command.words
 
 
 def _run(arguments: list[str]) -> int:
@@ -106,14 +132,12 @@ def _run(arguments: list[str]) -> int:
         print(f"halfstep {__version__}")
         return 0
     for command in COMMANDS:
-        length = len(command.words)
-        if tuple(arguments[:length]) == command.words:
+        if _starts(arguments, command):
             module = importlib.import_module(command.module)
             raise_again()
-            return int(module.main(arguments[length:], *(command.words if command.module == _LOOKUP else ())))
-    if arguments[0] in LEFT:
-        complain("halfstep", LEFT[arguments[0]])
-        return 2
+            return int(
+                module.main(arguments[len(command.words) :], *(command.words if command.module == _LOOKUP else ()))
+            )
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.cli import doctor as command
 from halfstep.cli.doctor import main
 from halfstep.integrations.doctor.environment import DEBUGGING, Machine
 
@@ -17,7 +16,7 @@ from halfstep.integrations.doctor.environment import DEBUGGING, Machine
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without a GPU, on which two findings are made."""
     there = Machine({"SLURM_NTASKS": "2"}, versions={"torch": "2.13.0"}, shared_memory=64 << 20)
-    monkeypatch.setattr(command.Machine, "here", lambda: there)
+    monkeypatch.setattr(Machine, "here", lambda: there)
 
 
 @pytest.mark.usefixtures("machine")

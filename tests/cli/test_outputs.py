@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lookup_run import lines, said
 
+from halfstep.integrations import checkpoint
 from halfstep.numerics.formats.table import formats
 
 HOSTILE = "\x1b[2J\rw[red]$\\frac$\u202e"
@@ -90,6 +92,21 @@ def test_when_there_is_colour(variables: dict[str, str], is_terminal: bool, colo
     assert "\x1b" not in said("encode", "2.5", "--json", terminal=is_terminal, **{"TERM": "xterm", **variables})[1]
     if coloured:  # sign, exponent and mantissa have colours of their own
         assert "\x1b[31m0\x1b[0m \x1b[32m10000\x1b[0m \x1b[36m0100000000\x1b[0m" in found[2]
+
+
+@pytest.mark.parametrize(
+    "words", ["format", "encode 2.5", "decode 0x4100", "why 0.1", "compare fp16 bf16", "plan --params 7e9",
+              "plan --params 7e9 --gpus 8 --compare strategies", "inspect x.pt --advise", "inspect .", "doctor x.pt",
+              "doctor", "convert --model SAVED out"],
+)  # fmt: skip
+def test_json_is_one_object_and_nothing_else(words: str) -> None:
+    saved = checkpoint.save("saved", 1, model=torch.nn.Linear(3, 2)) if "convert" in words else None
+    words = words.replace("SAVED", str(saved))
+    status, out, errors = said(*words.split(), "--json", terminal=True, TERM="xterm")
+    assert (status in ((0, 1) if "doctor" in words else (0,))) and errors == ""
+    assert isinstance(json.loads(out), dict)
+    status, out, errors = said(*words.split(), "--json", "--nope")
+    assert (status, out) == (2, "") and "unknown option --nope; " in errors and "leave it out, or see half" in errors
 
 
 def test_a_locale_in_utf8_keeps_its_lines() -> None:

@@ -29,9 +29,9 @@ TWO = {
     "ddp, 2 parts": "--strategy ddp --precision fp16 --accumulate 2",
     "ddp, fp32": "--strategy ddp --precision fp32",
     "zero1": "--strategy zero1 --precision fp16",
-    "zero1, bf16": "--strategy zero1 --precision bf16 --accumulate 4 --activation-checkpointing",
+    "zero1, bf16": "--strategy zero1 --precision bf16 --accumulate 4 --checkpointing",
     "fsdp": "--strategy fsdp --precision bf16",
-    "fsdp, recomputed": "--strategy fsdp --precision bf16 --activation-checkpointing",
+    "fsdp, recomputed": "--strategy fsdp --precision bf16 --checkpointing",
     "fsdp, 2 parts": "--strategy fsdp --precision bf16 --accumulate 2",
 }
 RESUMED = ["zero1", "fsdp", "ddp, 2 parts"]
@@ -86,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, list[str]]:
         for precision in ("fp32", "fp16", "bf16"):
             words = f"--precision {precision}"
             assert train(*made.all_words(precision, words)) == 0
-            more = f"{words} --accumulate 4 --activation-checkpointing"
+            more = f"{words} --accumulate 4 --checkpointing"
             assert train(*made.all_words(f"{precision}, 4 parts", more)) == 0
         assert train(*made.all_words("fsdp to single", "--precision bf16", "fsdp")) == 0
     return made, printed
@@ -158,10 +158,10 @@ def test_only_rank_0_prints_and_says_how_the_run_was_laid_out(runs: tuple[Runs, 
     assert first.count("report: ") == len(TWO) + len(RESUMED) + len(CONTINUED) and second == ""
     layout = json.loads((made.out("zero1, bf16") / "report.json").read_text())["layout"]
     assert layout == {
-        "strategy": "zero1", "processes": 2, "accumulate": 4, "activation_checkpointing": True, "restarts": 0,
+        "strategy": "zero1", "processes": 2, "accumulate": 4, "checkpointing": "full", "restarts": 0,
     }  # fmt: skip
     page = (made.out("zero1, bf16") / "report.html").read_text()
-    assert "<td>strategy</td><td>zero1</td>" in page and "<td>activation checkpointing</td><td>yes</td>" in page
+    assert "<td>strategy</td><td>zero1</td>" in page and "<td>checkpointing</td><td>full</td>" in page
 
 
 # ------------------------------------------------------------------------------------------------------ one process

@@ -223,11 +223,11 @@ def test_smoothing_leaves_out_steps_without_a_loss() -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--steps", "0"], "argument --steps: expected an integer of at least 1, but got '0'"),
+        (["--steps", "0"], "at least 1, but got '0'; leave --steps out for its default, 600"),
         (["--lr", "nan"], "argument --lr: expected a finite number above 0"),
         (["--init-scale", "1000"], "expected a power of two"),
         (["--warmup", "12", "--steps", "12"], "--warmup 12 is not below --steps 12"),
-        (["--step", "3"], "unrecognized arguments: --step 3"),  # no guessing from a prefix
+        (["--step", "3"], "unknown option --step; did you mean --steps? leave it out"),  # no guessing from a prefix
         (["--data", "/no/such/file"], "--data /no/such/file does not exist; pass a file"),
         (["--out", "/dev/null/out"], "--out /dev/null/out cannot be written to: "),
         (["--resume"], "there is no checkpoint below"),

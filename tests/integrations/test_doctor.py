@@ -21,7 +21,7 @@ from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, wat
 from halfstep.integrations.doctor.environment import Machine, examine_environment
 from halfstep.integrations.doctor.findings import TEXTS
 from halfstep.integrations.doctor.stored import examine_checkpoint
-from halfstep.integrations.tensor_files import TensorFileError
+from halfstep.integrations.tensor_files import TensorFileError, read_all
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -285,7 +285,7 @@ def test_infinities_that_are_meant_are_not_reported() -> None:
 def _saved(folder: Path, **tensors: torch.Tensor) -> Diagnosis:
     file = folder / "checkpoint.pt"
     torch.save({name.replace("__", "."): value for name, value in tensors.items()}, file)
-    return examine_checkpoint([file])
+    return examine_checkpoint(read_all([file]))
 
 
 def test_a_healthy_checkpoint(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_healthy_checkpoint(tmp_path: Path) -> None:
         optimizer.step()
     file = tmp_path / "checkpoint.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    found = examine_checkpoint([file])
+    found = examine_checkpoint(read_all([file]))
     assert found.ok and found.examined.startswith(f"{file} with 16 tensors, "), str(found)
 
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfstep.integrations import checkpoint, pickles
-from halfstep.integrations.tensor_files import TensorFileError, read_tensors
+from halfstep.integrations.tensor_files import TensorFileError, read_all, read_tensors
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -265,3 +265,37 @@ def test_names(tmp_path: Path) -> None:
         read_tensors(path)
     save_file({"\x1b]0;x\x07": torch.ones(1)}, tmp_path / "x.safetensors")
     assert list(read_tensors(tmp_path / "x.safetensors")) == [r"\x1b]0;x\x07"]
+
+
+def test_a_folder_of_hugging_face_and_one_of_several_files(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({f"w{number}": torch.ones(number)}, tmp_path / f"model-{number}.safetensors")
+    save_file({"w1": torch.zeros(1)}, tmp_path / "ema.safetensors")
+    torch.save({"step": torch.tensor(3)}, tmp_path / "optimizer.pt")
+    torch.save({"folder": Path("x")}, tmp_path / "arguments.bin")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "step-1").mkdir()
+    found = read_all([tmp_path])
+    assert found.tensors.keys() == {"w1", "w2", "step"} and found.files[-1] == str(tmp_path / "optimizer.pt")
+    reasons = {Path(path).name: why for path, why in found.skipped.items()}
+    assert reasons.keys() == {"arguments.bin", "config.json", "model-1.safetensors", "step-1"}
+    assert (
+        "holds an object of pathlib" in reasons["arguments.bin"]
+        and "has a tensor 'w1'" in reasons["model-1.safetensors"]
+    )
+
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"w{number}": f"model-{number}.safetensors" for number in (1, 2)}}))
+    found = read_all([tmp_path])
+    assert float(found.tensors["w1"]) == 1 and found.skipped[str(tmp_path / "ema.safetensors")] == "not in the index"
+    assert found.lines()[0].startswith("read: ") and len(found.lines()) == 1 + len(found.skipped)
+
+    (tmp_path / "model-2.safetensors").write_bytes(b"damaged!")
+    with pytest.raises(TensorFileError, match=r"model-2.safetensors is not a safetensors file, is truncated"):
+        read_all([tmp_path])
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(TensorFileError, match=r"has an index, but not model-2.safetensors, which it names; add it"):
+        read_all([tmp_path])
+    index.write_text("[]")
+    with pytest.raises(TensorFileError, match=r"index.json is damaged: .*; download it again"):
+        read_all([tmp_path])

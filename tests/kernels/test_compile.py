@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -272,7 +273,7 @@ def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
 def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.json"
     arguments = ["--jobs=1", "--module=sample_kernels", "--target=sm_90"]
-    done = run_audit(*arguments, "--record", str(bounds), "--markdown")
+    done = run_audit(*arguments, "--record", str(bounds))
     assert done.returncode == 0, done.stderr
     assert "8 recorded, of which 8 new and 0 changed; 0 gone" in done.stderr
     lines = bounds.read_text().splitlines()
@@ -281,7 +282,7 @@ def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     assert lines[1].startswith(
         '"sample_kernels.convert_kernel | converted | sm_90": {"bytes_read": 2, "bytes_written": 4'
     )
-    assert "\n| `sample_kernels.loop_kernel` | loop | 4 + 4 | 4 + 4 | 128 | " in done.stdout
+    assert re.search(r"sample_kernels.loop_kernel +loop +4 \+ 4 +4 \+ 4 +128 ", done.stdout)
     compared = run_audit(*arguments, "--bounds", str(bounds))
     assert compared.returncode == 0
     assert "are compared" not in compared.stderr

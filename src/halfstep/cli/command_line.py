@@ -12,12 +12,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from halfstep.cli.figures import MISSING
-from halfstep.cli.terminal import width
+from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -51,13 +51,15 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, with four changes.
+    """argparse's parser with an option --json, and with five changes.
 
     Words such as -2.5 and -inf are numbers, a typo is answered with the nearest option, options cannot be abbreviated,
-    and errors are raised as `UsageError`.
+    errors are raised as `UsageError`, and argcomplete, if it is installed, completes the command line.
     """
 
-    def __init__(self, command: str, description: str, epilog: str = "", usage: str | None = None) -> None:
+    def __init__(
+        self, command: str, description: str, epilog: str = "", usage: str | None = None, json: bool = True
+    ) -> None:
         super().__init__(
             prog=f"halfstep {command}",
             usage=usage,
@@ -66,10 +68,12 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_Help,
         )
+        if json:
+            self.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"ignored explicit argument (.*)", r"takes no value, and was given \1", message)
-        remedy = f"; see {self.prog} --help" if "required" in message or "expected" in message else ""
+        remedy = "" if ";" in message or "hoose from" in message else f"; see {self.prog} --help"
         raise UsageError(message + remedy)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -78,6 +82,10 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: an option or a value is not allowed. The text names the allowed ones.
         """
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete
+
+            argcomplete.autocomplete(self)
         prepared = self.prepared(words)
         end = prepared.index("--") if "--" in prepared else len(prepared)
         # Unknown options are refused first; argparse would complain about the word after one instead.
@@ -85,7 +93,9 @@ class Parser(argparse.ArgumentParser):
             option = word.split("=")[0] if word.startswith("--") else word[:2]
             if word.startswith("-") and word != "-" and option not in self._option_string_actions:
                 near = instead(word.split("=")[0], self._option_string_actions, listed=False)
-                raise UsageError(f"unknown option {word}; {near}see {self.prog} --help for those there are")
+                raise UsageError(
+                    f"unknown option {word}; {near}leave it out, or see {self.prog} --help for those there are"
+                )
         options, unknown = self.parse_known_intermixed_args(prepared)
         if unknown:
             word = unknown[0].strip()
@@ -108,7 +118,14 @@ class Parser(argparse.ArgumentParser):
         ]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        return super()._get_value(action, arg_string[1:] if arg_string.startswith(" -") else arg_string)
+        try:
+            return super()._get_value(action, arg_string[1:] if arg_string.startswith(" -") else arg_string)
+        except argparse.ArgumentError as error:
+            if action.option_strings and not action.required and ";" not in error.message:
+                plain = isinstance(action.default, int | float | str)
+                default = f" for its default, {action.default}" if plain else ""
+                error.message += f"; leave {action.option_strings[-1]} out{default}"
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value != [] and value not in action.choices:
@@ -211,6 +228,18 @@ def run(
             return 2
 
     return with_output(parser.prog, carry_out)
+
+
+def answer(
+    options: argparse.Namespace, content: Callable[[], Any], parts: Callable[[], Iterable[Any]], **how: Any
+) -> None:
+    """Print `content` as one JSON object if ``--json`` was given, and `parts` otherwise, as `terminal.show` does."""
+    if options.json:
+        import json  # what only some need is not what all wait for
+
+        print(json.dumps(content(), indent=2, allow_nan=False), flush=True)
+    else:
+        show(*parts(), **how)
 
 
 def with_output(prog: str, command: Callable[[], int]) -> int:

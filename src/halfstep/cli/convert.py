@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from halfstep.cli.command_line import Parser, a_path, run
-from halfstep.integrations import checkpoint
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
+from halfstep.cli.terminal import UNBROKEN
 
 
 def _parser() -> Parser:
@@ -28,11 +27,19 @@ def _parser() -> Parser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from halfstep.integrations import checkpoint  # which imports torch, for which --help does not wait
+
     write = checkpoint.export if options.model else checkpoint.convert
-    print(write(Path(options.old), Path(options.new)))
+    try:
+        new = write(options.old, options.new)
+    except checkpoint.CheckpointError as error:
+        raise UsageError(str(error)) from error
+    size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())
+    content = {"read": str(options.old), "written": str(new), "bytes": size}
+    answer(options, lambda: content, lambda: [str(new)], columns=UNBROKEN)
     return 0
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep convert`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
-    return run(_parser(), argv, _run, (checkpoint.CheckpointError, OSError))
+    return run(_parser(), argv, _run, (OSError,))

@@ -6,16 +6,14 @@ Exit status: 0 if nothing was found, 1 if something was, 2 for wrong arguments a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.command_line import Parser, a_path, run
-from halfstep.cli.terminal import Progress, Table, joined, show, text
-from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
-from halfstep.integrations.doctor.findings import Diagnosis
-from halfstep.integrations.doctor.stored import examine_checkpoint
-from halfstep.integrations.tensor_files import TensorFileError
+from halfstep.cli.command_line import Parser, a_path, answer, run
+from halfstep.cli.terminal import Progress, Table, joined, text
+
+if TYPE_CHECKING:
+    from halfstep.integrations.doctor.findings import Diagnosis
 
 PATIENCE = 2.0  # seconds before progress is shown
 
@@ -26,11 +24,10 @@ def _parser() -> Parser:
         "Examine a checkpoint, or without one this machine: versions, GPUs, compiler, and what torchrun or SLURM has "
         "set. Names what is wrong, what it costs and what to do. halfstep.doctor(model, optimizer, scaler) in a "
         "training script examines the training itself.",
-        "examples: halfstep doctor    halfstep doctor checkpoint.pt    torchrun ... $(which halfstep) doctor",
+        "examples: halfstep doctor    halfstep doctor run/step-00000120    torchrun ... $(which halfstep) doctor",
     )
-    parser.add_argument("files", metavar="FILE", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
-    parser.add_argument("--env", action="store_true", help="examine the machine too, if files are given")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
+    parser.add_argument("--env", action="store_true", help="examine the machine too, if PATH is given")
     return parser
 
 
@@ -49,25 +46,36 @@ def _shown(diagnosis: Diagnosis) -> list[Any]:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
+    from halfstep.integrations.doctor.stored import examine_checkpoint
+    from halfstep.integrations.tensor_files import read_all
+
     machine = Machine.here()
     on_machine = options.env or not options.files
     found: list[Diagnosis] = []
+    checkpoint = read_all(options.files)
     if options.files:
         with Progress(1.0, patience=PATIENCE) as progress:
-            found.append(examine_checkpoint(options.files, lambda done: progress.show(done, "reading")))
+            found.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
     if on_machine:
         found.append(examine_environment(machine))
-    if options.json:
-        print(json.dumps({"facts": dict(machine.facts()), "diagnoses": [one.as_dict() for one in found]}, indent=2))
-    else:
-        parts = [part for one in found for part in _shown(one)]
-        if on_machine:
-            parts += [_labelled(machine.facts()), ""]
-            parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
-        show(*parts)
+    lines = checkpoint.lines()
+    parts = [*lines, *[""] * bool(lines), *(part for one in found for part in _shown(one))]
+    if on_machine:
+        parts += [_labelled(machine.facts()), ""]
+        parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
+    answer(
+        options,
+        lambda: {
+            **checkpoint.as_dict(),
+            "facts": dict(machine.facts()),
+            "diagnoses": [one.as_dict() for one in found],
+        },
+        lambda: parts,
+    )
     return int(not all(one.ok for one in found))
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep doctor`` with the arguments `argv`. Returns the exit status."""
-    return run(_parser(), argv, _run, (TensorFileError,))
+    return run(_parser(), argv, _run, (ValueError,))

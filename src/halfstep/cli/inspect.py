@@ -1,4 +1,4 @@
-"""``halfstep inspect FILE``: where the tensors in a checkpoint fall in a format.
+"""``halfstep inspect PATH``: where the tensors in a checkpoint fall in a format.
 
 Reads files of torch.save (state dicts, nested or not) and safetensors; maps them into memory and executes nothing.
 Prints a table, ``--json`` everything there is, ``--out`` draws a picture; ``--advise`` takes the tensors for gradients
@@ -10,27 +10,26 @@ Exit status: 0; 2 for a file that cannot be read and for wrong arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from halfstep.cli.command_line import Parser, a_path, picture, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
-from halfstep.cli.terminal import Progress, Table, show, width
-from halfstep.integrations.tensor_files import TensorFileError, read_tensors
+from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.messages import percent
-from halfstep.numerics.statistics.advice import advise_scale
-from halfstep.numerics.statistics.counts import Row, Statistics, checked_scale, grid_of, statistics
-from halfstep.numerics.statistics.named_tensors import named_tensors
+from halfstep.numerics.messages import percent, printable
+
+if TYPE_CHECKING:  # imported where needed, since torch takes longer than all else
+    import torch
+
+    from halfstep.numerics.statistics.counts import Row, Statistics
 
 PATIENCE = 2.0  # seconds before progress is shown
+SMALL = 16 << 20  # bytes that NumPy counts in less time than torch takes to be imported
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
 WIDE = 140  # columns of the screen that show all columns of the table
 
@@ -45,6 +44,8 @@ SORTS = {
 
 
 def _power_or_number(text: str) -> float:
+    from halfstep.numerics.statistics.counts import checked_scale
+
     found = re.fullmatch(r"2\^([+-]?\d{1,3})", text.strip())
     return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
 
@@ -53,8 +54,10 @@ _SCALE = number(_power_or_number, lambda scale: True, "a number from 2^-126 to 2
 
 
 def _format(text: str) -> str:
+    from halfstep.numerics.statistics.counts import thresholds
+
     try:
-        grid_of(formats[text])
+        thresholds(formats[text])
     except (UnknownFormat, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name
@@ -69,56 +72,82 @@ def _parser() -> Parser:
         epilog="examples: halfstep inspect model.safetensors    halfstep inspect grads.pt --scale 2^16 --advise",
     )
     add = parser.add_argument
-    add("files", metavar="FILE", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
-    add("--format", type=_format, default="fp16", metavar="NAME", help="fp16, bf16, e4m3fn, e5m7, ...")
+    add("files", metavar="PATH", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
+    add("-f", "--format", type=_format, default="fp16", metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m7, ...")
     add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number, or a power as 2^16")
     add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
     add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
     add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
-    add("--json", action="store_true", help="print everything as JSON")
-    add("--out", type=picture, metavar="PICTURE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
+    add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
     return parser
 
 
 # ----------------------------------------------------------------------------------------------------------- counting
 
 
-def _read(files: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The tensors that can be counted, and how many were left out by dtype."""
-    found: dict[str, torch.Tensor] = {}
+def _at_once(files: Sequence[Path], format: str, scale: float) -> tuple[Statistics, dict[str, int]] | None:
+    """The statistics of small safetensors files without torch, and what was left out; None for other files."""
+    if not all(file.suffix == ".safetensors" and file.is_file() for file in files):
+        return None
+    if sum(file.stat().st_size for file in files) > SMALL:
+        return None
+    import numpy as np
+    from safetensors import SafetensorError, deserialize
+
+    from halfstep.numerics.statistics.counts import of_arrays
+
+    arrays: dict[str, tuple[str, Any]] = {}
     left_out: dict[str, int] = {}
-    for file in files:
-        for name, tensor in read_tensors(file).items():
-            if not tensor.dtype.is_floating_point:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                left_out[dtype] = left_out.get(dtype, 0) + 1
-            elif name in found:
-                raise TensorFileError(
-                    f"{file} has a tensor {name!r}, and so has a file before it; inspect them one by one"
-                )
-            else:
-                found[name] = tensor
-    if not found:
-        also = f", only {sum(left_out.values())} of {', '.join(left_out)}" if left_out else ""
-        raise TensorFileError(f"{', '.join(map(str, files))}: expected floating-point tensors, but got none{also}")
-    return found, left_out
+    try:
+        tensors = [tensor for file in files for tensor in deserialize(file.read_bytes())]
+    except (SafetensorError, OSError):
+        return None
+    for name, tensor in tensors:
+        dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(tensor["dtype"], tensor["dtype"])
+        if re.fullmatch("[IU][0-9]+", dtype):
+            dtype = dtype.replace("I", "int").replace("U", "uint")
+            left_out[dtype] = left_out.get(dtype, 0) + 1
+        elif dtype == tensor["dtype"] or printable(name) in arrays:
+            return None
+        else:
+            numbers = np.frombuffer(tensor["data"], "u2" if dtype == "bfloat16" else dtype)
+            numbers = (numbers.astype("u4") << 16).view("f4") if dtype == "bfloat16" else numbers.astype("f4")
+            arrays[printable(name)] = dtype, numbers
+    return (of_arrays(arrays, format, scale), left_out) if arrays else None
 
 
-def _count(tensors: dict[str, torch.Tensor], format: str, scale: float) -> Statistics:
-    """Statistics of all tensors, with a progress bar on a terminal if counting takes long."""
-    found: Statistics | None = None
+def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
+    """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words.
+
+    Shows a bar on a terminal if counting takes long.
+    """
+    found = _at_once(options.files, options.format, options.scale)
+    if found is not None:
+        return *found, {"files": list(map(str, options.files)), "skipped": {}}, []
+    from halfstep.integrations.tensor_files import TensorFileError, read_all
+    from halfstep.numerics.statistics.counts import statistics
+
+    checkpoint = read_all(options.files)
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
+    others = [str(each.dtype).removeprefix("torch.") for each in checkpoint.tensors.values()]
+    others = [dtype for dtype, name in zip(others, checkpoint.tensors, strict=True) if name not in tensors]
+    if not tensors:
+        also = f", only {len(others)} of {', '.join(dict.fromkeys(others))}" if others else ""
+        names = ", ".join(map(str, options.files))
+        raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
+    total: Statistics | None = None
     batch: dict[str, torch.Tensor] = {}
     with Progress(sum(tensor.nbytes for tensor in tensors.values()), PATIENCE) as progress:
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             batch[name] = tensor
             size = sum(one.nbytes for one in batch.values())
             if size >= BATCH or number == len(tensors):
-                part = statistics(batch, format, scale).read()
-                found = part if found is None else found + part
+                part = statistics(batch, options.format, options.scale).read()
+                total = part if total is None else total + part
                 progress.show(progress.done + size, f"counting, {(progress.done + size) / 2**30:.1f} GiB")
                 batch = {}
-    assert found is not None
-    return found
+    assert total is not None
+    return total, {name: others.count(name) for name in others}, checkpoint.as_dict(), checkpoint.lines()
 
 
 # ------------------------------------------------------------------------------------------------------------ showing
@@ -180,37 +209,34 @@ def _caption(found: Statistics) -> str:
     )
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    tensors, left_out = _read(options.files)
-    found = _count(named_tensors(tensors), options.format, options.scale)
-    power_of_two = math.frexp(found.scale)[0] == 0.5
-    if options.advise and not power_of_two:
-        raise TensorFileError(
-            f"--advise: expected --scale to be a power of two, such as 2^16, but got {options.scale:g}"
-        )
-    advice = advise_scale(found, options.format) if options.advise else None
+def _inspect(options: argparse.Namespace) -> None:
+    if options.advise and math.frexp(options.scale)[0] != 0.5:
+        raise UsageError(f"--advise: expected --scale to be a power of two, such as 2^16, but got {options.scale:g}")
+    found, left_out, files, lines = _count(options)
+    advice = None
+    if options.advise:
+        from halfstep.numerics.statistics.advice import advise_scale
+
+        advice = advise_scale(found, options.format)
     if options.out is not None:
         (found if advice is None else advice).picture(options.out)
-    if options.json:
-        content: dict[str, Any] = {
-            "files": [str(file) for file in options.files],
-            "left_out": left_out,
-            **found.as_dict(),
-        }
-        content |= {} if advice is None else {"advice": advice.as_dict()}
-        print(json.dumps(content, indent=1, allow_nan=False))
-        return 0
-    rows = sorted(found, key=SORTS[options.sort])
-    listed = rows[: options.limit] if options.limit else rows
-    parts: list[Any] = [table(found, listed, width()), _caption(found)]
-    if len(listed) < len(rows):
-        parts.append(f"{len(rows) - len(listed)} more tensors: --limit 0 shows all")
-    if left_out:
-        parts.append(f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}")
-    parts += [] if advice is None else str(advice).splitlines()
-    parts += [] if options.out is None else [f"picture: {options.out}"]
-    show(*parts)
-    return 0
+
+    def content() -> dict[str, Any]:
+        advised = {} if advice is None else {"advice": advice.as_dict()}
+        return {**files, "left_out": left_out, **found.as_dict(), **advised}
+
+    def parts() -> list[Any]:
+        rows = sorted(found, key=SORTS[options.sort])
+        listed = rows[: options.limit] if options.limit else rows
+        shown = [*lines, *[""] * bool(lines), table(found, listed, width()), _caption(found)]
+        if len(listed) < len(rows):
+            shown.append(f"{len(rows) - len(listed)} more tensors: --limit 0 shows all")
+        if left_out:
+            shown.append(f"left out: {', '.join(f'{number} of {dtype}' for dtype, number in left_out.items())}")
+        shown += [] if advice is None else str(advice).splitlines()
+        return shown + ([] if options.out is None else [f"picture: {options.out}"])
+
+    answer(options, content, parts)
 
 
 def main(argv: Sequence[str]) -> int:

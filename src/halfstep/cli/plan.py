@@ -12,7 +12,6 @@ Exit status: 0, also if nothing fits; 2 for wrong arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from halfstep._version import __version__
-from halfstep.cli.command_line import run
-from halfstep.cli.plan_options import COMPARISONS, FITS, OF_A_PLAN, OPTIONS, parser
-from halfstep.cli.terminal import say, show
+from halfstep.cli.command_line import answer, run
+from halfstep.cli.plan_options import COMPARISONS, FITS, MASTERS, OF_A_PLAN, OPTIONS, parser
+from halfstep.cli.terminal import say
 from halfstep.numerics.messages import instead, one_of
 from halfstep.numerics.planning import (
     CARDS,
@@ -112,6 +111,9 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     _refuse_unused(options, shaped=model is not None)
     names = {option.dest for option in OF_A_PLAN.values() if option not in OPTIONS["Model"]} - {*NOT_OF_PLAN}
     arguments = {name: getattr(options, name) for name in names}
+    if options.optimizer == "halfstep" and options.master in MASTERS:
+        which = {"auto": "", "none": "-stochastic"}.get(options.master, f"-{options.master}")
+        arguments |= {"optimizer": f"halfstep{which}", "master": None}
     if model is None:
         return {**arguments, "params": options.params}
     return {**arguments, "model": model, "batch": 1 if options.batch is None else options.batch}
@@ -252,24 +254,20 @@ def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, An
 
 
 def _plan(options: argparse.Namespace) -> int:
-    wants_page = options.page is not None or options.open
-    if options.port and options.page is not True and not options.open:
+    if options.port and options.page is not True:
         raise ValueError("--port without a server; leave it out, or give --page without a file")
-    others = [each for group in OPTIONS.values() for each in group if each.name not in ("page", "open", "port")]
-    if wants_page and all(getattr(options, option.dest) == option.default for option in others):
+    others = [each for group in OPTIONS.values() for each in group if each.name not in ("page", "no-open", "port")]
+    if options.page is not None and all(getattr(options, option.dest) == option.default for option in others):
         return _page(options)
-    content = planned(options)
-    if options.json:
-        print(json.dumps(content, indent=2, ensure_ascii=False))
-    else:
-        from halfstep.cli import plan_tables
+    from halfstep.cli import plan_tables
 
-        show(*plan_tables.shown(content))
+    content = planned(options)
+    answer(options, lambda: content, lambda: plan_tables.shown(content))
     if options.out is not None:
         from halfstep.cli import plan_picture
 
         plan_picture.draw(options.out, content)
-    return _page(options) if wants_page else 0
+    return 0 if options.page is None else _page(options)
 
 
 def _page(options: argparse.Namespace) -> int:
@@ -278,9 +276,9 @@ def _page(options: argparse.Namespace) -> int:
     from halfstep.cli.pages.server import serve, write
 
     state, stream = settings(options) or None, sys.stderr if options.json else sys.stdout
-    if options.page in (None, True):
-        return serve("planner", state, options.port, options.open, stream)
-    say(write(Path(options.page), "planner", state, options.open), stream)
+    if options.page is True:
+        return serve("planner", state, options.port, not options.no_open, stream)
+    say(write(options.page, "planner", state, not options.no_open), stream)
     return 0
 
 

@@ -15,6 +15,7 @@ from halfstep.numerics.planning import CARDS, CHECKPOINTING, MODELS, OPTIMIZERS,
 from halfstep.numerics.planning.layouts import GRADIENTS
 from halfstep.numerics.planning.models import NORMS, QK_NORMS
 
+MASTERS = ("auto", "full", "split", "split24", "none")  # of halfstep.AdamW
 FITS = ("none", "params", "layers", "batch")
 COMPARISONS = ("layouts", "strategies")
 
@@ -30,7 +31,7 @@ class Option:
     type: Callable[[str], Any] = str  # bool for an option without a value
     default: Any = None
     const: Any = None  # the value of the option without a value
-    also: str = ""  # another name
+    also: str = ""  # another name, that of optimizers and other commands, which is shown first
     choices: Sequence[str] = ()  # in the form, where they are always the same
     unset: str = ""  # the text of no choice in the form
     field: str = ""  # the field of a Transformer that an option without a value sets, and to what
@@ -49,12 +50,13 @@ class Option:
 
     def add(self, to: Callable[..., Any]) -> None:
         """Add it to a parser or group of argparse, whose `add_argument` is `to`."""
-        names = [f"--{name}" for name in (self.name, self.also) if name]
+        names = [f"--{name}" for name in (self.also, self.name) if name]
         if self.flag:
-            to(*names, action="store_true", help=self.help)
+            to(*names, action="store_true", dest=self.dest, help=self.help)
             return
         optional: dict[str, Any] = {} if self.const is None else {"nargs": "?", "const": self.const}
-        to(*names, type=self.type, metavar=self.metavar, default=self.default, help=self.help, **optional)
+        how = {"type": self.type, "metavar": self.metavar, "default": self.default, "help": self.help}
+        to(*names, dest=self.dest, **how, **optional)
 
     def text(self, value: Any) -> str:
         """A value as it is typed; "" for True, None and False."""
@@ -122,13 +124,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "Layout": (
         _name("optimizer", "Optimizer", f"{', '.join(OPTIMIZERS)} (default: halfstep)", default="halfstep"),
         _name("precision", "Precision", f"{', '.join(PRECISIONS)} (default: bf16)", default="bf16", choices=PRECISIONS),
-        _format("moments", "Moments", "format of the moments (ours: fp32, bf16, 8bit), or two, as fp8,fp16"),
+        _format("moments", "Moments", "format of the moments (ours: fp32, bf16, 8bit), or two, as fp8,fp16",
+                also="state-dtype"),
         Option("lora", "LoRA rank", "train adapters of R rows beside frozen weights", "R", count()),
         _format("gradients", "Gradients", "format of .grad", also="grad-dtype", choices=GRADIENTS, unset="default",
                 folded=True),
         _format("accumulator", "Accumulator", "add micro-batches to a second gradient of this format",
                 choices=GRADIENTS, unset="none", folded=True),
-        _format("master", "Master", "format of the master (te-master)", folded=True),
+        _format("master", "Master", f"of halfstep: {', '.join(MASTERS)}; of te-master the format of the master",
+                also="master-weights", folded=True),
         _flag("amsgrad", "AMSGrad", "also store max_exp_avg_sq", folded=True),
     ),
     "Step": (
@@ -147,12 +151,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "Output": (
         Option("fit", "", f"find the largest that fits the card: {', '.join(FITS)}", "WHAT", default="none"),
         Option("compare", "", f"plan all {' or all '.join(COMPARISONS)}", "WHAT"),
-        _flag("json", "", "print JSON instead of tables"),
         Option("out", "", "draw stacked bars: .png, .svg or .pdf", "FILE", picture),
-        Option("page", "", "serve the planner to this machine's browser, with these settings, until Ctrl-C; to FILE, "
-               "write this answer", "FILE", output_file, const=True),
-        _flag("open", "", "open that page in the browser; without FILE, as --page"),
-        Option("port", "", "port of --page (default: any free)", "N", whole(0, 65535), 0),
+        Option("page", "", "open the planner in the browser of this machine, with these settings, until Ctrl-C; with "
+               "FILE, write this answer to it instead", "FILE", output_file, const=True),
+        _flag("no-open", "", "do not open the page in the browser"),
+        Option("port", "", "port of --page (default: any free one)", "N", whole(0, 65535), 0),
     ),
 }  # fmt: skip
 # Those of a plan, by all of their names: what a state of the page can have.

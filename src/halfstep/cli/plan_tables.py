@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from halfstep.cli.plan_options import OF_A_PLAN
 from halfstep.cli.terminal import Table, text
 from halfstep.numerics.planning.sharding import BUSES
 
@@ -165,8 +166,9 @@ def _verdict(content: dict[str, Any]) -> list[Any]:
 
 def typed(options: dict[str, str | None]) -> str:
     """Options as on the command line; those to leave out are named so."""
-    words = [f"--{name} {value}".rstrip() for name, value in options.items() if value is not None]
-    return " ".join([*words, *(f"(without --{name})" for name, value in options.items() if value is None)])
+    named = {OF_A_PLAN[name].also or name: value for name, value in options.items()}
+    words = [f"--{name} {value}".rstrip() for name, value in named.items() if value is not None]
+    return " ".join([*words, *(f"(without --{name})" for name, value in named.items() if value is None)])
 
 
 NOTHING_FITS = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfstep.cli.terminal import UNBROKEN, Table, rendered
 from halfstep.numerics.messages import percent
-from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
-from halfstep.numerics.statistics.advice import ScaleAdvice
-from halfstep.numerics.statistics.counts import Row, Statistics
+
+if TYPE_CHECKING:  # `halfstep inspect` does not import torch for its texts
+    from halfstep.numerics.scaling.overflow import Overflow, OverflowReport
+    from halfstep.numerics.statistics.advice import ScaleAdvice
+    from halfstep.numerics.statistics.counts import Row, Statistics
 
 
 def shortened(name: str, room: int) -> str:

@@ -59,13 +59,12 @@ def test_a_variant_has_one_line_with_all_targets_where_they_differ() -> None:
     assert headings[-1] == "spills" and [line[-1] for line in lines] == ["0 / 0 / 3", "0"]
 
 
-def test_what_a_peer_does_wrong_is_shown_and_fails_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_peer_does_wrong_is_shown_and_fails_nothing() -> None:
     ours = asdict(rows.AuditRow(kernel="cast.kernel", variant="a", target="sm_90"))
     theirs = asdict(rows.AuditRow("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
-    command.print_table([ours, theirs], seconds=1)
-    shown = capsys.readouterr().out
+    shown = list(map(str, command.shown([ours, theirs], seconds=1)))
     assert "PEER peer.kernel b on sm_90: 2 spills" in shown
-    assert "all 1 pass" in shown
+    assert "all 1 pass, in 1 s." in shown
     assert command._failing([ours, theirs]) == []
     assert command._failing([{**theirs, "peer": None}]) != []
 

@@ -16,6 +16,7 @@ from lookup_run import STEADY, lines, results, said
 
 from halfstep.cli.formats.screen import column_of
 from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
+from halfstep.cli.pages import explore
 from halfstep.numerics.formats.exact import decode_exact, encode_exact
 from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import formats
@@ -456,3 +457,15 @@ def test_the_page_shows_what_is_printed(command: str, output: str) -> None:
     status, out, errors = said(*shlex.split(command), COLUMNS="80")
     assert (out + errors).rstrip() == output.rstrip()
     assert status == (2 if errors else 0)
+
+
+def test_a_name_that_formats_share_is_all_of_them() -> None:
+    fp8 = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"]
+    assert [row["format"] for row in results("why", "0.1", "fp8")] == fp8
+    assert [row["format"] for row in results("encode", "0.1", "-f", "FP6", "-f", "e5m2")] == [
+        "e2m3fn",
+        "e3m2fn",
+        "e5m2",
+    ]
+    state = explore._state(explore._parser().parse(["0.1", "fp8"]))
+    assert (state["x"], state["f"]) == ("0.1", "e4m3fn")

@@ -196,8 +196,8 @@ def test_each_row_of_a_comparison_leads_to_its_plan() -> None:
 
 def test_every_option_has_a_field() -> None:
     named = {field["name"] for group in planner.form() for field in (*group["fields"], *group["more"])}
-    others = {"fit", "compare", "json", "out", "page", "open", "port"}
-    assert named == {action.option_strings[0][2:] for action in command.parser()._actions[1:]} - others
+    others = {"fit", "compare", "json", "out", "page", "no-open", "port"}
+    assert named == {action.option_strings[-1][2:] for action in command.parser()._actions[1:]} - others
     assert set(answer({"page": "planner", "state": {}})["controls"]) == named
 
 

@@ -12,7 +12,7 @@ from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats.number_text import fitting, number_dict
 from halfstep.numerics.formats.exact import OVERFLOWS
 from halfstep.numerics.formats.parse import Number, parse_number
-from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
 WIDTHS = sorted({format.bits for format in formats.values()})
@@ -65,11 +65,7 @@ class Code(NamedTuple):
 
 
 class LookupParser(command_line.Parser):
-    """The shared parser with an option --json, and with an option -f that takes several names."""
-
-    def __init__(self, command: str, description: str, epilog: str) -> None:
-        super().__init__(command, description, epilog)
-        self.add_argument("--json", action="store_true", help="print JSON; its shape is in docs/lookup.md")
+    """The shared parser with an option -f that takes several names."""
 
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words, with -f repeated before each name of a format that follows it."""
@@ -89,12 +85,17 @@ class LookupParser(command_line.Parser):
         return repeated
 
 
-def format_named(text: str) -> Format:
-    """An argparse type: a format by name, alias or fields."""
+def family(text: str) -> list[Format]:
+    """An argparse type: a format by name, alias or fields; all formats of a name that several share, such as fp8."""
     try:
-        return formats[text.strip()]
+        return [formats[name] for name in AMBIGUOUS.get(text.strip().lower(), (text.strip(),))]
     except (KeyError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def format_named(text: str) -> Format:
+    """An argparse type: as `family`, but only the first."""
+    return family(text)[0]
 
 
 def small_format(text: str) -> Format:
@@ -147,7 +148,7 @@ def option(*names: str, **settings: Any) -> Option:
 
 def formats_option(help: str) -> Option:
     """The option -f, which takes several names and may be repeated."""
-    how = {"action": "append", "type": format_named, "metavar": "FORMAT", "default": [], "help": help}
+    how = {"action": "extend", "type": family, "metavar": "FORMAT", "default": [], "help": help}
     return option("-f", "--format", dest="formats", **how)
 
 
@@ -163,6 +164,6 @@ OVERFLOW = option(
 )
 
 
-def distinct(chosen: Iterable[Format]) -> list[Format]:
-    """The named formats without repetitions; all formats if none was named."""
-    return list({format.name: format for format in chosen}.values()) or list(formats.values())
+def distinct(named: Iterable[Iterable[Format]], chosen: Iterable[Format] = ()) -> list[Format]:
+    """The formats of all names and of -f without repetitions; all formats if there are none."""
+    return list({format.name: format for group in (*named, chosen) for format in group}.values()) or [*formats.values()]

@@ -17,7 +17,7 @@ from halfstep.cli.formats import arguments, compare, implementations, properties
 from halfstep.cli.formats.arguments import OVERFLOW, Code, Typed, formats_option, option, rounding_option
 from halfstep.cli.formats.number_text import number_dict
 from halfstep.cli.formats.values import Encoded, Stored, chances, double_roundings, encoded, finite
-from halfstep.cli.terminal import Table, joined, show, text
+from halfstep.cli.terminal import Table, joined, text
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, neighbours
 from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format, formats
@@ -61,20 +61,14 @@ def main(argv: Sequence[str], command: str) -> int:
         parser.add_argument(*names, **settings)
 
     def carry_out(options: argparse.Namespace) -> None:
-        answer = lookup.answer(options)
-        if options.json:
-            import json  # what only some need is not what all wait for
-
-            content = {"command": command, "input": answer.input, "results": answer.results()}
-            print(json.dumps(content, indent=2, allow_nan=False), flush=True)
-        else:
-            show(*answer.screen())
+        about, results, screen = lookup.answer(options)
+        command_line.answer(options, lambda: {"command": command, "input": about, "results": results()}, screen)
 
     return command_line.run(parser, argv, carry_out)
 
 
 def _named(nargs: str, help: str, metavar: str = "FORMAT") -> arguments.Option:
-    return option("named", nargs=nargs, type=arguments.format_named, metavar=metavar, help=help)
+    return option("named", nargs=nargs, type=arguments.family, metavar=metavar, help=help)
 
 
 def _names(chosen: Iterable[Format]) -> list[str]:
@@ -120,7 +114,7 @@ def _encode(options: argparse.Namespace) -> Answer:
             f"--seed {options.seed} draws nothing with --rounding {options.rounding}; leave it out, or pass --rounding "
             "stochastic"
         )
-    chosen = arguments.distinct(options.formats)
+    chosen = arguments.distinct([options.formats])
     modes = options.rounding, options.overflow, options.seed
     rows = [(typed, [encoded(typed.number, format, *modes) for format in chosen]) for typed in options.numbers]
     usual = modes[:2] == ("nearest", "inf")
@@ -149,7 +143,7 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
         UsageError: it is not a code of one of them.
     """
     bits = None if options.width is None else int(options.width)
-    chosen = arguments.distinct(options.formats) if options.formats else []
+    chosen = arguments.distinct([options.formats]) if options.formats else []
     for format in chosen:
         if bits not in (None, format.bits):
             raise UsageError(f"--width {bits} is not the {format.bits} bits of --format {format.name}; leave one out")
@@ -207,7 +201,7 @@ def _decode(options: argparse.Namespace) -> Answer:
     OVERFLOW,
 )
 def _why(options: argparse.Namespace) -> Answer:
-    chosen, typed = arguments.distinct(options.named + options.formats), options.number
+    chosen, typed = arguments.distinct(options.named, options.formats), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]
     about = {"number": typed.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
@@ -287,7 +281,7 @@ _KINDS = ("range", "density", "codes", "all")
     "ladder",
     "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
     f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
-    option("--out", required=True, type=command_line.picture, metavar="FILE", help="a .png, .svg or .pdf"),
+    option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
     _named("*", "formats of range and density (default: all)"),
     option("--kind", choices=_KINDS, default="all", metavar="KIND", help=", ".join(_KINDS)),
     formats_option("the same, as in halfstep encode"),
@@ -297,7 +291,7 @@ def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
     kinds = _KINDS[:-1] if options.kind == "all" else (options.kind,)
-    chosen, codes, out = arguments.distinct(options.named + options.formats), options.codes, str(options.out)
+    chosen, codes, out = arguments.distinct(options.named, options.formats), options.codes, str(options.out)
     pictures.draw(kinds, chosen, codes, options.out)
     about = {"out": out, "kind": options.kind, "formats": _names(chosen), "codes": codes.name}
     results = [
