@@ -29,20 +29,17 @@ def with_docstrings(source: str) -> str:
     """A module in which the docstrings that classes put together of strings of the module are written out."""
     tree = ast.parse(source)
     texts = {
-        target.id: node.value.value
+        node.targets[0].id: node.value.value
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
     }
-    changed = False
-    for one in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for node in one.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__doc__":
-                text = eval(compile(ast.Expression(node.value), "docstring", "eval"), texts)
-                one.body = [ast.Expr(ast.Constant(text)), *one.body]
-                changed = True
-    return ast.unparse(ast.fix_missing_locations(tree)) if changed else source
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and ast.unparse(node.body[0]).startswith("__doc__ = "):
+            text = eval(compile(ast.Expression(node.body[0].value), "docstring", "eval"), texts)
+            node.body[0] = ast.Expr(ast.Constant(text))
+    return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def on_files(files: Any, config: Any) -> Any:
