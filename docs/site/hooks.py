@@ -1,12 +1,14 @@
-"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, and the
-explorer of formats and the planner are pages of the site."""
+"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, the
+explorer of formats and the planner are pages of the site, and each page names its version."""
 
 from __future__ import annotations
 
 import ast
 import posixpath
 import re
+import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,14 @@ def with_docstrings(source: str) -> str:
             text = eval(compile(ast.Expression(node.body[0].value), "docstring", "eval"), texts)
             node.body[0] = ast.Expr(ast.Constant(text))
     return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def on_config(config: Any) -> Any:
+    """Say below each page of which version it is."""
+    version = runpy.run_path(str(_ROOT / "src" / "halfstep" / "_version.py"))["__version__"]
+    log = subprocess.run(["git", "log", "-1", "--format=, commit %h of %cs"], cwd=_ROOT, capture_output=True, text=True)
+    config.copyright = f"halfstep {version}{log.stdout.strip()}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
