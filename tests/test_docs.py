@@ -67,7 +67,7 @@ def test_docstrings_that_are_put_together_are_written_out() -> None:
 # ------------------------------------------------------------------------------------------------- links and names
 
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "RELEASING")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "RELEASING", "GOVERNANCE", "CODE_OF_CONDUCT")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]+))?\)")
