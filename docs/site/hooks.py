@@ -1,12 +1,14 @@
-"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, and the
-explorer of formats and the planner are pages of the site."""
+"""Hooks of mkdocs: links to files outside of docs/ lead to the repository, docstrings are read from a copy, the
+explorer of formats and the planner are pages of the site, and each page names its version."""
 
 from __future__ import annotations
 
 import ast
 import posixpath
 import re
+import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,20 +31,25 @@ def with_docstrings(source: str) -> str:
     """A module in which the docstrings that classes put together of strings of the module are written out."""
     tree = ast.parse(source)
     texts = {
-        target.id: node.value.value
+        node.targets[0].id: node.value.value
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
     }
-    changed = False
-    for one in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-        for node in one.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__doc__":
-                text = eval(compile(ast.Expression(node.value), "docstring", "eval"), texts)
-                one.body = [ast.Expr(ast.Constant(text)), *one.body]
-                changed = True
-    return ast.unparse(ast.fix_missing_locations(tree)) if changed else source
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and ast.unparse(node.body[0]).startswith("__doc__ = "):
+            text = eval(compile(ast.Expression(node.body[0].value), "docstring", "eval"), texts)
+            node.body[0] = ast.Expr(ast.Constant(text))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def on_config(config: Any) -> Any:
+    """Say below each page of which version it is."""
+    version = runpy.run_path(str(_ROOT / "src" / "halfstep" / "_version.py"))["__version__"]
+    log = subprocess.run(["git", "log", "-1", "--format=, commit %h of %cs"], cwd=_ROOT, capture_output=True, text=True)
+    config.copyright = f"halfstep {version}{log.stdout.strip()}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -1,7 +1,9 @@
-"""The pictures of docs/concepts.md, computed with halfstep. Run as a program, it writes them to docs/images."""
+"""The pictures of docs/concepts.md, computed with halfstep, and that of links to the site. Run as a program, it writes
+them to docs/images."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 import halfstep
 from halfstep.integrations.release import step_in_backward
 
-IMAGES = Path(__file__).resolve().parents[1] / "images"
+ROOT = Path(__file__).resolve().parents[2]
 COLORS = {"exact": "#bbbbbb", "ours": "#1565c0", "lost": "#c62828", "random": "#2e7d32"}
 
 
@@ -97,44 +99,42 @@ def main() -> None:
     matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
     from matplotlib import pyplot
 
-    def axes(x: str, y: str) -> Any:
-        _, made = pyplot.subplots(figsize=(6.4, 3.0), layout="constrained")
-        made.set(xlabel=x, ylabel=y)
-        return made
-
-    def keep(name: str) -> None:
-        pyplot.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+    def save(name: str) -> None:
+        pyplot.savefig(ROOT / "docs" / "images" / name, metadata={"Date": None} if name.endswith("svg") else None)
         pyplot.close()
 
-    one = axes("step", "weight")
-    styles = ({"lw": 5, "color": COLORS["exact"]}, {"color": COLORS["ours"]}, {"color": COLORS["ours"], "ls": ":"})
-    for (name, values), style in zip(
-        weights(200).items(), (*styles, {"color": COLORS["lost"]}, {"color": COLORS["random"]}), strict=True
-    ):
-        one.plot(values, label=name, **style)
-    one.legend(frameon=False, fontsize=8)
-    keep("concept_masters")
+    def draw(name: str, xlabel: str, ylabel: str, lines: Any, *styles: Any, x: Any = None, **limits: Any) -> None:
+        _, axes = pyplot.subplots(figsize=(6.4, 3.0), layout="constrained")
+        for (label, values), style in zip(lines.items(), styles, strict=True):
+            axes.plot(range(len(values)) if x is None else x, values, label=label, **style)
+        axes.set(xlabel=xlabel, ylabel=ylabel, **limits)
+        axes.legend(frameon=False, fontsize=8)
+        save(f"concept_{name}.svg")
 
+    exact, ours, lost, random = ({"color": color} for color in COLORS.values())
+    wide, dotted, marked = {"lw": 5}, {"ls": ":"}, {"marker": "."}
+    draw("masters", "step", "weight", weights(200), exact | wide, ours, ours | dotted, lost, random)
     x, nearest, mean = rounded(65, 200)
-    one = axes("x, from a bf16 number to the next", "x rounded to bf16")
-    one.plot(x, x, color=COLORS["exact"], lw=5, label="x")
-    one.plot(x, nearest, color=COLORS["lost"], drawstyle="steps-mid", label="to nearest")
-    one.plot(x, mean, ".", color=COLORS["ours"], label="stochastic, mean of 200")
-    one.legend(frameon=False, fontsize=8)
-    keep("concept_rounding")
+    lines = {"x": x, "to nearest": nearest, "stochastic, mean of 200": mean}
+    styles = exact | wide, lost | {"drawstyle": "steps-mid"}, ours | marked | {"ls": "none"}
+    draw("rounding", "x, from a bf16 number to the next", "x rounded to bf16", lines, *styles, x=x)
+    moments = second_moments(3000)
+    draw("moments", "step", "second moment / exact", moments, lost, random | {"lw": 4}, ours, ylim=(0, 1.1))
+    amounts = gradient_bytes(16, 512)
+    draw("release", "gradients computed", "MiB of gradients", amounts, lost | marked, ours | marked, x=range(1, 17))
 
-    one = axes("step", "second moment / exact")
-    for (name, values), color in zip(second_moments(3000).items(), ("lost", "random", "ours"), strict=True):
-        one.plot(values, color=COLORS[color], label=name, lw=4 if color == "random" else 1.5)
-    one.set_ylim(0, 1.1)
-    one.legend(frameon=False, fontsize=8)
-    keep("concept_moments")
-
-    one = axes("gradients computed", "MiB of gradients")
-    for (name, values), color in zip(gradient_bytes(16, 512).items(), ("lost", "ours"), strict=True):
-        one.plot(range(1, len(values) + 1), values, color=COLORS[color], marker=".", label=name)
-    one.legend(frameon=False, fontsize=8)
-    keep("concept_release")
+    rows = json.loads((ROOT / "bench" / "results" / "cpu" / "bytes_per_parameter.json").read_text())["rows"]
+    totals = {row["optimizer"]: row["bytes"] for row in rows if row["master"] in ("fp32 weights", "exact fp32 master")}
+    pyplot.rcParams.update({"font.size": 20, "savefig.dpi": 100, "figure.constrained_layout.w_pad": 0.3})
+    pyplot.rcParams.update({"axes.spines.bottom": False, "figure.constrained_layout.h_pad": 0.3})
+    figure, axes = pyplot.subplots(figsize=(12, 6.3), layout="constrained")
+    colors = [COLORS["ours" if name.startswith("halfstep") else "exact"] for name in totals]
+    axes.bar_label(axes.barh(list(totals), list(totals.values()), color=colors), fmt="%.2f", padding=8)
+    axes.set(xlim=(0, 18), xticks=[])
+    axes.invert_yaxis()
+    figure.suptitle("halfstep: half-precision training for PyTorch", **ours, fontsize=34)
+    figure.supxlabel("bytes per parameter, with gradients and an fp32 master; measured on a CPU", fontsize=20)
+    save("card.png")
 
 
 if __name__ == "__main__":

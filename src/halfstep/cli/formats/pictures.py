@@ -43,7 +43,7 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
     low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
     room = max(4, (high - low) // 5)  # for the labels
     lowest, highest = max(_LOWEST, low - room), min(_HIGHEST, high + room)
-    title = "Range: smallest to largest positive number; light: subnormal"
+    title = "Range: smallest to largest positive number; pale: subnormal"
     _axes_of_powers(axes, lowest, highest, formats, title)
     for row, format in enumerate(formats):
         start, normal, end = lowest_exponent(format), format.emin, math.log2(format.max)
