@@ -63,7 +63,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 
 demo: $(VENV)/.plots
 	$(BIN)/python examples/train_gpt.py --precision compare --out $(OUT)
-	@echo "The report is $(OUT)/report.html (also report.json and report.png)."
+	@echo "The report is $(OUT)/report.html (also report.json)."
 
 unit-tests: $(VENV)/.test
 	$(TESTS)

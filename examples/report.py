@@ -1,31 +1,36 @@
-"""The report of train_gpt.py: report.json, report.png and report.html, and the printed table."""
+"""The report of train_gpt.py: report.json, report.html, and the printed table."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.cli import figures
 from halfstep.cli.machine import processor_name, version_of
 from halfstep.cli.results import overflow_kind
-from halfstep.cli.results_picture import draw_exponents
+from halfstep.cli.results_picture import KINDS, zones
 from halfstep.cli.terminal import Table, say, show
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.overflow import Overflow
 
-# Colour-blind readers can tell them apart; the run without masters has a warning colour.
-RUN_COLOURS = {"fp32": "#4c566a", "bf16": "#0072b2", "fp16": "#009e73", "bf16 without master": "#d55e00"}
+# On light and dark ground. Colour-blind readers can tell them apart; the run without masters has a warning colour.
+RUN_COLOURS = {
+    "fp32": ("#4c566a", "#a7b1c2"),
+    "bf16": ("#0072b2", "#56b4e9"),
+    "fp16": ("#00785a", "#3cc79b"),
+    "bf16 without master": ("#b84a00", "#ff9a4d"),
+}
+COLOURS = "".join(f".run{i} {{ --c: light-dark({a}, {b}); }} " for i, (a, b) in enumerate(RUN_COLOURS.values()))
+COLOURS += "".join(f".{kind} {{ --c: {colour}; }} " for kind, (colour, _) in KINDS.items() if " " not in kind)
 OVERFLOW = ("parameter", "steps with", "first step", "last step")
 EMULATED = (
     "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
@@ -55,7 +60,11 @@ def _against(content: dict[str, Any]) -> dict[str, str]:
     base = next((losses[run["name"]] for run in content["runs"] if run["precision"] == "fp32"), None)
     if base is None or len(losses) < 2:
         return {}
-    return {name: f"{100 * (loss / base - 1):+.2f} %" for name, loss in losses.items() if loss is not None}
+    changes = {name: f"{100 * (loss / base - 1):+.2f} %" for name, loss in losses.items() if loss is not None}
+    return {
+        name: "±0.00 %" if "0.00" in change else change.replace("-", "\N{MINUS SIGN}")
+        for name, change in changes.items()
+    }
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -80,15 +89,16 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def outcome(content: dict[str, Any]) -> str:
     """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
-    against, kept = _against(content), {}
-    for run in content["runs"]:
-        kept[run["name"]] = f"{sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g}"
-    base = next((run for run in content["runs"] if run["precision"] == "fp32" and run["name"] in against), None)
-    others = [f"{name} {change} ({kept[name]})" for name, change in against.items() if base and name != base["name"]]
-    if base is None or not others:
-        return ""
-    loss = f"{base['final_val_loss']:.4f}, and bytes per parameter (fp32: {kept[base['name']]})"
-    return f"Validation loss against fp32's {loss}: {', '.join(others)}."
+    against, said = _against(content), []
+    for run in sorted(content["runs"], key=lambda run: bool(run["precision"] == "fp32")):
+        size = f"at {sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g} B"
+        if run["name"] in against and run["precision"] == "fp32":
+            return f"{'; '.join(said)}. In fp32: {run['final_val_loss']:.4f} {size}." if said else ""
+        by = " with halfstep" if run["optimizer"].startswith("halfstep") else ""
+        more = " validation loss" if not said else ""
+        if run["name"] in against:
+            said.append(f"{run['name']}{by}: {against[run['name']]}{more} {size}{' per parameter' if more else ''}")
+    return ""
 
 
 def sentence(content: dict[str, Any]) -> str:
@@ -104,9 +114,7 @@ def sentence(content: dict[str, Any]) -> str:
 def notes(content: dict[str, Any]) -> list[str]:
     """What a reader of the report must know about it."""
     emulated = sorted({run["precision"] for run in content["runs"] if run["emulated"]})
-    missing = find_spec("matplotlib") is None
-    said = [EMULATED.format(names=" and ".join(emulated))] if emulated else []
-    return [*said, *[f"no report.png: {figures.MISSING}"] * missing]
+    return [EMULATED.format(names=" and ".join(emulated))] if emulated else []
 
 
 def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
@@ -146,114 +154,164 @@ def smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[f
     return [end for end, _ in finite], [sum(kept) / len(kept) for _, kept in finite]
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
+# -------------------------------------------------------------------------------------------------------------- curves
+
+LEFT, RIGHT, TOP, BOTTOM, WIDTH = 50, 410, 8, 204, 420  # of a drawing, in its own units
 
 
-def picture(content: dict[str, Any]) -> bytes | None:
-    """report.png: losses, loss scale, bytes per parameter, exponents of gradients. None without matplotlib."""
-    sampled = counted(content)
-    try:
-        figure = figures.figure(13, 13 if sampled else 9)
-    except ImportError:
-        return None
-    runs, where = content["runs"], content["machine"]
-    grid = figure.add_gridspec(3 if sampled else 2, 2)
-    losses, closer, scales, sizes = (figure.add_subplot(grid[place // 2, place % 2]) for place in range(4))
-    draw_losses(losses, closer, runs, content["unigram_entropy"])
-    draw_scale(scales, next((run for run in runs if run["scale"]), None))
-    draw_bytes(sizes, runs)
-    for axes in (losses, closer, scales, sizes):
-        figures.tidy(axes, "y")
-    for place, run in enumerate(sampled):
-        axes = figure.add_subplot(grid[2, place if len(sampled) > 1 else slice(0, 2)])
-        known, total = run["gradients"], run["gradients"]["total"]
-        exponents = {int(exponent): number for exponent, number in total["exponents"].items()}
-        draw_exponents(axes, exponents, total["elements"], formats[known["format"]], known["scale"], "gradients")
-    figure.suptitle(
-        f"{content['model']['parameters']:,} parameters, {content['training']['batch']} windows of "
-        f"{content['model']['context']} bytes per step, {runs[0]['strategy']}, processes: {runs[0]['world_size']}, "
-        f"{where['cpu'] if where['device'] == 'CPU' else where['device']}",
-        fontsize=12,
+class Curve(NamedTuple):
+    """Values over steps, and the text of each for the pointer."""
+
+    name: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    texts: Sequence[str]
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """At most so many round numbers from `low` to `high`."""
+    span = (high - low) / most
+    steps = (factor * 10.0 ** math.floor(math.log10(span)) for factor in (1, 2, 5, 10))
+    step = next(step for step in steps if step >= span * 0.999)
+    return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
+
+
+def drawing(title: str, bottom: int, parts: Iterable[str], more: str = "", caption: str = "") -> str:
+    return (
+        f'<figure{more}><h2>{text(title)}</h2><svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" '
+        f'aria-label="{text(title)}">{"".join(parts)}</svg><figcaption>{caption}</figcaption></figure>'
     )
-    buffer = io.BytesIO()
-    figures.save(figure, buffer)
-    return buffer.getvalue()
 
 
-def draw_losses(losses: Any, closer: Any, runs: Sequence[Mapping[str, Any]], entropy: float) -> None:
-    """Training losses, smoothed, and the later validations."""
+def label(x: float, y: float, anchor: str, words: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text(words)}</text>'
+
+
+def bar(kind: str, x: float, width: float, top: float, bottom: float, more: str = "") -> str:
+    size = f'width="{width:.1f}" height="{bottom - top:.1f}"'
+    return f'<rect class="{kind}" x="{x:.1f}" y="{top:.1f}" {size}>{more}</rect>'
+
+
+def chart(
+    title: str, curves: Sequence[Curve], *, zero: bool = False, stairs: bool = False, powers: bool = False,
+    level: tuple[float, str] | None = None, marks: Sequence[tuple[float, float]] = (),
+) -> str:  # fmt: skip
+    """Curves over steps as SVG, with what report.mjs shows at the pointer.
+
+    Args:
+        title: what is drawn, and its unit.
+        curves: named as their runs; without values they are left out.
+        zero: begin the axis of values at 0.
+        stairs: values hold until the next one.
+        powers: values are exponents of two.
+        level: a value to draw as a dotted line, and its name.
+        marks: steps and values to draw as crosses.
+    """
+    curves = [curve for curve in curves if curve.steps]
+    values = [value for curve in curves for value in curve.values] + ([] if level is None else [level[0]])
+    if not values:
+        return ""
+    first, last = min(curve.steps[0] for curve in curves), max(max(curve.steps[-1] for curve in curves), 1)
+    margin = 1.0 if powers else (max(values) - min(values)) * 0.06 or abs(max(values)) * 0.1 or 1.0
+    low, high = 0.0 if zero else min(values) - margin, max(values) + margin
+
+    def x(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (step - first) / ((last - first) or 1)
+
+    def y(value: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
+
+    parts = []
+    for value in ticks(low, high, 5):
+        if not powers or value == int(value):
+            parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>')
+            parts.append(label(LEFT - 5, y(value) + 4, "end", f"2^{value:.0f}" if powers else f"{value:.6g}"))
+    parts += [label(x(step), BOTTOM + 15, "middle", f"{step:.6g}") for step in ticks(first, last, 6)]
+    if level is not None:
+        parts.append(f'<path class="level" d="M{LEFT} {y(level[0]):.1f}H{RIGHT}"/>')
+        parts.append(label(LEFT + 4, y(level[0]) - 4, "start", level[1]))
+    for curve in curves:
+        points = [f"{x(step):.1f} {y(value):.1f}" for step, value in zip(curve.steps, curve.values, strict=True)]
+        if stairs:
+            points = [points[0], *(f"{a.split()[0]} {b.split()[1]}L{a}" for b, a in pairwise(points))]
+        parts.append(f'<path class="{look(curve.name)}" d="M{"L".join(points)}"/>')
+    parts += [f'<path class="skip" d="M{x(a) - 3:.1f} {y(b) - 3:.1f}l6 6m0-6l-6 6"/>' for a, b in marks]
+    data = [[curve.steps, curve.texts] for curve in curves]
+    known = json.dumps({"left": LEFT, "right": RIGHT, "width": WIDTH, "first": first, "last": last, "curves": data})
+    keys = (
+        f'<span class="{look(curve.name)}">{text(curve.name)} <output>{text(curve.texts[-1])}</output></span>'
+        for curve in curves
+    )
+    caption = f"<output>step {last:.0f}</output>{''.join(keys)}"
+    return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], f" data-curves='{escape(known)}'", caption)
+
+
+def look(name: str) -> str:
+    """The class of a run's colour."""
+    return f"run{[*RUN_COLOURS].index(name)}"
+
+
+def charts(content: dict[str, Any]) -> list[str]:
+    """Losses, loss scale, memory, and exponents of gradients."""
+    runs, entropy = content["runs"], content["unigram_entropy"]
     steps = max(run["steps"] for run in runs)
     span = max(1, steps // 40)
+    trained, validated, scales, memory, skipped = [], [], [], [], []
     for run in runs:
-        # fp32 is drawn broad and pale below the others, so that both are visible where they agree.
-        style: dict[str, Any] = {"color": RUN_COLOURS[run["name"]], "linewidth": 1.6, "label": run["name"]}
-        if run["name"] == "fp32" and len(runs) > 1:
-            style |= {"linewidth": 5.0, "alpha": 0.45, "solid_capstyle": "round"}
-        losses.plot(*smooth(run["train_loss"], span), **style)
-        if points := run["validation"]:
-            style["label"] = f"{points[-1][1]:.4f}  {run['name']}"
-            closer.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
-    losses.axhline(entropy, color="black", linestyle=":", linewidth=1.2, label=f"unigram entropy {entropy:.3f}")
-    losses.set(title=f"Training loss, mean of {span} steps", xlabel="step", ylabel="nats per byte")
-    losses.legend(frameon=False)
-    late = [loss for run in runs for step, loss in run["validation"] if step >= steps * 0.4]
-    if late:
-        margin = max((max(late) - min(late)) * 0.08, 0.005)
-        closer.set_ylim(min(late) - margin, max(late) + margin)
-        closer.set_xlim(steps * 0.38, steps * 1.02)
-        closer.legend(frameon=False, title="at the end", alignment="left")
-    closer.set(title="Validation loss, the later part closer", xlabel="step", ylabel="nats per byte")
+        where, losses = smooth(run["train_loss"], span)
+        trained.append(Curve(run["name"], where, losses, [f"{loss:.4f}" for loss in losses]))
+        late = [point for point in run["validation"] if point[0] >= steps * 0.38]
+        where, losses = ([point[i] for point in late] for i in (0, 1))
+        validated.append(Curve(run["name"], where, losses, [f"{loss:.4f}" for loss in losses]))
+        if run["scale"]:
+            powers = [math.log2(scale) for scale in run["scale"]]
+            texts = [f"{scale:,.0f}" for scale in run["scale"]]
+            scales.append(Curve(run["name"], [*range(1, len(powers) + 1)], powers, texts))
+            skipped += [(step, powers[step - 1]) for step in run["skipped"]]
+        known = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
+        held = [sum(sizes) / 1e6 for _, *sizes in known]
+        texts = [
+            f"{total:.4g} MB: weights {a / 1e6:.3g}, gradients {b / 1e6:.3g}, state {c / 1e6:.3g}"
+            for total, (_, a, b, c) in zip(held, known, strict=True)
+        ]
+        memory.append(Curve(run["name"], [step for step, *_ in known], held, texts))
+    return [
+        chart(
+            "Training loss" + (f", mean of {span} steps" if span > 1 else ""),
+            trained,
+            level=(entropy, "unigram entropy"),
+        ),
+        chart("Validation loss, the later part closer", validated),
+        chart("Memory at the end of each backward, MB", memory, zero=True, stairs=True),
+        chart("Loss scale, and skipped steps", scales, stairs=True, powers=True, marks=skipped),
+        *map(histogram, counted(content)),
+    ]
 
 
-def draw_scale(axes: Any, run: Mapping[str, Any] | None) -> None:
-    """The loss scale in each step, and the skipped steps."""
-    if run is None:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "no fp16 run: no loss scale", ha="center", va="center", color="#777777", fontsize=11)
-        return
-    scale, skipped = run["scale"], run["skipped"]
-    axes.step(range(1, len(scale) + 1), scale, where="mid", color=RUN_COLOURS[run["name"]], linewidth=1.8)
-    cross = {"marker": "x", "markersize": 8, "markeredgewidth": 2, "color": "#d55e00", "linestyle": "none"}
-    axes.plot(skipped, [scale[step - 1] for step in skipped], label=f"skipped step ({len(skipped)})", **cross)
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(scale) / 2, max(scale) * 3)
-    axes.set(title="Loss scale (fp16)", xlabel="step", ylabel="scale")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False, loc="best")
+def histogram(run: Mapping[str, Any]) -> str:
+    """The exponents of a run's gradients under the range of its format, by what becomes of them there."""
+    total, form = run["gradients"]["total"], formats[run["gradients"]["format"]]
+    found = {int(exponent): number for exponent, number in total["exponents"].items()}
+    limits, low, high = zones(found, form, run["gradients"]["scale"])
+    shift, most, bottom = math.log2(run["gradients"]["scale"]), max(found.values(), default=1), BOTTOM // 2
 
+    def x(exponent: float) -> float:
+        return LEFT + (RIGHT - LEFT) * (min(max(exponent, low), high) - low) / (high - low)
 
-def draw_bytes(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The bytes per parameter of weights, gradients and optimizer state, one on the other."""
-    names, colours = [run["name"] for run in runs], [RUN_COLOURS[run["name"]] for run in runs]
-    bottom = [0.0] * len(runs)
-    for part, key, alpha in (("weights", "param", 1.0), ("gradients", "gradient", 0.65), ("state", "optimizer", 0.35)):
-        heights = [run[f"{key}_bytes_per_param"] for run in runs]
-        bars = axes.bar(names, heights, bottom=bottom, color=colours, alpha=alpha, width=0.72, edgecolor="white")
-        labels, ink = [f"{part} {height:.3g}" for height in heights], "black" if alpha < 0.5 else "white"
-        axes.bar_label(bars, labels, label_type="center", color=ink, fontsize=9)
-        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    axes.bar_label(bars, [f"{top:.3g}" for top in bottom], fontweight="bold")
-    axes.set_ylim(0, max(bottom) * 1.1)
-    axes.set(title="Bytes per parameter, measured (one process)", ylabel="bytes")
-    if len(runs) == 1:
-        axes.set_xlim(-1.2, 1.2)
+    parts = [label(x(e), bottom + 15, "middle", f"2^{e:.0f}") for e in ticks(low, high, 8) if e == int(e)]
+    for kind, (start, end) in limits.items():
+        parts.append(bar(f"zone {kind}", x(start), x(end) - x(start), TOP, bottom))
+        for exponent, number in found.items():
+            if start <= exponent - shift < end:
+                share = f"2^{exponent - shift:.0f}: {percent(number / max(1, total['elements']))} %, {kind}"
+                top, width = bottom - (bottom - TOP) * number / most, 0.86 * (RIGHT - LEFT) / (high - low)
+                parts.append(bar(kind, x(exponent - shift), width, top, bottom, f"<title>{share}</title>"))
+    seen = (kind for kind, (start, end) in limits.items() if x(start) < x(end))
+    title = f"Gradients in {run['name']}" + (f" at scale {run['gradients']['scale']:,.0f}" if shift else "")
+    return drawing(title, bottom, parts, caption="".join(f'<span class="{kind}">{kind}</span>' for kind in seen))
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
-
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 1280px; margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.6em; } h2 { font-size: 1.15em; margin-top: 2em; }
-img { max-width: 100%; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.85em; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.35em 0.7em; text-align: right; border-bottom: 1px solid #8884; vertical-align: bottom; }
-td { white-space: nowrap; } .left td { white-space: normal; }
-th:first-child, td:first-child, .left td, .left th { text-align: left; }
-.outcome { font-size: 1.15em; }
-.note { background: light-dark(#fff6e5, #3a2a10); border-left: 4px solid #d55e00; padding: 0.6em 1em; }
-"""
 
 
 def text(value: object) -> str:
@@ -266,7 +324,7 @@ def text(value: object) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
     top = "".join(f"<th>{text(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def gradients_of(run: Mapping[str, Any]) -> str:
@@ -281,7 +339,7 @@ def gradients_of(run: Mapping[str, Any]) -> str:
         f"Gradients, {run['name']}",
         f"Counted in {counts['steps']} steps{at}, after rounding to {counts['format']}: flushed values count as zero. "
         "The worst parameters, and all together:",
-        table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows)
+        table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows, "wide")
         + f"<pre>{text(counts['advice'] and counts['advice']['text'])}</pre>",
     )
 
@@ -291,46 +349,51 @@ def section(title: str, words: str, content: str) -> str:
     return f"<h2>{text(title)}</h2>" + (f"<p>{text(words)}</p>" if words else "") + content
 
 
-def page(content: dict[str, Any], png: bytes | None) -> str:
-    """report.html: a single file with the picture and all tables."""
+def page(content: dict[str, Any]) -> str:
+    """report.html: a single file with all curves and tables."""
     runs = content["runs"]
     troubles = [f"{run['name']}: {run['trouble']}" for run in runs if run["trouble"]]
     parts = [f'<p class="outcome">{text(line)}</p>' for line in filter(None, [outcome(content)])]
     parts += [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
+    head, rows = cells(content)
+    rows = [[cell.replace(".", ".\u200b", 2) if cell == row[1] else cell for cell in row] for row in rows]  # may break
+    names, *lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # a column for each run
+    kept = ", ".join(f"{run['name']} {run['activation_bytes'] / 1e6:.3g} MB" for run in runs if run["activation_bytes"])
     parts += [
-        table(*cells(content)),
+        table(names, lines),
         f"<p>{text(sentence(content))} Bytes are those of the tensors in one process.</p>",
+        f'<div class="charts">{"".join(charts(content))}</div>',
+        f"<p>Activations kept for the backward, besides: {text(kept)}.</p>" if kept else "",
     ]
-    if png:
-        source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-        parts.append(f'<img alt="losses, loss scale, bytes per parameter, gradients" src="{source}">')
     for run in runs:
         for finding in run["findings"]:
             title = (
                 f"Found by halfstep.doctor after the last step: {run['name']}: {finding['severity']}, {finding['name']}"
             )
-            rows = [(name, finding[name]) for name in ("where", "what", "stake", "remedy")]
+            rows = [[name, finding[name]] for name in ("where", "what", "stake", "remedy")]
             parts.append(section(title, "", table((), rows, "left")))
-    parts += [section("Overflows", skipped, table(OVERFLOW, rows, "left")) for skipped, rows in overflows(content)]
+    for skipped, overflowed in overflows(content):
+        parts.append(section("Overflows", skipped, table(OVERFLOW, overflowed, "left") if overflowed else ""))
     parts += map(gradients_of, counted(content))
+    settings = ""
     for title in ("model", "training", "layout", "data", "machine", "versions"):
         named = [(name.replace("_", " "), value) for name, value in content[title].items()]
-        parts.append(section(title.capitalize(), "", table((), named, "left")))
+        settings += f"<div>{section(title.capitalize(), '', table((), named, 'left'))}</div>"
+    style, script = (Path(__file__).with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "mjs"))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'
-        f"<style>{STYLE}</style></head><body><h1>train_gpt.py</h1>{''.join(parts)}</body></html>\n"
+        f"<style>{style}{COLOURS}</style></head><body><main><h1>train_gpt.py</h1>{''.join(parts)}"
+        f'<details><summary>Settings and machine</summary><div class="charts">{settings}</div></details></main>'
+        f'<script type="module">{script}</script></body></html>\n'
     )
 
 
 def write(folder: Path, content: dict[str, Any]) -> list[Path]:
-    """Write the files, each at once, and return their paths. Without matplotlib there is no report.png."""
-    png = picture(content)
-    files = {"report.json": (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()}
-    files |= {"report.png": png} if png else {}
-    files["report.html"] = page(content, png).encode()
+    """Write the files, each at once, and return their paths."""
+    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n", "report.html": page(content)}
     for name, data in files.items():
         unfinished = folder / f".{name}"
-        unfinished.write_bytes(data)
+        unfinished.write_text(data, encoding="utf-8")
         unfinished.replace(folder / name)
     return [folder / name for name in files]

@@ -4,10 +4,13 @@
     product  = signed {("*" | "/") signed}
     signed   = ("+" | "-") signed | power
     power    = atom [("^" | "**") signed]
-    atom     = decimal | hexadecimal float | "inf" | "nan" | "(" sum ")"
+    atom     = decimal | hexadecimal float | "inf" | "nan" | "pi" | "e" | "sqrt" atom | "(" sum ")"
 
-Examples are "1e-400", "0x1.8p-3", "1/3", "2^-24" and "-(1 + 2^-11)/3". The text is not evaluated as Python, and results
-are limited to 2^±65536, which is far beyond the range of every format.
+Examples are "1e-400", "0x1.8p-3", "1/3", "2^-24", "-(1 + 2^-11)/3" and "sqrt(2)/2". The text is not evaluated as
+Python, and results are limited to 2^±65536, which is far beyond the range of every format.
+
+pi, e and roots that are not rational have 50 digits here. That decides every rounding of at most 53 bits, and what is
+computed from them is rational where it agrees with a short fraction to 43 digits, such as sqrt(2)^2.
 """
 
 from __future__ import annotations
@@ -16,6 +19,13 @@ import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
+
+
+class Irrational(Fraction):
+    """The first 50 digits of a number whose digits never end, such as pi: enough to round it to every format."""
+
+    __slots__ = ()
+
 
 Special = float  # an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
 Number = Fraction | Special
@@ -29,18 +39,25 @@ _TOKEN = re.compile(
       (?P<hexadecimal> 0x (?: [0-9a-f]+ (?:\.[0-9a-f]*)? | \.[0-9a-f]+ ) (?: p [+-]?[0-9]+ )? )
     | (?P<decimal> (?: [0-9]+ (?:_[0-9]+)* (?:\.[0-9]*)? | \.[0-9]+ ) (?: e [+-]?[0-9]+ )? )
     | (?P<special> infinity | inf | nan )
+    | (?P<irrational> (?: pi | e | sqrt ) \b )
     | (?P<operator> \*\* | [-+*/^()] )
     """,
     re.VERBOSE,
 )
-_WRITTEN_OTHERWISE = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{INFINITY}": "inf"})
+_WRITTEN_OTHERWISE = str.maketrans(
+    {"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{INFINITY}": "inf", "π": "pi", "√": "sqrt "}
+)
+_CONSTANTS = {
+    "pi": Fraction("3.1415926535897932384626433832795028841971693993751"),
+    "e": Fraction("2.7182818284590452353602874713526624977572470936999"),
+}
 
 
 def parse_number(text: str) -> Number:
     """The exact value of a text.
 
     Returns:
-        A Fraction, or a float for an infinity, NaN or -0.0.
+        A Fraction, `Irrational` if it has only its first digits, or a float for an infinity, NaN or -0.0.
 
     Raises:
         ValueError: the text is not a number, or its magnitude is outside 2^±65536. The message says what is wrong.
@@ -72,12 +89,17 @@ class _Parser:
             at = token.end()
         self._at = 0
         self._depth = 0
+        self._irrational = False
 
     def result(self) -> Number:
         value = self._chain("+-")
         if self._at < len(self._tokens):
             raise self._error(f"{self._tokens[self._at][1]!r} is not expected there")
-        return value
+        if not self._irrational or not isinstance(value, Fraction) or not value:
+            return value
+        unit = Fraction(2) ** (value.numerator.bit_length() - value.denominator.bit_length())
+        near = (value / unit).limit_denominator(2**56) * unit
+        return near if abs(value - near) * 2**145 < abs(value) else Irrational(value)
 
     def _shown(self) -> str:
         return repr(self._text if len(self._text) <= 60 else self._text[:57] + "...")
@@ -85,7 +107,7 @@ class _Parser:
     def _error(self, why: str) -> ValueError:
         return ValueError(
             f"{self._shown()} is not a number: {why}. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), "
-            "inf, nan, fractions (1/3), powers (2^-24), and sums and products of these"
+            "inf, nan, fractions (1/3), powers (2^-24), pi, e, sqrt(2), and sums and products of these"
         )
 
     def _take(self, *operators: str) -> str | None:
@@ -108,7 +130,10 @@ class _Parser:
         if sign in "+-":
             if left == right == 0 and _negative(one) and _negative(other) == (sign == "+"):
                 return one  # -0 + -0 and -0 - 0 are -0; all other sums of zeros are 0
-            return self._limited(left + right if sign == "+" else left - right)
+            value = left + right if sign == "+" else left - right
+            if self._irrational and 0 < abs(value) * 2**60 < abs(left):
+                raise self._error("the first 18 digits cancel out, and of pi, e and roots only 50 are there")
+            return self._limited(value)
         if sign == "/" and right == 0:
             raise self._error("it divides by zero; an infinity is written inf")
         if left == 0 or right == 0:
@@ -156,11 +181,31 @@ class _Parser:
         if kind == "operator":
             raise self._error(f"{token!r} is not expected there")
         self._at += 1
+        if kind == "irrational":
+            return self._root() if token == "sqrt" else self._constant(token)
         if kind == "special":
             return math.nan if token == "nan" else math.inf
         if kind == "hexadecimal":
             return self._literal(token[2:], "p", 16, 2, 4, LARGEST_POWER)
         return self._literal(token.replace("_", ""), "e", 10, 10, 1, _LARGEST_DECIMAL_POWER)
+
+    def _constant(self, name: str) -> Fraction:
+        self._irrational = True
+        return _CONSTANTS[name]
+
+    def _root(self) -> Number:
+        """The square root of the atom that follows."""
+        value = self._deeper(self._atom)
+        square = self._finite(value, "sqrt")
+        if square < 0:
+            raise self._error("a square root of a negative number is not real")
+        top, under = math.isqrt(square.numerator), math.isqrt(square.denominator)
+        if (top * top, under * under) == (square.numerator, square.denominator):
+            return Fraction(top, under) if square else value
+        self._irrational = True
+        product = square.numerator * square.denominator  # the root is that of this, divided by the denominator
+        places = max(0, 166 - product.bit_length() // 2)
+        return self._limited(Fraction(math.isqrt(product << 2 * places), square.denominator << places))
 
     def _deeper(self, rule: Callable[[], Number]) -> Number:
         self._depth += 1

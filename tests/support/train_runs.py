@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import rank_processes
-import report as reports
 import torch
 import torch.distributed as dist
 import train_gpt
@@ -65,8 +64,7 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
-    """Make runs short: no picture in the report, and few rows for validation."""
-    patch.setattr(reports, "picture", lambda content: None)
+    """Make runs short: few rows for validation."""
     patch.setattr(train_gpt, "VALIDATION_ROWS", 16)
 
 

@@ -22,7 +22,7 @@ from halfstep.numerics.messages import instead, printable
 
 PICTURES = (".png", ".svg", ".pdf")
 # The start of a number. No option starts like a negative number.
-_NUMBER = re.compile(r"[-+]?\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?\s*(?:[\d.(∞π√]|inf|nan|(?:pi|e|sqrt)\b)", re.IGNORECASE)
 
 
 def is_number(word: str) -> bool:

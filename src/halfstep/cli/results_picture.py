@@ -41,6 +41,28 @@ def _powers(axes: Any, ticks: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
 
 
+def zones(found: dict[int, int], form: Format, scale: float) -> tuple[dict[str, tuple[float, float]], float, float]:
+    """The exponents before scaling from and to which each kind of number lies, and the ends of an axis to draw them on.
+
+    The arguments are those of `draw_exponents`.
+    """
+    shift = math.log2(scale)
+    limits = {
+        "flushed": (-math.inf, form.emin - form.mantissa - 1 - shift),
+        "subnormal": (form.emin - form.mantissa - 1 - shift, form.emin - shift),
+        "normal": (form.emin - shift, form.emax + 1 - shift),
+        "overflow": (form.emax + 1 - shift, math.inf),
+    }
+    # A format as wide as fp32 says nothing beyond the numbers that are there.
+    if form.emax > 60:
+        return limits, *((min(found) - shift - 4, max(found) - shift + 5) if found else (-20 - shift, 5 - shift))
+    # The zones beyond both ends are wide enough for their names.
+    low = min([*found, form.emin - form.mantissa - 3]) - shift - 1
+    first, last = limits["flushed"][1], limits["overflow"][0]
+    high = max(max([*found, form.emax + 2]) - shift + 2, last + OUTER * (last - low))
+    return limits, min(low, first - OUTER * (high - first)), high
+
+
 def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, scale: float, what: str) -> None:
     """The share of elements of each exponent, as they were before scaling, coloured by what becomes of them.
 
@@ -53,21 +75,7 @@ def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, s
     """
     shift = math.log2(scale)
     total = total or 1
-    limits = {
-        "flushed": (-math.inf, form.emin - form.mantissa - 1 - shift),
-        "subnormal": (form.emin - form.mantissa - 1 - shift, form.emin - shift),
-        "normal": (form.emin - shift, form.emax + 1 - shift),
-        "overflow": (form.emax + 1 - shift, math.inf),
-    }
-    low = min([*found, form.emin - form.mantissa - 3]) - shift - 1
-    high = max([*found, form.emax + 2]) - shift + 2
-    # A format as wide as fp32 says nothing beyond the numbers that are there.
-    if form.emax > 60:
-        low, high = (min(found) - shift - 4, max(found) - shift + 5) if found else (-20 - shift, 5 - shift)
-    else:  # the zones beyond both ends are wide enough for their names
-        first, last = limits["flushed"][1], limits["overflow"][0]
-        high = max(high, last + OUTER * (last - low))
-        low = min(low, first - OUTER * (high - first))
+    limits, low, high = zones(found, form, scale)
     for kind, (start, end) in limits.items():
         if max(start, low) < min(end, high):
             axes.axvspan(max(start, low), min(end, high), color=KINDS[kind][0], alpha=0.10, linewidth=0)

@@ -7,6 +7,7 @@ import random
 import shlex
 import subprocess
 import sys
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -81,11 +82,54 @@ def test_what_becomes_of_nan_and_subnormals() -> None:
         ({"c": "0x7e00", "f": "fp16"}, {"step": 1}, "0x7e01"),  # among NaNs, which have no order, the next code
         ({"c": "0x7f", "f": "e4m3"}, {"flip": 7}, "0xff"),
         ({"c": "127", "f": "int8"}, {"step": 1}, "0x7f"),
+        ({"x": "0.1", "f": "bf16"}, {"flip": 0, "to": 1}, "0x3dcd"),
+        ({"x": "0.1", "f": "bf16"}, {"flip": 15, "to": 1}, "0xbdcd"),
+        ({"x": "0.1", "f": "bf16"}, {"field": ["exponent", "0b1111100"]}, "0x3e4d"),
+        ({"x": "-1", "f": "e4m3"}, {"field": ["mantissa", "7"]}, "0xbf"),
+        ({"x": "-1", "f": "fp64"}, {"field": ["sign", ""]}, "0x3ff0000000000000"),
     ],
 )
 def test_a_move_leads_to_a_code(state: dict[str, str], move: dict[str, int], code: str) -> None:
     shown = explored(move, **state)
     assert shown["state"]["c"] == shown["fields"]["c"] == code and "x" not in shown["state"]
+
+
+def test_a_field_that_cannot_be_typed_leaves_the_number() -> None:
+    for typed, error in (("300", "exponent of bf16 to be from 0 to 255, but got 300"), ("x", "but got 'x'")):
+        shown = explored({"field": ["exponent", typed]}, x="0.1", f="bf16")
+        assert error in shown["error"] and shown["state"]["x"] == "0.1" and shown["fields"]["c"] == "0x3dcd"
+
+
+def test_the_headline_has_all_digits_or_leads_to_them() -> None:
+    assert explored(x="pi", f="bf16")["chosen"]["value"] == ["3.140625", ""]
+    short, digits = explored(x="0.1", f="fp64")["chosen"]["value"]
+    assert short == "≈0.100000000000000005551115" and digits == str(Decimal.from_float(0.1))
+    assert [explored(x=text)["chosen"]["value"][0] for text in ("nan", "-inf", "-0")] == ["nan", "-inf", "-0"]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp64", "e5m7"])
+def test_where_a_number_lies_in_every_format(form: str) -> None:
+    for text in ("1e-320", "1e-40", "-1e-8", "2^-6", "0.1", "6", "-464", "65520", "1e30", "1e200"):
+        shown = explored(x=text, f=form)["all"]["range"]
+        magnitude, sentence = abs(float(parse_number(text))), shown["words"].rstrip(".").split("; ")
+        listed = {part.rpartition(" of ")[0] or "subnormal": part.split(" ") for part in sentence[1:]}
+        for name, least, normal, most, _ in shown["rows"]:
+            limits = formats[name]
+            for word, here, drawn in (
+                ("below the least", magnitude < limits.min_subnormal, shown["at"] <= least),
+                ("subnormal", limits.min_subnormal <= magnitude < limits.min_normal, least <= shown["at"] <= normal),
+                ("beyond the largest", magnitude > limits.max, shown["at"] >= most),
+            ):
+                assert here == any(name == each.strip(",") for each in listed.get(word, [])), (text, name, word)
+                assert drawn or not here
+    assert [explored(x=text)["all"]["range"]["at"] for text in ("0", "inf", "nan")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "move", [{"field": 5}, {"field": ["x", "1"]}, {"field": [1]}, {"flip": "a"}, {"step": [], "to": {}}]
+)
+def test_a_move_that_the_page_does_not_make_does_no_harm(move: dict[str, Any]) -> None:
+    assert explored(move, x="0.1")["state"]["c"].startswith("0x3dc")
 
 
 def test_two_formats_compared() -> None:

@@ -25,6 +25,7 @@ from halfstep.cli.pages import server as serving
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.html import html
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS
+from halfstep.numerics.formats.table import formats
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
@@ -52,6 +53,17 @@ const key = async (name) => {
   await settle();
 };
 const click = async (node) => { node.click(); await settle(); };
+const point = (name, node, x) => node.dispatchEvent(
+  new PointerEvent(name, { bubbles: true, cancelable: true, clientX: x, clientY: node.getBoundingClientRect().y + 9 }));
+const sweep = async (from, to) => { // as a mouse does, and the click after it
+  from.scrollIntoView();
+  const [start, end] = [from, to].map((node) => node.getBoundingClientRect().x + 9);
+  point("pointerdown", from, start);
+  for (let part = 1; part <= 3; part += 1) point("pointermove", from, start + ((end - start) * part) / 3);
+  point("pointerup", from, end);
+  (from === to ? from : from.parentElement).click();
+  await settle();
+};
 """
 
 
@@ -100,6 +112,16 @@ def test_a_visit_of_the_explorer(visit: Any) -> None:
         await click($("theme")); done.push(shown());                                         // 8
         location.hash = "c=0x7fc1&f=bf16&g=fp16&o=zzz&theme=light"; await settle();
         done.push({ ...shown(), overflow: $("o").value });                                   // 9
+        location.hash = "x=1.125&f=bf16&g="; await settle();
+        const mantissa = [...$("bits").querySelectorAll(".mantissa button")];
+        await sweep(mantissa[1], mantissa[5]); done.push({ ...shown(), value: $("value").textContent }); // 10
+        await sweep(mantissa[6], mantissa[6]); await key("ArrowLeft"); done.push(shown());       // 11
+        const field = $("bits").querySelector("[data-field=exponent]");
+        field.focus(); field.value = "0b1"; field.dispatchEvent(new Event("input", { bubbles: true })); await settle();
+        field.value = "256"; field.dispatchEvent(new Event("input", { bubbles: true })); await settle();
+        done.push({ ...shown(), typed: field.value, digits: $("digits").hidden });           // 12
+        field.blur(); await settle();
+        done.push({ typed: field.value, marks: $("range").querySelectorAll("rect").length }); // 13
         location.hash = new URLSearchParams({ f: "bf16", x: BAD }); await settle(); done.push(shown());
         """,
     )
@@ -124,11 +146,17 @@ def test_a_visit_of_the_explorer(visit: Any) -> None:
     assert at[7].startswith("unknown format 'bogus'")
     assert {at[8]["theme"], at[9]["theme"]} == {"dark", "light"} and "theme=dark" in at[8]["hash"]
     assert (at[9]["title"], at[9]["overflow"]) == ("0x7fc1 in bf16 is nan: exact", "inf")
+    assert (at[10]["title"], at[10]["value"]) == ("0x3fbe in bf16 is 1.484375: exact", "1.484375")
+    assert at[10]["focus"] == "mantissa bit 1: 1"  # where the drag ended
+    assert "c=0x3fbf" in at[11]["hash"] and at[11]["focus"] == "mantissa bit 1: 1"
+    assert "c=0x00bf" in at[12]["hash"] and at[12]["error"].endswith("from 0 to 255, but got 256")
+    assert at[12]["typed"] == "256" and not at[12]["digits"]
+    assert at[13] == {"typed": "1", "marks": 4 * len(formats)}
     assert (
-        at[10]["images"] == 0
-        and at[10]["page"].startswith("Number")
-        and "'<img" in at[10]["error"]
-        and " '<img" in at[10]["command"]
+        at[14]["images"] == 0
+        and at[14]["page"].startswith("Number")
+        and "'<img" in at[14]["error"]
+        and " '<img" in at[14]["command"]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 import time
 from fractions import Fraction
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.numerics.formats.exact import exact
-from halfstep.numerics.formats.parse import LARGEST_POWER, parse_number
+from halfstep.numerics.formats.parse import LARGEST_POWER, Irrational, parse_number
 
 
 @pytest.mark.parametrize(
@@ -54,12 +55,39 @@ from halfstep.numerics.formats.parse import LARGEST_POWER, parse_number
         ("0", Fraction(0)),
         ("-0 + 0", Fraction(0)),
         ("1 - 1", Fraction(0)),
+        ("sqrt(9/4)", Fraction(3, 2)),
+        ("sqrt 2^-24", Fraction(1, 2**12)),
+        ("sqrt(2)^2", Fraction(2)),
+        ("sqrt(2)*sqrt(8)/3", Fraction(4, 3)),
+        ("pi/pi", Fraction(1)),
+        ("e - e", Fraction(0)),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_numbers(text: str, value: Fraction) -> None:
     found = parse_number(text)
-    assert found == value and isinstance(found, Fraction)
+    assert found == value and type(found) is Fraction
+
+
+def test_digits_of_numbers_that_no_fraction_is() -> None:
+    context = decimal.Context(prec=60)
+    near = {
+        "e": context.exp(1),
+        "sqrt(2)": context.sqrt(2),
+        "√3*1e-300": context.sqrt(3).scaleb(-300, context),
+        "e^89": context.exp(89),
+    }
+    near["4*(0*sqrt(4) + π/4)"] = 16 * _arctangent(5) - 4 * _arctangent(239)  # Machin
+    near["sqrt(1/3)"] = context.divide(1, context.sqrt(3))
+    for text, value in near.items():
+        found = parse_number(text)
+        assert isinstance(found, Irrational) and abs(found / Fraction(value) - 1) < 10**-47, text
+    assert isinstance(parse_number("-pi"), Irrational) and parse_number("-pi") == -parse_number("pi")
+
+
+def _arctangent(x: int) -> Fraction:
+    """Of 1 / x."""
+    return sum((Fraction((-1) ** n, (2 * n + 1) * x ** (2 * n + 1)) for n in range(45)), Fraction(0))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +129,12 @@ def test_specials() -> None:
         ("2 * nan", "'*' is not defined here"),
         ("2^inf", "'^' is not defined here"),
         ("2^0.5", "an exponent is not an integer"),
+        ("sqrt(-1)", "a square root of a negative number is not real"),
+        ("sqrt(inf)", "'sqrt' is not defined here for infinities"),
+        ("sqrt(2)*sqrt(3) - sqrt(6)", "the first 18 digits cancel out"),
+        ("epi", "'epi' is not understood"),
+        ("sqrt" * 3, "is not understood"),
+        ("sqrt " * 60 + "1", "it is nested more than 50 deep"),
         ("(" * 60 + "1" + ")" * 60, "it is nested more than 50 deep"),
         ("2^" * 60 + "1", "it is nested more than 50 deep"),
         ("1e99999", "Expected magnitudes from 2^-65536 to 2^65536, also of intermediate results, but got '1e99999':"),
@@ -136,7 +170,7 @@ def test_floats_come_back_as_repr_and_hex(value: float) -> None:
     assert math.copysign(1, float(parse_number(value.hex()))) == math.copysign(1, value)
 
 
-@given(st.text(alphabet="0123456789.+-*/^()exp_ inf", max_size=30))
+@given(st.text(alphabet="0123456789.+-*/^()exp_ infπ√", max_size=30))
 def test_anything_gives_a_number_or_a_value_error(text: str) -> None:
     try:
         found = parse_number(text)

@@ -33,7 +33,7 @@ class Typed(NamedTuple):
         exact = [words for words in number_dict(self.number).values() if words and len(words) <= 40]
         if isinstance(self.number, float):
             exact = exact[:1]
-        return " = ".join(dict.fromkeys((self.text, *(exact or [fitting(self.number, 0, 17)]))))
+        return " = ".join(dict.fromkeys((self.text, *(exact or [fitting(self.number, 0, 17)])))).replace("= ≈", "≈ ")
 
 
 class Code(NamedTuple):

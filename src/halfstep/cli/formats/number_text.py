@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
-from halfstep.numerics.formats.parse import Number
+from halfstep.numerics.formats.parse import Irrational, Number
 from halfstep.numerics.formats.table import Format
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads
@@ -36,7 +36,7 @@ def _placed(x: Decimal, most: int = _MOST_POSITIONAL) -> str:
 
 def decimal(x: Fraction) -> str | None:
     """All decimal digits of `x`; None if there are infinitely many, as for 1/3, or too many to read."""
-    if max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
+    if isinstance(x, Irrational) or max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
         return None
     try:
         exact = _quotient(x, _EXACT)
@@ -89,7 +89,7 @@ def hex_float(x: Fraction) -> str | None:
     """`x` as a hexadecimal float of C and Python, ``0x1.4p+1``; None if it is not a binary fraction."""
     if x == 0:
         return "0x0p+0"
-    if x.denominator & (x.denominator - 1):
+    if isinstance(x, Irrational) or x.denominator & (x.denominator - 1):
         return None
     exponent = power_of_two(x)
     mantissa = abs(x) / Fraction(2) ** exponent - 1
@@ -122,5 +122,7 @@ def number_dict(number: Number) -> dict[str, str | None]:
     if isinstance(number, float):
         zero = number == 0
         return {"decimal": special(number), "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
-    legible = number.denominator.bit_length() < 8000 > number.numerator.bit_length()
+    legible = (
+        not isinstance(number, Irrational) and number.denominator.bit_length() < 8000 > number.numerator.bit_length()
+    )
     return {"decimal": decimal(number), "hex": hex_float(number), "fraction": str(number) if legible else None}

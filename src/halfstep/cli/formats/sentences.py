@@ -7,6 +7,7 @@ from fractions import Fraction
 from halfstep.cli.formats.number_text import among, power, whole
 from halfstep.cli.formats.values import DoubleRounding, Encoded, Stored, distance, overflow_threshold, overflows
 from halfstep.numerics.formats.exact import encode_exact, next_down_exact, next_up_exact, power_of_two
+from halfstep.numerics.formats.parse import Irrational
 
 _DIRECTIONS = {"toward_zero": "toward zero", "odd": "to odd", "up": "up", "down": "down"}
 _TAKEN = {"toward_zero": "the one nearer to zero", "up": "the upper one", "down": "the lower one"}
@@ -78,6 +79,8 @@ def _obstacle(result: Encoded) -> list[str]:
         return []
     if format.kind == "integer":
         return [f"The number is not an integer, and {format.name} has integers only."]
+    if isinstance(result.number, Irrational):
+        return ["The digits of the number never end: no format has it exactly."]
     if denominator & (denominator - 1):
         shown = str(number) if max(denominator, numerator).bit_length() < 80 else ""
         terms = f"The number is {shown} in lowest terms, and {denominator} is not a power of two"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.number_text import number_dict
 from halfstep.numerics.formats.exact import decode_exact, encode_exact, ulp_exact
-from halfstep.numerics.formats.parse import Number
+from halfstep.numerics.formats.parse import Irrational, Number
 from halfstep.numerics.formats.table import Format, formats
 
 
@@ -99,7 +99,8 @@ class Encoded:
         """The stored value minus the given one; None unless both are finite."""
         if self.stored is None or not finite(self.number) or not finite(self.stored.value):
             return None
-        return Fraction(self.stored.value) - Fraction(self.number)
+        error = Fraction(self.stored.value) - Fraction(self.number)
+        return Irrational(error) if isinstance(self.number, Irrational) else error
 
     @property
     def ulps(self) -> Fraction | None:

@@ -7,7 +7,7 @@ export let answer = start.answer;
 // ----------------------------------------------------------------------------------------------- elements and tables
 
 export function element(tag, attributes = {}, ...children) {
-  const svg = ["path", "text"].includes(tag);
+  const svg = ["g", "path", "rect", "text", "title"].includes(tag);
   const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "style") Object.assign(node.style, value);
@@ -159,7 +159,7 @@ function setTheme(name) {
   if (theme) document.documentElement.dataset.theme = theme;
 }
 
-async function copy(text, what) {
+export async function copy(text, what) {
   try {
     await navigator.clipboard.writeText(text);
     $("status").textContent = `${what} copied.`;

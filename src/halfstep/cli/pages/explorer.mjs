@@ -1,26 +1,33 @@
 // The explorer of formats: fields and bits ask, and the answer is drawn.
-import { $, answer, change, element, paragraphs, run, start, table, typed } from "./common.mjs";
+import { $, answer, change, copy, element, paragraphs, run, start, table, typed } from "./common.mjs";
 
 const FIELDS = ["x", "f", "c", "r", "o", "n", "s", "g"];
 const CELLS = ["Stored", "Code", "Error, ulps", "Outcome"];
-const opened = new Set(); // facts whose long texts are shown whole
+const bits = () => [...$("bits").querySelectorAll("button")];
 
 function drawFields() {
   for (const id of FIELDS) if (document.activeElement !== $(id) || $(id).tagName === "SELECT") $(id).value = answer.fields[id] ?? "";
 }
 
 function drawBits(fields) {
-  const focused = document.activeElement.dataset?.bit;
-  let at = fields.reduce((count, [, bits]) => count + bits.length, 0);
-  const button = (name, bit) => {
-    at -= 1;
-    return element("button", { type: "button", "data-bit": at, tabindex: -1, "aria-label": `${name} bit ${at}: ${bit}` }, bit);
-  };
-  $("bits").replaceChildren(...fields.map(([name, bits, label]) => element("div", { class: name }, element("span", {}, label),
-    element("div", {}, ...[...bits].map((bit) => button(name, bit))))));
-  const again = $("bits").querySelector(`[data-bit="${focused}"]`);
-  (again ?? $("bits").querySelector("button")).tabIndex = 0;
-  again?.focus();
+  const shape = fields.map(([name, bits, number]) => `${name}${bits.length}${number && ","}`).join();
+  if ($("bits").dataset.shape !== shape) { // of another format
+    let at = fields.reduce((count, [, bits]) => count + bits.length, 0);
+    const button = () => element("button", { type: "button", "data-bit": (at -= 1), tabindex: -1 });
+    $("bits").replaceChildren(...fields.map(([name, bits, number]) => element("div", { class: name },
+      number ? element("label", {}, `${name} `, element("input", { "data-field": name, size: number.length + (name !== "sign"), autocomplete: "off" })) : element("span", {}, name),
+      element("div", {}, ...[...bits].map(button)))));
+    $("bits").dataset.shape = shape;
+    bits()[0].tabIndex = 0;
+  }
+  const digits = fields.flatMap(([name, texts]) => [...texts].map((digit) => [name, digit]));
+  bits().forEach((each, i) => {
+    each.textContent = digits[i][1];
+    each.ariaLabel = `${digits[i][0]} bit ${each.dataset.bit}: ${digits[i][1]}`;
+  });
+  for (const input of $("bits").querySelectorAll("input")) {
+    if (input !== document.activeElement) input.value = fields.find(([name]) => name === input.dataset.field)[2];
+  }
 }
 
 function drawLine(line) {
@@ -34,24 +41,35 @@ function drawLine(line) {
   );
 }
 
-function fact([term, text]) {
-  if (text.length <= 100) return [element("dt", {}, term), element("dd", {}, text)];
-  const summary = element("summary", {}, `${text.slice(0, 30)}…, ${text.length} characters`);
-  const details = element("details", opened.has(term) ? { open: "" } : {}, summary, text);
-  details.addEventListener("toggle", () => (details.open ? opened.add(term) : opened.delete(term)));
-  return [element("dt", {}, term), element("dd", {}, details)];
+const label = (across, down, anchor, text) => element("text", { x: across, y: down, "text-anchor": anchor }, text);
+const widthOf = (id) => Math.max(280, Math.min(704, $(id).parentElement.clientWidth || 704));
+
+// A bar for each format, from its least number to its largest, and a line where the number lies.
+function drawRange({ at, rows, ticks, words }, here) {
+  const [left, right, row] = [84, widthOf("range") - 22, 17];
+  const bottom = row * rows.length + 4;
+  const x = (percent) => left + ((right - left) * percent) / 100;
+  const zone = (name, from, to, y, height) => element("rect", { class: name, x: x(from), y, width: x(to) - x(from), height });
+  $("range").setAttribute("viewBox", `0 0 ${right + 22} ${bottom + 18}`);
+  $("range").replaceChildren(
+    ...rows.map(([name, least, normal, most, limits], i) => element("g", name === here ? { class: "here" } : {},
+      element("title", {}, `${name}: ${limits}`), label(left - 6, row * i + 13, "end", name),
+      zone("below", 0, least, row * i + 7, 3), zone("subnormal", least, normal, row * i + 2, 13),
+      zone("normal", normal, most, row * i + 2, 13), zone("overflow", most, 100, row * i + 7, 3))),
+    ...ticks.map(([percent, text]) => label(x(percent), bottom + 13, "middle", text)),
+    ...(at === null ? [] : [element("path", { class: "at", d: `M${x(at)} 0V${bottom}` })]));
+  $("range-words").textContent = words;
 }
 
 // Heights over exponents as steps. 0 numbers lie on the axis.
 function drawDensity(runs, names) {
-  const width = Math.max(280, Math.min(704, $("density").parentElement.clientWidth || 704));
+  const width = widthOf("density");
   const [left, right, top, bottom] = [40, width - 24, 10, 172];
   const [first, last] = [runs[0][0], runs.at(-1)[1]];
   const most = Math.max(...runs.flatMap(([, , ...heights]) => heights));
   const x = (exponent) => left + ((right - left) * (exponent - first)) / (last - first);
   const y = (height) => bottom - ((bottom - top) * height) / most;
   const path = (i) => `M${left} ${bottom}${runs.map((run) => `L${x(run[0])} ${y(run[2 + i])}H${x(run[1])}`).join("")}V${bottom}`;
-  const label = (across, down, anchor, text) => element("text", { x: across, y: down, "text-anchor": anchor }, text);
   const marks = [];
   const every = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].find((step) => ((last - first) / step) * 72 <= width);
   for (let e = Math.ceil(first / every) * every; e <= last; e += every) marks.push(label(x(e), bottom + 16, "middle", `2^${e}`));
@@ -86,16 +104,18 @@ function draw() {
   drawFields();
   for (const [id, shown] of [["chosen", chosen], ["every", all]]) $(id).hidden = !shown;
   if (chosen) {
+    [$("value").textContent, $("digits").hidden] = [chosen.value[0], !chosen.value[1]];
     $("title").textContent = chosen.title;
     drawBits(chosen.bits);
     drawLine(chosen.line);
     paragraphs("why", chosen.why);
-    $("facts").replaceChildren(...chosen.facts.flatMap(fact));
+    $("facts").replaceChildren(...chosen.facts.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)]));
     table("modes", ["Rounding", ...CELLS], chosen.modes.rows, { here: (i) => chosen.modes.rows[i][0] === chosen.modes.here });
   }
   if (all) {
     const choose = (i) => edit("f", all.rows[i][0]);
     table("all", ["Format", ...CELLS], all.rows, { choose, here: (i) => all.rows[i][0] === all.here });
+    drawRange(all.range, all.here);
   }
   drawPair(pair);
 }
@@ -123,27 +143,53 @@ $("fields").addEventListener("submit", (event) => event.preventDefault());
 $("previous").addEventListener("click", () => move({ step: -1 }));
 $("next").addEventListener("click", () => move({ step: 1 }));
 
-function focusBit(i) {
-  const all = [...$("bits").querySelectorAll("button")];
-  const button = all[Math.max(0, Math.min(all.length - 1, i))];
-  for (const each of all) each.tabIndex = each === button ? 0 : -1;
+$("digits").addEventListener("click", () => copy(answer.chosen.value[1], "All digits"));
+
+function focusBit(button) {
+  for (const each of bits()) each.tabIndex = each === button ? 0 : -1;
   button.focus();
 }
-$("bits").addEventListener("click", ({ target }) => {
-  if (!target.dataset.bit) return;
-  focusBit([...$("bits").querySelectorAll("button")].indexOf(target));
+
+// Pressing a bit flips it, and dragging gives the bits on the way the same digit.
+let drag = null; // { to, last }
+function dragTo(bit) {
+  while (drag.last !== bit) {
+    drag.last = drag.last === null ? bit : drag.last + Math.sign(bit - drag.last);
+    move({ flip: drag.last, to: drag.to });
+  }
+  focusBit($("bits").querySelector(`[data-bit="${bit}"]`));
+}
+$("bits").addEventListener("pointerdown", (event) => {
+  if (!event.target.dataset.bit || event.button) return;
+  event.preventDefault(); // nothing is selected
+  drag = { to: 1 - Number(event.target.textContent), last: null };
+  dragTo(Number(event.target.dataset.bit));
+});
+$("bits").addEventListener("pointermove", ({ clientX, clientY }) => {
+  const bit = drag && document.elementFromPoint(clientX, clientY)?.dataset.bit;
+  if (bit) dragTo(Number(bit));
+});
+for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => setTimeout(() => { drag = null; })); // after the click
+$("bits").addEventListener("click", ({ target }) => { // by a key, or by a program that reads the page aloud
+  if (!target.dataset.bit || drag) return;
+  focusBit(target);
   move({ flip: Number(target.dataset.bit) });
 });
+$("bits").addEventListener("input", ({ target }) => typed(() => ({ state: answer.state, move: { field: [target.dataset.field, target.value] } })));
+$("bits").addEventListener("blur", () => setTimeout(() => answer.chosen && drawBits(answer.chosen.bits), 200), true);
 $("bits").addEventListener("keydown", (event) => {
-  const all = [...$("bits").querySelectorAll("button")];
-  const at = all.indexOf(document.activeElement);
+  const all = bits();
+  const at = all.indexOf(event.target);
   const bit = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: all.length - 1 }[event.key];
   const step = { ArrowUp: 1, ArrowDown: -1 }[event.key];
-  if (event.altKey || event.ctrlKey || event.metaKey || (bit === undefined && !step)) return;
+  if (at < 0 || event.altKey || event.ctrlKey || event.metaKey || (bit === undefined && !step)) return;
   event.preventDefault();
   if (step) move({ step });
-  else focusBit(bit);
+  else focusBit(all[Math.max(0, Math.min(all.length - 1, bit))]);
 });
-addEventListener("resize", () => answer.pair?.heights && drawDensity(answer.pair.heights, answer.pair.names));
+addEventListener("resize", () => {
+  if (answer.all) drawRange(answer.all.range, answer.all.here);
+  if (answer.pair?.heights) drawDensity(answer.pair.heights, answer.pair.names);
+});
 
 run(draw);

@@ -6,13 +6,14 @@ format to compare with; ``r``, the rounding mode; ``o``, ``n`` and ``s``, what o
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from halfstep.cli.formats.compare import lowest_exponent, pair_words, shared_in
-from halfstep.cli.formats.number_text import among, fitting, hex_float, power, rounded, special, whole
+from halfstep.cli.formats.number_text import among, fitting, hex_float, power, rounded, short, special, whole
 from halfstep.cli.formats.properties import figures, large
 from halfstep.cli.formats.sentences import double_rounding_words, reasons
 from halfstep.cli.formats.values import Encoded, Stored, between, chances, double_roundings, finite
@@ -37,8 +38,9 @@ CHOICES = {
     "n": [[mode, mode] for mode in NANS],
     "s": [["1", "kept"], ["0", "flushed to zero"]],
 }
-_CODE = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
+_INTEGER = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
 _NEAR = 4  # numbers of each format that are shown below and above
+_LONGEST = 40  # characters of a headline
 
 
 class _Question(NamedTuple):
@@ -69,7 +71,11 @@ class _Question(NamedTuple):
 
 
 def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a state, after a move: ``flip``, the bit of a code, or ``step``, 1 or -1, to the next number."""
+    """The answer to a state, after a move.
+
+    Moves: ``flip``, the bit of a code, unless it is already ``to``; ``field``, the name of a field of the code and what
+    it becomes; ``step``, 1 or -1, to the next number.
+    """
     state = {**EXAMPLE, **{key: text for key, text in state.items() if key in (*EXAMPLE, "c")}}
     for key, choices in CHOICES.items():
         if [state[key]] not in [choice[:1] for choice in choices]:
@@ -81,14 +87,18 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         format = _format(state["f"])
         question = _question(state, format)
         here, answer["error"] = question.result(format)
-        if here.stored is not None and {"flip", "step"} & set(move):
-            return explorer({**state, "c": _moved(here.stored, move)}, {})
+        if here.stored is not None and {"flip", "field", "step"} & set(move):
+            try:
+                return explorer({**state, "c": _moved(here.stored, move)}, {})
+            except ValueError as error:
+                answer["error"] = str(error)
         answer["fields"]["x"] = state.get("x", whole(question.number))
         if here.stored is not None:
             answer["fields"]["c"] = here.stored.hex
             answer["chosen"] = _chosen(question, here, here.stored)
         every = formats.values() if format.name in formats else [format, *formats.values()]
         answer["all"] = {"rows": [_row(each.name, *question.result(each)) for each in every], "here": format.name}
+        answer["all"]["range"] = _range(question.number, format, list(every))
     except ValueError as error:
         answer["error"] = str(error)
     other = [("format", state["g"])] if state["g"].strip() else []
@@ -112,22 +122,36 @@ def _question(state: dict[str, str], format: Format) -> _Question:
     how = state["r"], state["o"], state["n"], state["s"] == "1"
     if not (typed := state.get("c")):
         return _Question(parse_number(state["x"]), format, None, state["x"].strip(), *how)
-    if not (match := _CODE.fullmatch(typed)):
-        raise ValueError(f"Expected a code such as 0x3dcd, 0b101 or 61, but got {typed!r}")
-    digits = match[1].replace("_", "").lower()
-    code = int(digits, 0 if digits[:2] in ("0x", "0b") else 10)
+    code = _integer(typed, "a code")
     return _Question(decode_exact(code, format), format, code, Stored(code, format).hex, *how)
+
+
+def _integer(typed: str, what: str) -> int:
+    """An integer in hexadecimal, binary or decimal."""
+    if not (match := _INTEGER.fullmatch(typed)):
+        raise ValueError(f"Expected {what} such as 0x3dcd, 0b101 or 61, but got {typed!r}")
+    digits = match[1].replace("_", "").lower()
+    return int(digits, 0 if digits[:2] in ("0x", "0b") else 10)
 
 
 def _moved(stored: Stored, move: dict[str, Any]) -> str:
     """The code after a move. Among the codes of NaN, which have no order, a step leads to the next code."""
-    format, step = stored.format, 1 if move.get("step") == 1 else -1
-    if isinstance(move.get("flip"), int):
-        code = stored.code ^ 1 << move["flip"] % format.bits
-    elif stored.sort == "nan":
-        code = (stored.code + step) % format.codes
-    else:
-        code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
+    format, step, code = stored.format, 1 if move.get("step") == 1 else -1, stored.code
+    fields = dict(stored.fields)
+    match move:
+        case {"field": [str(name), str(typed)]} if name in fields:
+            value, width = _integer(typed or "0", f"a number for the {name}"), len(fields[name])
+            if value >> width:
+                raise ValueError(
+                    f"Expected the {name} of {format.name} to be from 0 to {2**width - 1}, but got {typed}"
+                )
+            code = int("".join({**fields, name: f"{value:0{width}b}"}.values()), 2)
+        case {"flip": int(bit)}:
+            code ^= ((code >> bit % format.bits & 1) != move.get("to")) << bit % format.bits
+        case _ if stored.sort == "nan":
+            code = (code + step) % format.codes
+        case _:
+            code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
     return Stored(code, format).hex
 
 
@@ -152,20 +176,19 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
 
 def _chosen(question: _Question, here: Encoded, stored: Stored) -> dict[str, Any]:
     """The number in the chosen format."""
-    away = f", {here.ulps_text} ulp" if here.error else ""
+    away, value = f", {here.ulps_text} ulp" if here.error else "", whole(stored.value)
     return {
+        "value": [fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
         "title": f"{_cut(question.name, 40)} in {here.format.name} is {stored.text(24)}: {_outcome(here)}{away}",
-        "bits": [[name, digits, _field(name, digits, here.format)] for name, digits in stored.fields],
+        "bits": [
+            [name, digits, "" if here.format.kind == "integer" else str(int(digits, 2))]
+            for name, digits in stored.fields
+        ],
         "line": _line(question, here),
         "why": _why(question, here),
         "facts": _facts(here, stored),
         "modes": {"rows": _modes(question, here.format), "here": question.rounding},
     }
-
-
-def _field(name: str, digits: str, format: Format) -> str:
-    """The label of a field of the code: its name, and its value as an integer."""
-    return name if name == "sign" or format.kind == "integer" else f"{name}: {int(digits, 2)}"
 
 
 def _why(question: _Question, here: Encoded) -> list[str]:
@@ -218,11 +241,13 @@ def _formula(stored: Stored) -> str:
 def _facts(here: Encoded, stored: Stored) -> list[list[str]]:
     value, format = stored.value, here.format
     rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {stored.bits}")]
-    rows += [("formula", _formula(stored)), ("exact value", whole(value))]
+    rows += [("formula", _formula(stored))]
     if isinstance(value, Fraction) and value:
         top, under = value.numerator, value.denominator
         rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or "")]
-        rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else str(value))]
+        zeros = (top & -top).bit_length() - 1
+        integer = f"{top >> zeros} · 2^{zeros}" if zeros > 30 else str(value)
+        rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else integer)]
     if here.error is not None:
         rows.append(("error", _cut(whole(here.error), 60) + (f" = {here.ulps_text} ulp" if here.error else "")))
     if finite(value):
@@ -244,6 +269,43 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
     if question.code is not None or len({end.stored for _, (end, _) in ends}) == 1:
         ends = [(Fraction(1), question.result(format, "nearest"))]
     return rows + [[*_row("stochastic", *end)[:4], f"with {rounded(100 * share, 6)} %"] for share, end in ends]
+
+
+# -------------------------------------------------------------------------------------------------------- all formats
+
+
+def _log2(x: Fraction) -> float:
+    return math.log2(x.numerator) - math.log2(x.denominator)
+
+
+def _range(number: Number, format: Format, every: list[Format]) -> dict[str, Any]:
+    """Where the number lies in the range of each format, in percent of an axis of powers of two.
+
+    The axis is that of fp32, or longer if the format or the number needs it, but no longer than that of fp64.
+    """
+    magnitude = abs(Fraction(number)) if finite(number) else Fraction(0)
+    at = _log2(magnitude) if magnitude else None
+    ends = [(lowest_exponent(each) - 4, each.emax + 5) for each in (formats["fp32"], format, formats["fp64"])]
+    low, high = (pick(end[i] for end in ends[:2]) for i, pick in enumerate((min, max)))
+    if at is not None:
+        low, high = max(min(low, int(at) - 4), ends[2][0]), min(max(high, int(at) + 4), ends[2][1])
+
+    def percent(exponent: float) -> float:
+        return round(100 * min(max((exponent - low) / (high - low), 0), 1), 1)
+
+    rows: list[list[Any]] = []
+    where: dict[str, list[str]] = {"subnormal in": [], "below the least of": [], "beyond the largest of": []}
+    for each in every:
+        limits = [Fraction(limit) for limit in (each.min_subnormal, each.min_normal, each.max)]
+        rows.append([each.name, *(percent(_log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
+        beyond = [limits[0] <= magnitude < limits[1], magnitude < limits[0], magnitude > limits[2]]
+        for names in itertools.compress(where.values(), beyond):
+            names.append(each.name)
+    words = [f"{text} {', '.join(names)}" for text, names in where.items() if names]
+    words = [f"The magnitude is 2^{at:.2f}", *words] if at is not None else ["It has no place on this axis"]
+    step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
+    ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
+    return {"at": None if at is None else percent(at), "rows": rows, "ticks": ticks, "words": "; ".join(words) + "."}
 
 
 # -------------------------------------------------------------------------------------------------------- two formats
