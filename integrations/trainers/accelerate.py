@@ -200,5 +200,5 @@ class Accelerator(accelerate.Accelerator):
                 one._loading = False
 
     def scaler_metrics(self) -> dict[str, float]:
-        """``loss_scale`` and ``skipped_steps`` for `log`; empty without a scaler. Waits for the device."""
+        """``halfstep/scale`` and ``halfstep/skipped`` for `log`; empty without a scaler."""
         return scaler_metrics(self.scaler)

@@ -108,11 +108,5 @@ def awaits_step(scaler: GradScaler) -> bool:
 
 
 def scaler_metrics(scaler: Any) -> dict[str, float]:
-    """The loss scale, and the number of steps skipped since the start of the process as far as the host knows.
-
-    Empty without a scaler of halfstep. `get_scale` waits for the device, so call this where something is logged, not in
-    each step.
-    """
-    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
-        return {}
-    return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skips_known())}
+    """The `scalars` of a scaler; empty without one of halfstep."""
+    return scaler.scalars() if isinstance(scaler, GradScaler) else {}
