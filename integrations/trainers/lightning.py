@@ -133,7 +133,7 @@ class ScalerMonitor(Callback):
     """Logs the `scalars` of the precision plugin's scaler, or of a monitor, after each step that Lightning logs.
 
     Args:
-        monitor: a `halfstep.AmpMonitor` of the module, which is attached to the first optimizer during `fit`.
+        monitor: a `halfstep.AmpMonitor` of the module, which is attached to the first optimizer.
     """
 
     def __init__(self, monitor: AmpMonitor | None = None) -> None:
@@ -147,10 +147,4 @@ class ScalerMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log, without a wait after the first time."""
         if trainer._logger_connector.should_update_logs:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            pl_module.log_dict(scaler_metrics(scaler) if self.monitor is None else self.monitor.scalars())
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Detach the monitor."""
-        if self.monitor is not None:
-            self.monitor.detach()
+            pl_module.log_dict(scaler_metrics(getattr(trainer.precision_plugin, "scaler", None), self.monitor))

@@ -88,8 +88,7 @@ class TrainerMixin:
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log, with the numbers of the scaler or of the monitor in the logs of the training."""
         if "loss" in logs:
-            monitor = self._monitor
-            logs.update(scaler_metrics(self.accelerator.scaler) if monitor is None else monitor.scalars())
+            logs.update(scaler_metrics(self.accelerator.scaler, self._monitor))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
