@@ -13,7 +13,8 @@ from torch.amp.grad_scaler import OptState
 from halfstep.kernels.statistics import foreach_count_, width
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.numerics.scaling.host_copy import HostCopy
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
@@ -54,16 +55,16 @@ class AmpReport:
 
 
 class AmpMonitor:
-    """Count gradients every `every` steps, on their device and without synchronization; `report` summarizes the counts.
+    """Count gradients every `every` steps, on their device and without synchronization.
 
-    Call `step` after ``backward()`` and before ``optimizer.step()``, or call ``monitor.attach(optimizer)`` once. The
-    current loss scale is divided out of scaled gradients. The counts of all steps are added, so the memory does not
-    grow: 6.8 KB per parameter.
+    `scalars` returns numbers for the log of each step, and `report` summarizes the counts of all steps. Call `step`
+    after ``backward()`` and before ``optimizer.step()``, or call ``monitor.attach(optimizer)`` once. The current loss
+    scale is divided out of scaled gradients. The memory does not grow: 13.6 KB per parameter.
 
     Args:
-        model_or_named_parameters: a module, or (name, parameter) pairs. Parameters that do not require a gradient are
-            ignored.
-        scaler: `halfstep.GradScaler` or `torch.amp.GradScaler`; None if the loss is not scaled.
+        model_or_named_parameters: a module, whose parameters are those of the first step, or (name, parameter) pairs.
+            Parameters that do not require a gradient are ignored.
+        scaler: `halfstep.GradScaler` or `torch.amp.GradScaler`; None if the loss is not scaled. `attach` may name it.
         every: number of steps from one count to the next; the first step is counted.
         format: the format of the gradients.
 
@@ -98,8 +99,9 @@ class AmpMonitor:
         self.format = formats[format]
         self.every = every
         self._grid = grid_of(self.format)
-        named = named_tensors(model_or_named_parameters, "model_or_named_parameters")
-        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._parameters = _trained(model_or_named_parameters)
+        module = isinstance(model_or_named_parameters, torch.nn.Module)
+        self._model = model_or_named_parameters if module else None  # until its parameters are those of a step
         self._scaler = scaler
         self._handles: list[Any] = []
         self.reset()
@@ -108,20 +110,37 @@ class AmpMonitor:
         """Reset all counts."""
         self._steps = self._collected = 0
         self._counts: dict[torch.device, torch.Tensor] = {}
+        self._latest: dict[torch.device, tuple[torch.Tensor, HostCopy]] = {}  # the counts of the last counted step
+        self._underflowing: set[str] = set()  # parameters whose underflow is among the scalars
+        self._squares: torch.Tensor | None = None  # the sum of squares of the last step's gradients
+        self._squares_copy = HostCopy()
 
     # -------------------------------------------------------------------------------------------------------- counting
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> AmpMonitor:
-        """Call `step` before each step of an optimizer, until `detach`. Returns the monitor.
+    def attach(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> AmpMonitor:
+        """Call `step` before each step of an optimizer, or of the one in a wrapper, until `detach`.
 
-        If there are several optimizers, attach one. Steps that the scaler skips without calling the optimizer are not
-        counted.
+        If there are several optimizers, attach one: another takes its place. Steps that the scaler skips without
+        calling the optimizer are not counted.
+
+        Args:
+            optimizer: the optimizer. The norm of its gradients is among the `scalars` if it is of halfstep.
+            scaler: the scaler, if the monitor was made without.
+
+        Returns:
+            The monitor.
         """
-        self._handles.append(optimizer.register_step_pre_hook(lambda of, args, kwargs: self.step(of)))
+        self.detach()
+        self._scaler = scaler or self._scaler
+        inner = unwrapped(optimizer)
+        self._handles = [
+            inner.register_step_pre_hook(lambda of, args, kwargs: self.step(of)),
+            inner.register_step_post_hook(lambda of, args, kwargs: self._take_norm(of)),
+        ]
         return self
 
     def detach(self) -> None:
-        """Undo every `attach`."""
+        """Undo `attach`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -133,9 +152,19 @@ class AmpMonitor:
             optimizer: the optimizer that is about to step. If given, gradients that ``scaler.unscale_(optimizer)`` has
                 already unscaled are recognized; otherwise gradients are assumed to be scaled if there is a scaler.
         """
+        if self._model is not None:  # it may have been sharded since
+            self._parameters, self._model = _trained(self._model), None
         self._steps += 1
         if (self._steps - 1) % self.every == 0:
             self._collect(self._scale_of(optimizer))
+
+    def _take_norm(self, optimizer: Any) -> None:
+        """Keep the sum of squares with which an optimizer of halfstep has just clipped, or a scaler has checked."""
+        decision, clips = getattr(optimizer, "_decision", None), getattr(optimizer, "max_grad_norm", None) is not None
+        own = getattr(optimizer, "_squares", None) if clips else None
+        self._squares = own if decision is None else decision.verdict.sum_of_squares
+        if self._squares is not None:
+            self._squares_copy.take(self._squares)
 
     def _scale_of(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor | None:
         """The loss scale of the current gradients, on the device; None if they are not scaled."""
@@ -159,14 +188,20 @@ class AmpMonitor:
                 groups.setdefault((values.device, values.dtype == torch.float64), {})[row] = values
         if any(capturing(device) for device, _ in groups):
             return
+        for device in {device for device, _ in groups} - self._latest.keys():
+            self._latest[device] = self._zeros(device), HostCopy()
+        for latest, _ in self._latest.values():
+            latest.zero_()
         for (device, wide), rows in groups.items():
             divisor, tensors = None if scale is None else to_device(scale, device), list(rows.values())
             if wide:  # unscaled before it becomes fp32
                 factor = 1.0 if divisor is None else divisor.double().reciprocal()
                 divisor, tensors = None, [scaled_to_odd(values, factor) for values in tensors]
-            if device not in self._counts:
-                self._counts[device] = self._zeros(device)
-            foreach_count_(tensors, self._counts[device], self._grid, scale=divisor, inverted=True, rows=list(rows))
+            latest = self._latest[device][0]
+            foreach_count_(tensors, latest, self._grid, scale=divisor, inverted=True, rows=list(rows))
+        for device, (latest, copy) in self._latest.items():
+            self._counts.setdefault(device, self._zeros(device)).add_(latest)
+            copy.take(latest)
         self._collected += 1
 
     def _zeros(self, device: torch.device) -> torch.Tensor:
@@ -212,10 +247,44 @@ class AmpMonitor:
 
     def statistics(self) -> Statistics:
         """The statistics of the unscaled gradients of all counted steps. Reading them waits for the device."""
+        return self._statistics(self._total(next(iter(self._counts), torch.device("cpu"))))  # usually one device
+
+    def _statistics(self, counts: torch.Tensor) -> Statistics:
         names = list(self._parameters)
         dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._parameters.values()]
-        device = next(iter(self._counts), torch.device("cpu"))  # usually one
-        return Statistics(names, dtypes, self.format, 1.0, [(self._total(device), range(len(names)))])
+        return Statistics(names, dtypes, self.format, 1.0, [(counts, range(len(names)))])
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers for the log of a step, as TensorBoard and Weights & Biases take them.
+
+        * ``halfstep/scale``: the loss scale. ``halfstep/skipped``: the number of skipped steps since the process
+          started, with a `halfstep.GradScaler`.
+        * ``halfstep/grad_norm``: the norm of the unscaled gradients before clipping, over all ranks, if the monitor is
+          attached to an optimizer of halfstep that clips, or that a `halfstep.GradScaler` steps.
+        * ``halfstep/underflow``: the share of all elements that the format flushes to zero, in the last counted step
+          and at the present scale. ``halfstep/underflow/<parameter>``: the same of one parameter, from its first
+          underflow on. Both are of this rank: of its shards where parameters are sharded.
+
+        On a GPU only the first call waits for the device; later ones return what has arrived, usually of one or two
+        steps before. With torch's own scaler each call waits.
+        """
+        scaler, squares = self._scaler, self._squares
+        scalars: dict[str, float] = {}
+        if isinstance(scaler, GradScaler):
+            scalars = scaler.scalars()
+        elif scaler is not None and scaler.is_enabled():
+            scalars["halfstep/scale"] = float(scaler.get_scale())
+        known = None if squares is None else self._squares_copy.newest(squares, wait=True)
+        if known is not None:
+            scalars["halfstep/grad_norm"] = math.sqrt(known.item())
+        arrived = [copy.newest(latest, wait=True) for latest, copy in self._latest.values()]
+        if counts := [one for one in arrived if one is not None]:
+            statistics = self._statistics(torch.stack(counts).sum(0)).at(_power(scalars.get("halfstep/scale", 1.0)))
+            self._underflowing.update(row.name for row in statistics if row.flushed)
+            rows = {f"/{name}": statistics[name] for name in statistics.names if name in self._underflowing}
+            rows[""] = statistics.total
+            scalars.update({f"halfstep/underflow{name}": row.share("flushed") for name, row in rows.items()})
+        return scalars
 
     def report(self, share: float = 1e-3, headroom: int = 2) -> AmpReport:
         """Summarize the gradients counted so far. Waits for the device.
@@ -228,6 +297,14 @@ class AmpMonitor:
         advice = None
         if any(statistics.total.exponents.values()):
             advice = advise_scale(statistics, self.format, share=share, headroom=headroom)
-        # The largest power of two that is not above the scale; only growth factors other than 2 make a difference.
-        power = 2.0 ** (math.frexp(scale)[1] - 1)
-        return AmpReport(self._steps, self._collected, scale, statistics.at(power), advice)
+        return AmpReport(self._steps, self._collected, scale, statistics.at(_power(scale)), advice)
+
+
+def _trained(model_or_named_parameters: Any) -> dict[str, torch.Tensor]:
+    named = named_tensors(model_or_named_parameters, "model_or_named_parameters")
+    return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+def _power(scale: float) -> float:
+    """The largest power of two that is not above a scale; only growth factors other than 2 make a difference."""
+    return 2.0 ** (math.frexp(scale)[1] - 1)

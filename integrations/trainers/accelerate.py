@@ -22,9 +22,9 @@ from halfstep.integrations.trainers.folding import (
     folds_all,
     is_unscaled,
     scaler_metrics,
-    trained_by,
 )
 from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.verdict import parameters_of
 
 
 class SkipAwareOptimizer(AcceleratedOptimizer):
@@ -161,7 +161,7 @@ class Accelerator(accelerate.Accelerator):
         if optimizer is None:
             optimizer = [one for one in self._optimizers if not is_unscaled(self.scaler, one)]
         if self._clipped is not None:
-            optimizer = [one for one in optimizer if not self._clipped.isdisjoint(map(id, trained_by(one)))]
+            optimizer = [one for one in optimizer if not self._clipped.isdisjoint(map(id, parameters_of(one)))]
         for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
             self.scaler.unscale_(one)
 
@@ -200,5 +200,5 @@ class Accelerator(accelerate.Accelerator):
                 one._loading = False
 
     def scaler_metrics(self) -> dict[str, float]:
-        """``loss_scale`` and ``skipped_steps`` for `log`; empty without a scaler. Waits for the device."""
+        """``halfstep/scale`` and ``halfstep/skipped`` for `log`; empty without a scaler."""
         return scaler_metrics(self.scaler)

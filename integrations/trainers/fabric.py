@@ -138,5 +138,5 @@ class Fabric(theirs.Fabric):
         return rest
 
     def scaler_metrics(self) -> dict[str, float]:
-        """``loss_scale`` and ``skipped_steps`` for `log_dict`; empty without a scaler. Waits for the device."""
+        """``halfstep/scale`` and ``halfstep/skipped`` for `log_dict`; empty without a scaler."""
         return scaler_metrics(self.scaler)

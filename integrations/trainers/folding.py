@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.scaling.scaler import MAX_NORM, GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import FreedGradient, refuse_freed
 from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, parameters_of
@@ -30,11 +31,6 @@ def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
     return GradScaler(device) if scaler is None and device is not None else scaler
 
 
-def trained_by(optimizer: Any) -> list[torch.Tensor]:
-    """The parameters of the model that an optimizer trains, or the one in a wrapper."""
-    return parameters_of(optimizer)
-
-
 def folds(optimizer: Any) -> bool:
     """Whether the steps of an optimizer, or of the one in a wrapper, clip without writing gradients."""
     return isinstance(unwrapped(optimizer), StepsOnVerdict)
@@ -42,7 +38,7 @@ def folds(optimizer: Any) -> bool:
 
 def folds_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the next step of an optimizer can clip: it is of halfstep and has all trainable ones of `parameters`."""
-    ids = {id(parameter) for parameter in trained_by(optimizer) if parameter.requires_grad}
+    ids = {id(parameter) for parameter in parameters_of(optimizer) if parameter.requires_grad}
     return folds(optimizer) and bool(ids) and ids == {id(one) for one in parameters if one.requires_grad}
 
 
@@ -107,12 +103,8 @@ def awaits_step(scaler: GradScaler) -> bool:
     )
 
 
-def scaler_metrics(scaler: Any) -> dict[str, float]:
-    """The loss scale, and the number of steps skipped since the start of the process as far as the host knows.
-
-    Empty without a scaler of halfstep. `get_scale` waits for the device, so call this where something is logged, not in
-    each step.
-    """
-    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
-        return {}
-    return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skips_known())}
+def scaler_metrics(scaler: Any, monitor: AmpMonitor | None = None) -> dict[str, float]:
+    """The `scalars` of a monitor, or else of a scaler of halfstep; empty without both."""
+    if monitor is not None:
+        return monitor.scalars()
+    return scaler.scalars() if isinstance(scaler, GradScaler) else {}

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from halfstep.integrations.monitor import AmpMonitor
 from halfstep.integrations.scheduler import SkipAwareScheduler
 from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, is_unscaled, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -129,9 +130,21 @@ class HalfPrecision(_Stepping, theirs.HalfPrecision):
 
 
 class ScalerMonitor(Callback):
-    """Logs ``loss_scale`` and ``skipped_steps`` after each step that Lightning logs."""
+    """Logs the `scalars` of the precision plugin's scaler, or of a monitor, after each step that Lightning logs.
+
+    Args:
+        monitor: a `halfstep.AmpMonitor` of the module, which is attached to the first optimizer.
+    """
+
+    def __init__(self, monitor: AmpMonitor | None = None) -> None:
+        self.monitor = monitor
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach the monitor."""
+        if self.monitor is not None:
+            self.monitor.attach(trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log what the precision plugin's scaler says. Waits for the device."""
+        """Log, without a wait after the first time."""
         if trainer._logger_connector.should_update_logs:
-            pl_module.log_dict(scaler_metrics(getattr(trainer.precision_plugin, "scaler", None)))
+            pl_module.log_dict(scaler_metrics(getattr(trainer.precision_plugin, "scaler", None), self.monitor))

@@ -153,7 +153,7 @@ class Trainer(theirs.Trainer):
     * Optimizers named ``"Adam"`` and ``"AdamW"`` are those of halfstep.
     * ``training.max_norm`` clips in the step, where `OptimizersContainer.clip_grad_norm_` can.
     * With `scaler`, for weights in fp16, the loss is scaled, overflows skip the step on all ranks, schedules hold, the
-      log has ``loss_scale`` and ``skipped_steps``, and checkpoints have the scale.
+      log has ``halfstep/scale`` and ``halfstep/skipped``, and checkpoints have the scale.
 
     Raises:
         ValueError: `scaler` was given with pipeline parallelism, whose schedules hold the loss.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from halfstep.integrations.monitor import AmpMonitor
 from halfstep.integrations.optim import AdamW
 from halfstep.integrations.trainers.accelerate import Accelerator
 from halfstep.integrations.trainers.folding import scaler_metrics
@@ -46,10 +47,11 @@ class TrainerMixin:
       options are given in ``optim_args``, for example ``"state_dtype=bfloat16,rounding=stochastic"``.
     * The accelerator is `halfstep.integrations.trainers.accelerate.Accelerator`: ``max_grad_norm`` clips in the step,
       and schedules hold where a step was skipped.
-    * The log has ``loss_scale`` and ``skipped_steps`` where there is a scaler.
+    * The log has ``halfstep/scale`` and ``halfstep/skipped`` where there is a scaler, or all `scalars` of `monitor`.
 
     Args:
         scaler: the scaler for weights in fp16. Default: one with ``fp16=True``, which trains fp32 weights.
+        monitor: a `halfstep.AmpMonitor` of the model, which is attached to the optimizer.
 
     Examples:
         class SFTTrainer(TrainerMixin, trl.SFTTrainer): ...
@@ -57,8 +59,10 @@ class TrainerMixin:
 
     accelerator: Accelerator
 
-    def __init__(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> None:
-        self._scaler = scaler
+    def __init__(
+        self, *args: Any, scaler: GradScaler | None = None, monitor: AmpMonitor | None = None, **kwargs: Any
+    ) -> None:
+        self._scaler, self._monitor = scaler, monitor
         super().__init__(*args, **kwargs)
 
     @staticmethod
@@ -75,10 +79,16 @@ class TrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.adopt(self.accelerator, self._scaler)
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule, which the trainer does when the optimizer is ready, and attach the monitor."""
+        if self._monitor is not None:
+            self._monitor.attach(self.optimizer, self.accelerator.scaler)  # type: ignore[attr-defined]
+        return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log, with the loss scale and the number of skipped steps in the logs of the training."""
+        """Log, with the numbers of the scaler or of the monitor in the logs of the training."""
         if "loss" in logs:
-            logs.update(scaler_metrics(self.accelerator.scaler))
+            logs.update(scaler_metrics(self.accelerator.scaler, self._monitor))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

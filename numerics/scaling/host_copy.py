@@ -10,7 +10,7 @@ from halfstep.kernels.streams import capturing, download
 
 
 class HostCopy:
-    """Asynchronous copies of a few integers to the host.
+    """Asynchronous copies of some numbers to the host.
 
     On a CPU the tensor itself is read. On a GPU, copies start with the first call of `newest`. From then on each `take`
     queues a copy into pinned memory after the work that computes the numbers, and `newest` returns the last copy that
@@ -23,10 +23,10 @@ class HostCopy:
         self._asked = False
         self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._free: list[tuple[torch.cuda.Event, torch.Tensor]] = []
-        self._known: list[int] | None = None
+        self._known: torch.Tensor | None = None
 
     def take(self, numbers: torch.Tensor) -> None:
-        """Queue a copy of `numbers` (int64, 1-dim) as of this point of the current stream."""
+        """Queue a copy of `numbers`, of the same shape and dtype each time, as of this point of the current stream."""
         if numbers.device.type == "cpu" or not self._asked or capturing(numbers.device):
             return
         self._look()
@@ -42,15 +42,16 @@ class HostCopy:
     def _look(self) -> None:
         while self._under_way and self._under_way[0][0].query():
             event, place = self._under_way.popleft()
-            self._known = place.tolist()
+            self._known = place.clone()
             self._free.append((event, place))
 
-    def newest(self, numbers: torch.Tensor) -> list[int] | None:
-        """The newest values that have arrived; None if there are none yet."""
+    def newest(self, numbers: torch.Tensor, wait: bool = False) -> torch.Tensor | None:
+        """The newest values that have arrived. If there are none yet: None or, with `wait`, the present ones."""
         if numbers.device.type == "cpu":
-            known: list[int] = numbers.tolist()
-            return known
+            return numbers
         self._asked = True
         if not capturing(numbers.device):
             self._look()
+            if self._known is None and wait:
+                self._known = numbers.cpu()
         return self._known

@@ -222,7 +222,7 @@ class GradScaler(torch.amp.GradScaler):
         self._counts: torch.Tensor | None = None
         self._decided: torch.Tensor | None = None  # the element of `_counts` with the number of steps
         self._updates = 0  # calls of update(), counted on the host
-        self._host_copy = HostCopy()
+        self._host_copy, self._scale_copy = HostCopy(), HostCopy()
         self._checkers: dict[int, Checker] = {}  # by the optimizer's id
         self._joint, self._combination = NOWHERE, Combination()  # of all optimizers together
 
@@ -497,6 +497,7 @@ class GradScaler(torch.amp.GradScaler):
                 new_scale = own.checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
+            self._scale_copy.take(scale)
             return
         found = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
@@ -511,6 +512,7 @@ class GradScaler(torch.amp.GradScaler):
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
         loss_scale.update(state, overflow, self._rules())
         self._host_copy.take(self._counts)
+        self._scale_copy.take(scale)
         self._per_optimizer_states.clear()
 
     def _refuse_lost_limits(self) -> None:
@@ -573,8 +575,23 @@ class GradScaler(torch.amp.GradScaler):
         known = self._known()
         return 0 if known is None else known[SKIPPED]
 
-    def _known(self) -> list[int] | None:
-        return None if self._counts is None else self._host_copy.newest(self._counts)
+    def _known(self, wait: bool = False) -> list[int] | None:
+        known = None if self._counts is None else self._host_copy.newest(self._counts, wait)
+        return None if known is None else known.tolist()
+
+    def scalars(self) -> dict[str, float]:
+        """``halfstep/scale`` and ``halfstep/skipped``, the number of skipped steps, for a log; empty if disabled.
+
+        On a GPU only the first call waits for the device; later ones return the newest numbers that have arrived.
+        """
+        if not self._enabled:
+            return {}
+        scale = None if self._scale is None else self._scale_copy.newest(self._scale, wait=True)
+        known = self._known(wait=True)
+        return {
+            "halfstep/scale": self._init_scale if scale is None else scale.item(),
+            "halfstep/skipped": 0.0 if known is None else float(known[SKIPPED]),
+        }
 
     def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
         """Which parameters overflowed, with Inf or NaN, how often and since when. Waits for the device.

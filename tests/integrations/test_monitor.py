@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import BaseTorchDispatchMode, TorchDispatchMode
 
 import halfstep
 from halfstep.integrations.monitor import AmpMonitor
@@ -109,24 +108,54 @@ def test_what_was_counted_goes_on_from_a_checkpoint() -> None:
         AmpMonitor(model[0]).load_state_dict(state)
 
 
-class NoWaiting(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(function)
-        return function(*args, **(kwargs or {}))
+@pytest.mark.parametrize("make", [halfstep.AdamW, torch.optim.AdamW])
+def test_scalars_are_those_of_the_step(make: Any) -> None:
+    """Of six steps, the third overflows and is skipped, and many gradients of the fifth are below fp16's range."""
+    model, scaler = model_of(), halfstep.GradScaler("cpu", init_scale=2.0**10)
+    monitor, rows, norms, shares = AmpMonitor(model, every=1), [], [], []
+    model.load_state_dict(model_of().state_dict(), assign=True)  # other parameters, as after sharding
+    optimizer, ours = make(model.parameters(), lr=1e-3), make is halfstep.AdamW
+    monitor.attach(optimizer, scaler)
+    assert monitor.scalars() == {"halfstep/scale": 2.0**10, "halfstep/skipped": 0}
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in range(2):  # accumulated
+            backward(model, scaler, {2: float("inf"), 4: 1e-8}.get(step, 1.0) / (part + 1))
+        unscaled = {name: grad / scaler.get_scale() for name, grad in gradients(model).items()}
+        norms.append(torch.nn.utils.get_total_norm(unscaled.values()).item())
+        shares.append(statistics(unscaled, "fp16", 2.0 ** (10 - (step >= 2)), errors=False).total.share("flushed"))
+        if ours:
+            scaler.clip_grad_norm_(optimizer, 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        rows.append(monitor.scalars())
+    assert [row["halfstep/skipped"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert [row["halfstep/scale"] for row in rows] == [1024, 1024, 512, 512, 512, 512]
+    if ours:
+        assert [row["halfstep/grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-6, nan_ok=True)
+    taken = [step for step in range(6) if step != 2 or ours]  # of torch's optimizer, the scaler does not call step
+    assert [rows[step]["halfstep/underflow"] for step in taken] == [shares[step] for step in taken]
+    assert shares[4] > 0.1 and shares[5] == 0
+    named = "halfstep/underflow/0.weight"
+    assert [named in row for row in rows] == [False] * 4 + [True] * 2 and rows[4][named] > 0 == rows[5][named]
+    assert all(type(value) is float for row in rows for value in row.values())
 
 
-def test_nothing_waits_in_the_loop() -> None:
-    model, scaler = model_of(), SCALERS["halfstep"]()
-    optimizer = halfstep.AdamW(model.parameters())
-    monitor = AmpMonitor(model, scaler, every=1).attach(optimizer)
-    backward(model, scaler)
-    with BaseTorchDispatchMode():  # while a mode watches, the table of the gradients is that of `TableCache`
-        scaler.step(optimizer)
-    scaler.update()
-    backward(model, scaler)  # gradients stay where they are, so nothing of the host's own has to be made
-    with NoWaiting():
-        scaler.step(optimizer)
-    assert monitor.report().collected == 2
+def test_scalars_of_steps_without_a_scaler_of_ours() -> None:
+    model = model_of()
+    optimizer = halfstep.AdamW(model.parameters(), max_grad_norm=0.1)
+    monitor = AmpMonitor(model, torch.amp.GradScaler("cpu", init_scale=2.0, enabled=False)).attach(optimizer)
+    assert monitor.scalars() == {}
+    backward(model, None)
+    optimizer.step()
+    assert monitor.scalars() == {
+        "halfstep/grad_norm": pytest.approx(optimizer.grad_norm.item()),
+        "halfstep/underflow": 0,
+    }
+    optimizer.max_grad_norm = None
+    monitor.attach(optimizer, torch.amp.GradScaler("cpu", init_scale=2.0))
+    optimizer.step()
+    assert monitor.scalars() == {"halfstep/scale": 2.0, "halfstep/underflow": 0}
 
 
 def test_gradients_that_overflow_and_those_that_are_not_there() -> None:

@@ -283,6 +283,28 @@ def test_an_amp_step_waits_for_nothing(kernels: str, way: str, case: str) -> Non
         assert scaler.get_scale() == (1.0 if case == "same" else 2.0)
 
 
+def test_only_the_first_scalars_wait() -> None:
+    with Model("late") as model:
+        parameters, optimizer, scaler = settled(model)
+        monitor = halfstep.AmpMonitor(list(zip("abcd", parameters, strict=True)), scaler, every=1).attach(optimizer)
+        give(parameters, 4.0)
+        amp_step(scaler, optimizer)
+        norm = pytest.approx(sum(parameter.numel() for parameter in parameters) ** 0.5)
+        first = {"halfstep/scale": 4.0, "halfstep/skipped": 0.0, "halfstep/grad_norm": norm, "halfstep/underflow": 0.0}
+        assert monitor.scalars() == first
+        model.blocking.clear()
+        model.pageable.clear()
+        torch.cuda.set_sync_debug_mode("error")
+        for value in (4.0, torch.inf, 2.0):
+            give(parameters, value)
+            amp_step(scaler, optimizer)
+            assert monitor.scalars() == first, "nothing has arrived"
+        torch.cuda.set_sync_debug_mode("default")
+        assert (model.blocking, model.pageable) == ([], [])
+        torch.cuda.synchronize()
+        assert monitor.scalars() == {**first, "halfstep/scale": 2.0, "halfstep/skipped": 1.0}
+
+
 def test_checks_of_other_optimizers_wait_for_their_flag_only() -> None:
     with Model("late") as model:
         parameters = [torch.nn.Parameter(torch.ones(9, dtype=dtype, device=model.device)) for dtype in (FP32, FP16)]

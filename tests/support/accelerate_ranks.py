@@ -96,6 +96,7 @@ def steps(
     accelerator: Any, model: Any, optimizer: Any, schedule: Any, kind: str, numbers: range, broken: int | None
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "norms": [], "skipped": [], "rates": [], "unwritten": []}
+    monitor = halfstep.AmpMonitor(model, accelerator.scaler, every=1).attach(optimizer)
     for step in numbers:
         for part in range(2):
             with accelerator.accumulate(model):
@@ -118,7 +119,7 @@ def steps(
                 optimizer.zero_grad()
         found["losses"].append(loss.item())
         found["rates"].append(optimizer.param_groups[0]["lr"])
-        accelerator.log({"loss": loss.item(), **accelerator.scaler_metrics()}, step=step)
+        accelerator.log({"loss": loss.item(), **monitor.scalars()}, step=step)
     return found
 
 

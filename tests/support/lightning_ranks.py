@@ -141,7 +141,7 @@ def plugin_for(kind: str) -> Any:
     return MixedPrecision(kind, "cpu", scaler=scaler_for(kind))
 
 
-def trainer_of(folder: Path, plugin: Any, epochs: int = STEPS, **options: Any) -> Any:
+def trainer_of(folder: Path, plugin: Any, epochs: int = STEPS, monitor: Any = None, **options: Any) -> Any:
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=SAVED, save_top_k=-1)
     given = {
         "accelerator": "cpu",
@@ -154,7 +154,7 @@ def trainer_of(folder: Path, plugin: Any, epochs: int = STEPS, **options: Any) -
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "callbacks": [ScalerMonitor(), checkpoint],
+        "callbacks": [ScalerMonitor(monitor), checkpoint],
         "plugins": [plugin],
     }
     return lightning.Trainer(**{**given, **options})
@@ -175,7 +175,9 @@ def strategy_for(cls: type) -> dict[str, Any]:
 
 
 def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
-    trainer, model = trainer_of(folder, plugin_for(kind), **strategy_for(cls)), cls(kind)
+    model = cls(kind)
+    monitor = halfstep.AmpMonitor(model, every=1)
+    trainer = trainer_of(folder, plugin_for(kind), monitor=monitor, **strategy_for(cls))
     trainer.fit(model, loader())
     place = folder / f"epoch={SAVED - 1}.ckpt"
     trainer.save_checkpoint(folder / "last.ckpt")
@@ -189,7 +191,7 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
     again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
-    rows = [one for one in trainer.logger.kept if "loss" in one or "loss_scale" in one]
+    rows = [one for one in trainer.logger.kept if "loss" in one or "halfstep/underflow" in one]
     merged = [
         {key: value for one in rows if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
     ]
@@ -334,7 +336,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     fabric.save(folder / "fabric-last.ckpt", state)
     found["exported"] = same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
     norms, rates = found["norms"][SAVED:], found["rates"][SAVED:]
-    scale = fabric.scaler_metrics().get("loss_scale")
+    scale = fabric.scaler_metrics().get("halfstep/scale")
     fabric, model, optimizer, schedule, state = made(1)
     objects = dict(state)
     fabric.load(folder / "fabric.ckpt", state)
@@ -344,7 +346,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     found["resumed"] = {
         "state": same_bits(state_of(optimizer.optimizer), found["state"]),
         "rest": found["norms"][STEPS:] == norms and found["rates"][STEPS:] == rates,
-        "scaler": fabric.scaler_metrics().get("loss_scale") == scale,
+        "scaler": fabric.scaler_metrics().get("halfstep/scale") == scale,
         "objects": same_objects,
     }
     return {**found, **kept}

@@ -232,8 +232,8 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
     found["resumed"] = {
         "state": same_bits(state_of(again.optimizers.optimizers[0]), found["state"]),
         "rest": again.found["rates"] == found["rates"][SAVED:] and losses[0] == losses[1],
-        "scaler": [one.get("loss_scale") for one in again.kept]
-        == [one.get("loss_scale") for one in found["log"][SAVED:]],
+        "scaler": [one.get("halfstep/scale") for one in again.kept]
+        == [one.get("halfstep/scale") for one in found["log"][SAVED:]],
     }
     held = weights_of(again)
     exported = {name: torch.zeros_like(one) for name, one in held.items()}

@@ -95,8 +95,8 @@ def fit_of(model: torch.nn.Module, dtype: torch.dtype) -> list[float]:
 
 
 def logged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the scaler adds to rows of a log."""
-    return [{name: row[name] for name in ("loss_scale", "skipped_steps") if name in row} for row in rows]
+    """What scaler and monitor add to rows of a log, without the parameters' own."""
+    return [{key: row[key] for key in row if key.startswith("halfstep/") and key.count("/") == 1} for row in rows]
 
 
 def same_bits(first: Any, second: Any) -> bool:

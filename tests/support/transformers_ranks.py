@@ -146,8 +146,8 @@ def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: A
     scaler = scaler_for(kind)
     if cls in (Watched, Sharded):
         options = {"args": transformers.TrainingArguments(**arguments(folder, **options)), "train_dataset": sentences()}
-    seen = Seen()
-    trainer = cls(model=model, callbacks=[seen], scaler=scaler, **options)
+    seen, monitor = Seen(), halfstep.AmpMonitor(model, every=1)
+    trainer = cls(model=model, callbacks=[seen], scaler=scaler, monitor=monitor, **options)
     seen.trainer, trainer.seen = trainer, seen
     trainer.broken = BROKEN if scaler is not None else None
     return trainer
@@ -187,7 +187,8 @@ def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
         "state": same_bits(state_of(again.optimizer.optimizer), found["state"]),
         "rest": [one["loss"] for one in rest] == [one["loss"] for one in rows],
         "scaler": states[0] == states[1],
-        "log": [one.get("loss_scale") for one in rest][SAVED:] == [one.get("loss_scale") for one in rows][SAVED:],
+        "log": [one.get("halfstep/scale") for one in rest][SAVED:]
+        == [one.get("halfstep/scale") for one in rows][SAVED:],
     }
     return found
 

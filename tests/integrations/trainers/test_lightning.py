@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from trainer_tools import (
 import halfstep
 
 pytestmark = skip_without("lightning")
-lightning = imported("lightning")
 lightning_ranks = imported("lightning_ranks")
 ours = imported("halfstep.integrations.trainers.lightning")
 
@@ -49,20 +46,6 @@ def test_hooks_between_backward_and_step_see_unscaled_gradients(found: dict[str,
 def test_clipping_by_value_writes_unscaled_gradients(found: dict[str, list[Any]], kind: str) -> None:
     (rank,) = found["by value"]
     assert rank[kind] == pytest.approx(1e-3)
-
-
-def test_the_plugins_have_the_names_of_lightning() -> None:
-    """Under which it stores their state."""
-    theirs = lightning.pytorch.plugins
-    assert ours.MixedPrecision.__qualname__ == theirs.MixedPrecision.__qualname__
-    assert issubclass(ours.MixedPrecision, theirs.MixedPrecision)
-    assert issubclass(ours.HalfPrecision, theirs.HalfPrecision)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_plugins_are_copied(copied: Any) -> None:
-    plugin = ours.MixedPrecision("16-mixed", "cpu", scaler=halfstep.GradScaler("cpu", init_scale=SCALE))
-    assert copied(plugin).state_dict() == plugin.state_dict() and plugin.state_dict()["scale"] == SCALE
 
 
 def test_default_scalers_are_ours() -> None:

@@ -107,5 +107,11 @@ def test_the_export_has_the_weights(results: Results, library: str, run: str) ->
 @runs()
 def test_the_log_has_scale_and_skips(results: Results, library: str, run: str) -> None:
     skips = [step >= BROKEN for step in range(STEPS)]
-    scaled = [{"loss_scale": SCALE / 2**skip, "skipped_steps": float(skip)} for skip in skips]
-    assert results(library)[run][0]["log"] == (scaled if is_fp16(run) else [{}] * STEPS)
+    scaled = [{"halfstep/scale": SCALE / 2**skip, "halfstep/skipped": float(skip)} for skip in skips]
+    first = results(library)[run][0]
+    shared = {key: [row.pop(key, None) for row in first["log"]] for key in ("halfstep/grad_norm", "halfstep/underflow")}
+    assert first["log"] == (scaled if is_fp16(run) else [{}] * STEPS)
+    if library in ("accelerate", "transformers", "lightning"):  # their runs have a monitor
+        norms, underflow = shared.values()
+        assert norms == pytest.approx(first.get("norms", norms), rel=1e-6, nan_ok=True)
+        assert None not in norms and all(0 <= share < 1 for share in underflow)
