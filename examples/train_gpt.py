@@ -52,7 +52,7 @@ from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.planning import CARDS, Card, Transformer
+from halfstep.numerics.planning import Card, Transformer, card
 from halfstep.numerics.planning.work import training_flops, utilisation
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
@@ -278,13 +278,11 @@ def shape_of(size: Size) -> Transformer:
 
 
 def card_of(device_name: str) -> Card | None:
-    """The card in the planner's table with the longest name that fits: "l40s" before "l4"."""
-    name, fitting = device_name.lower().replace(" ", ""), []
-    for card in CARDS.values():
-        model, _, memory = card.name.partition("-")
-        if model in name and (not memory or f"{memory}gb" in name):
-            fitting.append(card)
-    return max(fitting, key=lambda card: len(card.name), default=None)
+    """The GPU in the planner's table, if it knows this name."""
+    try:
+        return card(device_name)
+    except ValueError:
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -575,8 +573,8 @@ class Trainer:
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
         on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
-        card = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
-        peak = card and card.flops
+        gpu = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
+        peak = gpu and gpu.flops
         held = dict(zip(report.PARTS, history["memory"][-1][1:], strict=True))
         tail = max(1, round(self.step * FINAL_SHARE))
         return {

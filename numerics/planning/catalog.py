@@ -238,6 +238,8 @@ CARDS = {
         ("a100-40", 40, 312, 1555, "A100 datasheet, 40GB SXM"),
         ("a100-80", 80, 312, 2039, "A100 datasheet, 80GB SXM"),
         ("h100", 80, 989.4, 3350, "H100 datasheet, SXM"),
+        ("h100-pcie", 80, 756, 2000, "H100 datasheet, PCIe"),
+        ("h100-nvl", 94, 835.5, 3900, "H100 datasheet, NVL"),
         ("h200", 141, 989.4, 4800, "H200 datasheet, SXM"),
         ("b200", 180, 2250, 8000, "HGX B200 datasheet, per GPU"),
         ("gb200", 186, 2500, 8000, "GB200 NVL72 datasheet, per GPU"),
@@ -269,7 +271,9 @@ CARDS = {
 
 
 # What names of GPUs have besides: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
-_NOT_OF_A_NAME = re.compile(r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm\d?|hbm\d?e?|(?<=\d)gi?b|[^a-z0-9.]")
+_NOT_OF_A_NAME = re.compile(
+    r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm\d?|(?<=a100-)pcie|hbm\d?e?|(?<=\d)gi?b|[^a-z0-9.]"
+)
 
 
 def card(name: str) -> Card:

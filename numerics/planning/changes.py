@@ -41,9 +41,8 @@ class Way:
 def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
     """The smallest changes of a training whose peak is then at most `memory` bytes, those of least effort first.
 
-    No way contains all changes of another one, or larger ones. A way is left out if another one takes fewer of the
-    changes that change the training or need more hardware, all but those of `_MILD`; at most two ways take the same of
-    them. A training that fits needs no change: the list is then empty.
+    No way contains all changes of another one, or larger ones, nor all its changes but those of `_MILD` and more. A
+    training that fits needs no change: the list is then empty.
 
     Args:
         memory: bytes, without the reserve for what a plan does not count; see `usable`.
@@ -74,9 +73,10 @@ def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
     ways: list[tuple[dict[int, int], frozenset[int], Way]] = []
     for pick in picks:
         hard = frozenset(lever for lever in pick if not _MILD >= levers[lever][0].options.keys())
-        if any(all(pick.get(lever, -1) >= number for lever, number in smaller.items()) for smaller, _, _ in ways):
-            continue
-        if any(other < hard for _, other, _ in ways) or [other for _, other, _ in ways].count(hard) == 2:
+        if any(
+            other < hard or all(pick.get(lever, -1) >= number for lever, number in smaller.items())
+            for smaller, other, _ in ways
+        ):
             continue
         changes = [levers[lever][number] for lever, number in pick.items()]
         options = {name: value for change in changes for name, value in change.options.items()}
@@ -112,7 +112,7 @@ def _costs(before: Plan, after: Plan) -> dict[str, str]:
         "again": f"{again:.0%} more FLOPs",
         "host": f"{after.totals.host / GIB:.0f} GiB there per GPU; {bus / 1e9:.3g} GB over PCIe a step, {times}",
         "sent": f"{after.bytes_sent / 1e9:.3g} GB a step",
-        "trained": f"{trained:,} numbers ({trained / after.parameters:.1%})",
+        "trained": f"{trained:,} numbers ({100 * trained / after.parameters:.2g}%)",
     }
 
 

@@ -110,21 +110,6 @@ def test_flops_of_adapters_are_those_of_their_products() -> None:
         assert counter.get_total_flops() == expected
 
 
-def test_a_card_is_that_with_the_longest_name() -> None:
-    for device, card in {
-        "NVIDIA L40S": "l40s",
-        "NVIDIA L4": "l4",
-        "NVIDIA A100-SXM4-80GB": "a100-80",
-        "NVIDIA A100-PCIE-40GB": "a100-40",
-        "NVIDIA A10": "a10",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA GeForce RTX 4090": "rtx4090",
-        "NVIDIA GeForce GTX 1080": None,
-    }.items():
-        found = train_gpt.card_of(device)
-        assert (found and found.name) == card
-
-
 def test_fine_tuning_in_one_process_and_on_two_ranks(base: Path, tmp_path: Path) -> None:
     """The base stays as it is, the loss is that of one process, and its weights are the base of another run."""
     words = ["--size", "nano", "--steps", 4, "--batch", 4, "--data", torch.__file__, "--save-every", 2]

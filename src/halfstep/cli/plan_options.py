@@ -77,7 +77,8 @@ _shape = partial(_flag, folded=True)  # one that changes the shape of a model
 # In the order of the form. Options without a label are not in the form.
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "Model": (
-        _name("model", "Model", f"a config.json of Hugging Face, or a published shape: {', '.join(MODELS)}"),
+        _name("model", "Model", "a repository of Hugging Face such as Qwen/Qwen3-8B, the path of its config.json, or a "
+              f"published shape: {', '.join(MODELS)}"),
         Option("params", "Parameters", "number of parameters, such as 7e9, 7B or 350M", "N",
                count(", such as 7e9, 7B or 350M")),
         _number("layers", "Layers", "number of blocks"),
@@ -107,7 +108,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "GPUs": (
         Option("gpus", "GPUs", "number of GPUs (default: 1); with --compare strategies also several numbers, such as "
                "8,64,1024", "N", counts, (1,)),
-        _name("card", "Card", f"{', '.join(CARDS)}, or its memory, such as 24GiB"),
+        _name("card", "Card", f"{', '.join(CARDS)}, or its memory, such as 24GiB; tells whether it fits and, if not, "
+              "the smallest changes with which it does"),
         _name("strategy", "Strategy", f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single); with --compare "
               "strategies those to compare, such as ddp,fsdp (default: all)"),
         _number("shard", "GPUs of a group", "GPUs of one group of hsdp"),

@@ -173,6 +173,8 @@ def test_a_visit_of_the_planner(visit: Any) -> None:
         $("data").open = true; await settle(); done.push(JSON.parse($("json").textContent).plans.length);
         await type("o-gpus", "x"); done.push({ ...shown(), hidden: $("peak").hidden });
         location.hash = new URLSearchParams({ [BAD]: "", model: BAD }); await settle(); done.push(shown()); // 7
+        location.hash = "model=llama-3-8b&card=24GiB"; await settle();
+        await click($("ways").querySelector("a")); done.push([shown().hash, $("verdict").textContent]); // 8
         """,
     )
     ours = answer({"page": "planner", "state": EXAMPLES["planner"]})
@@ -186,6 +188,7 @@ def test_a_visit_of_the_planner(visit: Any) -> None:
     assert at[2] == ["32", False]
     assert "--strategy ddp" in at[3]["command"] and "shard" not in at[3]["command"]
     assert at[4] > 10 and at[5] > 10
+    assert at[8][1].startswith("Fits 24 GiB: ") and "offload=" in at[8][0]
     assert at[6]["hidden"] and "expected integers of at least 1" in at[6]["error"]
     assert (
         at[7]["images"] == 0

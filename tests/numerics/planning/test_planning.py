@@ -419,7 +419,8 @@ def test_the_largest_batch_and_depth(what: str, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "name"),
     [
-        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("A100 40GB", "a100-40"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("A100-PCIE-40GB", "a100-40"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H100 NVL", "h100-nvl"), ("A100 40GB", "a100-40"),
         ("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("3090", "rtx3090"), ("NVIDIA A10G", "a10g"),
         ("RTX A6000", "a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"), ("Tesla V100-SXM2-16GB", "v100-16"),
         ("NVIDIA GB200", "gb200"), ("AMD Instinct MI300X", "mi300x"), *((name, name) for name in CARDS),
