@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep.kernels.statistics import foreach_count_, width
+from halfstep.kernels.statistics import Grid, foreach_count_, width
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.scaler import unwrapped
@@ -97,7 +97,7 @@ class AmpMonitor:
             raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
         self.format = formats[format]
         self.every = every
-        self._grid = grid_of(self.format)
+        self._grid = Grid(*grid_of(self.format))
         named = named_tensors(model_or_named_parameters, "model_or_named_parameters")
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._scaler = scaler

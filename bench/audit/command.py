@@ -18,7 +18,6 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,13 +29,10 @@ from typing import Any
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import peers, roofline
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, input_file, make_folder, output_file, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, make_folder, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
 from halfstep.cli.terminal import Progress, Table, joined, say, text
-
-# Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
-_RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 
 # --- printing --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +130,7 @@ def _parser() -> Parser:
         help="audit the variants() of this module instead of halfstep's kernels; may be repeated",
     )  # fmt: skip
     option("--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them")
-    option("--bounds", type=input_file, metavar="FILE", help="fail if a row violates the bounds recorded in FILE")
+    option("--bounds", type=a_path, metavar="FILE", help="fail if a row violates the bounds recorded in FILE")
     option(
         "--record", type=output_file, metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
@@ -147,28 +143,6 @@ def _parser() -> Parser:
         help="processes (default: one per core, at most 8)",
     )  # fmt: skip
     return parser
-
-
-def _without_interpreter(argv: Sequence[str]) -> int | None:
-    """Run the command in a new process if kernels are interpreted in this one, since those cannot be compiled.
-
-    Triton decides when a kernel is decorated, so neither removing the variable nor importing again would help.
-
-    Returns:
-        The exit status of the new process; None if none is needed.
-    """
-    backend = sys.modules.get("halfstep.kernels.backend")
-    if not os.environ.get("TRITON_INTERPRET") and not (backend is not None and backend.INTERPRET):
-        return None
-    if os.environ.get(_RESTARTED):
-        raise RuntimeError(
-            "kernels are still interpreted after a restart without TRITON_INTERPRET; unset it and try again"
-        )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment[_RESTARTED] = "1"
-    # The working folder must not come first on the path: a folder called `bench` there would be importable.
-    environment["PYTHONSAFEPATH"] = "1"
-    return subprocess.run([sys.executable, "-m", "halfstep.bench.audit.command", *argv], env=environment).returncode
 
 
 def _draw(folder: Path) -> None:
@@ -229,24 +203,19 @@ def _tell(progress: Progress, done: int, of: int) -> None:
     progress.show(done, "compiling kernels")
 
 
+def _command(arguments: argparse.Namespace) -> int:
+    # What is wrong is refused before the audit, which takes minutes.
+    if arguments.bounds:
+        audit_bounds.load(arguments.bounds)
+    if arguments.out:
+        roofline.read()
+    if os.environ.get("TRITON_INTERPRET"):
+        raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
+    return _audit_as_asked(arguments)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
-
-    def command(arguments: argparse.Namespace) -> int:
-        # Wrong files are refused before the audit, which takes minutes.
-        if arguments.bounds:
-            audit_bounds.load(arguments.bounds)
-        if arguments.out:
-            roofline.read()
-        status = _without_interpreter(argv)
-        if status is not None:
-            return status
-        if importlib.util.find_spec("triton") is None:
-            raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
-        return _audit_as_asked(arguments)
-
-    return run(_parser(), argv, command, (ValueError,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    return run(_parser(), argv, _command, (ValueError,))

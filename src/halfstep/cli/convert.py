@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
 from halfstep.cli.terminal import UNBROKEN
 
@@ -27,7 +28,8 @@ def _parser() -> Parser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations import checkpoint  # which imports torch, for which --help does not wait
+    with Importing():
+        from halfstep.integrations import checkpoint
 
     write = checkpoint.export if options.model else checkpoint.convert
     try:

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, a_path, answer, run
 from halfstep.cli.terminal import Progress, Table, joined, text
 
@@ -46,9 +47,10 @@ def _shown(diagnosis: Diagnosis) -> list[Any]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
-    from halfstep.integrations.doctor.stored import examine_checkpoint
-    from halfstep.integrations.tensor_files import read_all
+    with Importing():
+        from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
+        from halfstep.integrations.doctor.stored import examine_checkpoint
+        from halfstep.integrations.tensor_files import read_all
 
     machine = Machine.here()
     on_machine = options.env or not options.files
@@ -64,15 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     if on_machine:
         parts += [_labelled(machine.facts()), ""]
         parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
-    answer(
-        options,
-        lambda: {
-            **checkpoint.as_dict(),
-            "facts": dict(machine.facts()),
-            "diagnoses": [one.as_dict() for one in found],
-        },
-        lambda: parts,
-    )
+    content = {"facts": dict(machine.facts()), "diagnoses": [one.as_dict() for one in found]}
+    answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
     return int(not all(one.ok for one in found))
 
 
