@@ -6,9 +6,8 @@ It fails (status 1) if a variant does not compile, spills, exceeds the threads o
 promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals.
 ``machine_code.py`` describes what is counted, and how.
 
-A family lists its variants in a function ``variants()``; ``--module`` audits any other module with such a function.
-``--peers`` adds the kernels of installed peers with their own launch settings; their problems are shown but do not
-fail the audit. ``--bounds`` and ``--record`` compare the rows with recorded bounds: ``bounds.py``.
+A family lists its variants in a function ``variants()``. Problems of peers are shown and do not fail the audit.
+``bounds.py`` compares the rows with recorded bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -153,14 +151,16 @@ def _draw(folder: Path) -> None:
 
 
 def _audit_as_asked(arguments: argparse.Namespace) -> int:
-    """Audit, print, compare and record. Returns the exit status.
-
-    Raises:
-        ValueError: a given module or file cannot be used.
-    """
+    """Audit, print, compare and record. Returns the exit status. A module or file that cannot be used: ValueError."""
+    if arguments.bounds:  # what is wrong is refused before the audit, which takes minutes
+        audit_bounds.load(arguments.bounds)
+    if os.environ.get("TRITON_INTERPRET"):
+        raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
     import triton
 
-    if arguments.out:  # first, since it does not depend on the audit, which takes minutes
+    if arguments.out:
         _draw(arguments.out)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
@@ -171,8 +171,8 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         for line in left_out:
             say(line, sys.stderr)
     start = time.monotonic()
-    with Progress(0, patience=2.0) as progress:
-        rows = audit(modules, targets, arguments.jobs, partial(_tell, progress))
+    with Progress(1.0, patience=2.0) as progress:
+        rows = audit(modules, targets, arguments.jobs, lambda done, of: progress.show(done / of, "compiling kernels"))
     failing = _failing(rows)
     seconds = time.monotonic() - start
     answer(arguments, lambda: {"variants": rows}, lambda: shown(rows, seconds))
@@ -198,24 +198,6 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     return 1 if failing or departures else 0
 
 
-def _tell(progress: Progress, done: int, of: int) -> None:
-    progress.total = of
-    progress.show(done, "compiling kernels")
-
-
-def _command(arguments: argparse.Namespace) -> int:
-    # What is wrong is refused before the audit, which takes minutes.
-    if arguments.bounds:
-        audit_bounds.load(arguments.bounds)
-    if arguments.out:
-        roofline.read()
-    if os.environ.get("TRITON_INTERPRET"):
-        raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
-    if importlib.util.find_spec("triton") is None:
-        raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
-    return _audit_as_asked(arguments)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
-    return run(_parser(), argv, _command, (ValueError,))
+    return run(_parser(), argv, _audit_as_asked, (ValueError,))

@@ -331,7 +331,7 @@ class Statistics(Sequence[Row]):
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range, and bars of the worst tensors: PNG, SVG or PDF, with matplotlib."""
-        shown("statistics_picture", self, path)
+        shown("picture", self, None, path)
 
 
 def _counted(

@@ -172,7 +172,7 @@ def output_file(text: str) -> Path:
     return path
 
 
-def make_folder(path: Path, option: str = "--out") -> Path:
+def make_folder(path: Path) -> Path:
     """Create a folder and check that files can be written to it, before time is spent on computing them.
 
     Raises:
@@ -184,7 +184,7 @@ def make_folder(path: Path, option: str = "--out") -> Path:
             pass
     except OSError as error:
         why = "it is a file" if path.is_file() else error.strerror
-        raise UsageError(f"{option} {path} cannot be written to: {why}; pass a folder that can") from error
+        raise UsageError(f"--out {path} cannot be written to: {why}; pass a folder that can") from error
     return path
 
 

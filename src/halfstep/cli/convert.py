@@ -27,7 +27,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> None:
     with Importing():
         from halfstep.integrations import checkpoint
 
@@ -39,7 +39,6 @@ def _run(options: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())
     content = {"read": str(options.old), "written": str(new), "bytes": size}
     answer(options, lambda: content, lambda: [str(new)], columns=UNBROKEN)
-    return 0
 
 
 def main(argv: Sequence[str]) -> int:

@@ -16,8 +16,6 @@ from halfstep.cli.terminal import Progress, Table, joined, text
 if TYPE_CHECKING:
     from halfstep.integrations.doctor.findings import Diagnosis
 
-PATIENCE = 2.0  # seconds before progress is shown
-
 
 def _parser() -> Parser:
     parser = Parser(
@@ -57,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     found: list[Diagnosis] = []
     checkpoint = read_all(options.files)
     if options.files:
-        with Progress(1.0, patience=PATIENCE) as progress:
+        with Progress(1.0, patience=2.0) as progress:
             found.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
     if on_machine:
         found.append(examine_environment(machine))

@@ -1,9 +1,5 @@
 """``halfstep inspect PATH``: where the tensors in a checkpoint fall in a format.
 
-Reads files of torch.save (state dicts, nested or not) and safetensors; maps them into memory and executes nothing.
-Prints a table, ``--json`` everything there is, ``--out`` draws a picture; ``--advise`` takes the tensors for gradients
-and advises a loss scale.
-
 Exit status: 0; 2 for a file that cannot be read and for wrong arguments.
 """
 
@@ -29,7 +25,6 @@ if TYPE_CHECKING:  # imported where needed, since torch takes longer than all el
 
     from halfstep.numerics.statistics.counts import Row, Statistics
 
-PATIENCE = 2.0  # seconds before progress is shown
 SMALL = 16 << 20  # bytes that NumPy counts in less time than torch takes to be imported
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
 WIDE = 140  # columns of the screen that show all columns of the table
@@ -109,10 +104,7 @@ def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | N
 
 
 def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
-    """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words.
-
-    Shows a bar on a terminal if counting takes long.
-    """
+    """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words."""
     found = _at_once(options.files, options.format, options.scale)
     if found is not None:
         files = list(map(str, options.files))
@@ -123,15 +115,15 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
 
     checkpoint = read_all(options.files)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
-    others = [str(each.dtype).removeprefix("torch.") for each in checkpoint.tensors.values()]
-    others = [dtype for dtype, name in zip(others, checkpoint.tensors, strict=True) if name not in tensors]
+    dtypes = [tensor.dtype for tensor in checkpoint.tensors.values() if not tensor.dtype.is_floating_point]
+    others = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not tensors:
         also = f", only {len(others)} of {', '.join(dict.fromkeys(others))}" if others else ""
         names = ", ".join(map(str, options.files))
         raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
     total: Statistics | None = None
     batch: dict[str, torch.Tensor] = {}
-    with Progress(sum(tensor.nbytes for tensor in tensors.values()), PATIENCE) as progress:
+    with Progress(sum(tensor.nbytes for tensor in tensors.values()), patience=2.0) as progress:
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             batch[name] = tensor
             size = sum(one.nbytes for one in batch.values())
