@@ -154,14 +154,14 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     """Audit, print, compare and record. Returns the exit status. A module or file that cannot be used: ValueError."""
     if arguments.bounds:  # what is wrong is refused before the audit, which takes minutes
         audit_bounds.load(arguments.bounds)
+    if arguments.out:
+        _draw(arguments.out)
     if os.environ.get("TRITON_INTERPRET"):
         raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
     if importlib.util.find_spec("triton") is None:
         raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
     import triton
 
-    if arguments.out:
-        _draw(arguments.out)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
