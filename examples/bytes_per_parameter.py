@@ -31,7 +31,7 @@ from rich.table import Table
 
 import halfstep
 from halfstep.cli import figures
-from halfstep.cli.command_line import input_file, output_file, picture
+from halfstep.cli.command_line import a_path, output_file, picture
 from halfstep.cli.numbers import whole
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import layout
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--layers", type=whole(1), help="number of layers (default: 64 on a GPU, else 8)")
     parser.add_argument("--steps", type=whole(1), default=10, help="steps that are timed (default: 10)")
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--read", type=input_file, metavar="FILE", help="take the results from such a file")
+    parser.add_argument("--read", type=a_path, metavar="FILE", help="take the results from such a file")
     parser.add_argument("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
     options = parser.parse_args()
     if options.read:

@@ -92,12 +92,15 @@ def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
     for name, entry in entries.items():
         if entry.is_dir():
             skipped[str(entry)] = "a folder; pass it by itself"
-        elif entry.suffix not in SUFFIXES:
+        elif entry.suffix not in SUFFIXES and not name.endswith(".index.json"):
             skipped[str(entry)] = f"not one of {', '.join(SUFFIXES)}"
         elif named and entry.suffix == ".safetensors" and name not in named:
             skipped[str(entry)] = "not in the index"
-        else:
+        elif entry.suffix in SUFFIXES:
             parts.append(entry)
+    folders = [str(entry) for entry in entries.values() if entry.is_dir()]
+    if folders and not parts:
+        raise TensorFileError(f"{path} has no file of tensors; pass a checkpoint in it, such as {folders[-1]}")
     return sorted(parts, key=lambda part: part.suffix != ".safetensors") or [path]
 
 

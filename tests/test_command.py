@@ -68,6 +68,7 @@ sys.exit(program())
         ("module", "halfstep.cli.formats.commands", ["format", "bf16"]),
         ("console script", "torch", ["inspect", "x.pt"]),
         ("module", "numpy", ["inspect", "x.pt"]),
+        ("console script", "torch", ["convert", "x", "y"]),
         ("console script", "difflib", ["trian"]),
     ],
 )

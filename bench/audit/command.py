@@ -6,9 +6,8 @@ It fails (status 1) if a variant does not compile, spills, exceeds the threads o
 promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals.
 ``machine_code.py`` describes what is counted, and how.
 
-A family lists its variants in a function ``variants()``; ``--module`` audits any other module with such a function.
-``--peers`` adds the kernels of installed peers with their own launch settings; their problems are shown but do not
-fail the audit. ``--bounds`` and ``--record`` compare the rows with recorded bounds: ``bounds.py``.
+A family lists its variants in a function ``variants()``. Problems of peers are shown and do not fail the audit.
+``bounds.py`` compares the rows with recorded bounds.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,13 +27,10 @@ from typing import Any
 from halfstep.bench.audit import bounds as audit_bounds
 from halfstep.bench.audit import peers, roofline
 from halfstep.bench.audit.rows import FAMILIES, PEERS, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, input_file, make_folder, output_file, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, make_folder, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.roofline_picture import draw
 from halfstep.cli.terminal import Progress, Table, joined, say, text
-
-# Set in a restarted process. If its kernels are still interpreted, it stops instead of restarting again.
-_RESTARTED = "HALFSTEP_AUDIT_RESTARTED"
 
 # --- printing --------------------------------------------------------------------------------------------------------
 
@@ -134,7 +128,7 @@ def _parser() -> Parser:
         help="audit the variants() of this module instead of halfstep's kernels; may be repeated",
     )  # fmt: skip
     option("--peers", action="store_true", help="also compile the kernels of installed peers, as they launch them")
-    option("--bounds", type=input_file, metavar="FILE", help="fail if a row violates the bounds recorded in FILE")
+    option("--bounds", type=a_path, metavar="FILE", help="fail if a row violates the bounds recorded in FILE")
     option(
         "--record", type=output_file, metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
@@ -149,28 +143,6 @@ def _parser() -> Parser:
     return parser
 
 
-def _without_interpreter(argv: Sequence[str]) -> int | None:
-    """Run the command in a new process if kernels are interpreted in this one, since those cannot be compiled.
-
-    Triton decides when a kernel is decorated, so neither removing the variable nor importing again would help.
-
-    Returns:
-        The exit status of the new process; None if none is needed.
-    """
-    backend = sys.modules.get("halfstep.kernels.backend")
-    if not os.environ.get("TRITON_INTERPRET") and not (backend is not None and backend.INTERPRET):
-        return None
-    if os.environ.get(_RESTARTED):
-        raise RuntimeError(
-            "kernels are still interpreted after a restart without TRITON_INTERPRET; unset it and try again"
-        )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment[_RESTARTED] = "1"
-    # The working folder must not come first on the path: a folder called `bench` there would be importable.
-    environment["PYTHONSAFEPATH"] = "1"
-    return subprocess.run([sys.executable, "-m", "halfstep.bench.audit.command", *argv], env=environment).returncode
-
-
 def _draw(folder: Path) -> None:
     counts = roofline.read()
     picture = make_folder(folder) / "roofline.png"
@@ -179,15 +151,17 @@ def _draw(folder: Path) -> None:
 
 
 def _audit_as_asked(arguments: argparse.Namespace) -> int:
-    """Audit, print, compare and record. Returns the exit status.
-
-    Raises:
-        ValueError: a given module or file cannot be used.
-    """
+    """Audit, print, compare and record. Returns the exit status. A module or file that cannot be used: ValueError."""
+    if arguments.bounds:  # what is wrong is refused before the audit, which takes minutes
+        audit_bounds.load(arguments.bounds)
+    if arguments.out:
+        _draw(arguments.out)
+    if os.environ.get("TRITON_INTERPRET"):
+        raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
+    if importlib.util.find_spec("triton") is None:
+        raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
     import triton
 
-    if arguments.out:  # first, since it does not depend on the audit, which takes minutes
-        _draw(arguments.out)
     modules = list(dict.fromkeys(arguments.module or FAMILIES))
     targets = list(dict.fromkeys(arguments.target or TARGETS))
     families = {module.rpartition(".")[2] for module in arguments.module} if arguments.module else None
@@ -197,8 +171,8 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
         for line in left_out:
             say(line, sys.stderr)
     start = time.monotonic()
-    with Progress(0, patience=2.0) as progress:
-        rows = audit(modules, targets, arguments.jobs, partial(_tell, progress))
+    with Progress(1.0, patience=2.0) as progress:
+        rows = audit(modules, targets, arguments.jobs, lambda done, of: progress.show(done / of, "compiling kernels"))
     failing = _failing(rows)
     seconds = time.monotonic() - start
     answer(arguments, lambda: {"variants": rows}, lambda: shown(rows, seconds))
@@ -224,29 +198,6 @@ def _audit_as_asked(arguments: argparse.Namespace) -> int:
     return 1 if failing or departures else 0
 
 
-def _tell(progress: Progress, done: int, of: int) -> None:
-    progress.total = of
-    progress.show(done, "compiling kernels")
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
-
-    def command(arguments: argparse.Namespace) -> int:
-        # Wrong files are refused before the audit, which takes minutes.
-        if arguments.bounds:
-            audit_bounds.load(arguments.bounds)
-        if arguments.out:
-            roofline.read()
-        status = _without_interpreter(argv)
-        if status is not None:
-            return status
-        if importlib.util.find_spec("triton") is None:
-            raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
-        return _audit_as_asked(arguments)
-
-    return run(_parser(), argv, command, (ValueError,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    return run(_parser(), argv, _audit_as_asked, (ValueError,))

@@ -120,7 +120,7 @@ class ScaleAdvice:
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range at the scale, what each scale loses, and bars per parameter."""
-        shown("advice_picture", self, path)
+        shown("picture", self.statistics, self, path)
 
 
 def _curves(found: Statistics, format: Format) -> Curves:

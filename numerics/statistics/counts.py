@@ -23,8 +23,6 @@ from halfstep.numerics.presentation import shown
 if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
     import torch
 
-    from halfstep.kernels.statistics import Grid
-
 # The shape of the counts, as in kernels/statistics.py.
 LOWEST, HIGHEST, CLASSES, PER_OCTAVE = -151, 128, 3, 8
 ZERO = HIGHEST - LOWEST + 1
@@ -36,15 +34,8 @@ QUANTILES = (0.5, 0.9, 0.99)
 KINDS = ("zero", "flushed", "subnormal", "normal", "overflow", "infinite", "nan")
 
 
-def grid_of(format: Format) -> Grid:
-    """The parameters of a format for the kernel that counts. Raises as `thresholds`."""
-    from halfstep.kernels.statistics import Grid
-
-    return Grid(*thresholds(format))
-
-
-def thresholds(format: Format) -> tuple[int, int, int, int]:
-    """What `kernels.statistics.Grid` holds of a format.
+def grid_of(format: Format) -> tuple[int, int, int, int]:
+    """The parameters of a format for the kernel that counts, its `Grid`.
 
     Raises:
         ValueError: the format is not a floating-point format with 1 to 23 mantissa bits, or exceeds fp32's range.
@@ -340,7 +331,7 @@ class Statistics(Sequence[Row]):
 
     def picture(self, path: str | Path) -> None:
         """Draw exponents under the format's range, and bars of the worst tensors: PNG, SVG or PDF, with matplotlib."""
-        shown("statistics_picture", self, path)
+        shown("picture", self, None, path)
 
 
 def _counted(
@@ -360,7 +351,7 @@ def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: 
         format, scale: as for `statistics`.
     """
     chosen, scale = formats[format], checked_scale("scale", scale)
-    rows = [_count(numbers.reshape(-1), thresholds(chosen), scale) for _, numbers in arrays.values()]
+    rows = [_count(numbers.reshape(-1), grid_of(chosen), scale) for _, numbers in arrays.values()]
     return _counted([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
 
 
@@ -431,12 +422,12 @@ def statistics(
     """
     import torch
 
-    from halfstep.kernels.statistics import foreach_count_, width
+    from halfstep.kernels.statistics import Grid, foreach_count_, width
     from halfstep.kernels.streams import to_device
     from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
     chosen = formats[format]
-    grid = grid_of(chosen)
+    grid = Grid(*grid_of(chosen))
     named = named_tensors(tensors, of=of)
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1:

@@ -28,6 +28,9 @@ class Command(NamedTuple):
     def words(self) -> tuple[str, ...]:
         return tuple(self.name.split())
 
+    def starts(self, words: Sequence[str]) -> bool:
+        return tuple(words[: len(self.words)]) == self.words
+
 
 _LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
 GROUPS = {
@@ -109,17 +112,13 @@ def _before_cursor(start: int) -> list[str]:
     """
     words = (os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])] + ".").split()[start:-1]
     names = [each.words[len(words)] for each in COMMANDS if [*each.words[:-1]] == words or not words]
-    length = len(words) if names else next((len(each.words) for each in COMMANDS if _starts(words, each)), 0)
-    os.environ["_ARGCOMPLETE"] = str(start + length)
+    lengths = [len(words)] if names else [len(each.words) for each in COMMANDS if each.starts(words)]
+    os.environ["_ARGCOMPLETE"] = str(start + sum(lengths))
     if names:
         parser = Parser(" ".join(words), "", json=False)
         parser.add_argument("command", choices=names)
         parser.parse([])
     return words
-
-
-def _starts(words: Sequence[str], command: Command) -> bool:
-    return tuple(words[: len(command.words)]) == command.words
 
 
 def _run(arguments: list[str]) -> int:
@@ -132,12 +131,10 @@ def _run(arguments: list[str]) -> int:
         print(f"halfstep {__version__}")
         return 0
     for command in COMMANDS:
-        if _starts(arguments, command):
-            module = importlib.import_module(command.module)
+        if command.starts(arguments):
+            module, rest = importlib.import_module(command.module), arguments[len(command.words) :]
             raise_again()
-            return int(
-                module.main(arguments[len(command.words) :], *(command.words if command.module == _LOOKUP else ()))
-            )
+            return int(module.main(rest, command.name) if command.module == _LOOKUP else module.main(rest))
     family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
         show(_listed(family))

@@ -109,7 +109,7 @@ def test_small_safetensors_are_counted_without_torch_as_with_it(
     values = torch.cat([torch.randn(500) * 10.0**power for power in range(-44, 38, 2)])
     values = torch.cat([values, torch.tensor([0.0, -0.0, 1e-45, float("inf"), float("nan"), 65520, 65519, 6e-8, 2e-8])])
     tensors = {str(dtype): values.to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-    tensors |= {"ids": torch.arange(3), "mask": torch.zeros(2, dtype=torch.uint8), "none": torch.zeros(0, 2)}
+    tensors["none"] = torch.zeros(0, 2)
     file = str(tmp_path / "x.safetensors")
     save_file(tensors, file)
     for options in ("", "-f bf16 --scale 2^-20", "-f e4m3fn --scale 3", "-f e5m2 --scale 2^100", "--scale 1e30"):

@@ -299,3 +299,6 @@ def test_a_folder_of_hugging_face_and_one_of_several_files(tmp_path: Path) -> No
     index.write_text("[]")
     with pytest.raises(TensorFileError, match=r"index.json is damaged: .*; download it again"):
         read_all([tmp_path])
+    (tmp_path / "run" / "step-1").mkdir(parents=True)
+    with pytest.raises(TensorFileError, match=r"run has no file of tensors; pass a checkpoint in it, such as .*step-1"):
+        read_all([tmp_path / "run"])

@@ -109,12 +109,12 @@ RULES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def run_audit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_audit(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own: this one interprets kernels."""
     path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "halfstep.bench.audit.command", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env={**kept, "PYTHONPATH": path, **environment})
+    command = [sys.executable, "-m", "halfstep", "bench", "audit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**kept, "PYTHONPATH": path})
 
 
 def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -130,8 +130,7 @@ def targets(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def audited(targets: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Started where kernels would be interpreted, as in many a shell that tests them."""
-    return run_audit("--json", *(word for target in targets for word in ("--target", target)), TRITON_INTERPRET="1")
+    return run_audit("--json", *(word for target in targets for word in ("--target", target)))
 
 
 @pytest.fixture(scope="module")

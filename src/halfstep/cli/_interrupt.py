@@ -44,3 +44,13 @@ def raise_again() -> None:
 
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Importing:
+    """For imports while a command runs: Ctrl-C ends the process at once."""
+
+    def __enter__(self) -> None:
+        end_at_once()
+
+    def __exit__(self, *error: object) -> None:
+        raise_again()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
@@ -96,7 +97,8 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(
                     f"unknown option {word}; {near}leave it out, or see {self.prog} --help for those there are"
                 )
-        options, unknown = self.parse_known_intermixed_args(prepared)
+        with Importing():  # what types of arguments need
+            options, unknown = self.parse_known_intermixed_args(prepared)
         if unknown:
             word = unknown[0].strip()
             takers = [action.option_strings[-1] for action in self._actions if word in (action.choices or ())]
@@ -170,19 +172,7 @@ def output_file(text: str) -> Path:
     return path
 
 
-def input_file(text: str) -> Path:
-    """An argparse type: a file that can be read."""
-    path, wrong = a_path(text), ""
-    if not path.is_file():
-        wrong = "is a folder" if path.is_dir() else "is not a file" if path.exists() else "does not exist"
-    elif not os.access(path, os.R_OK):
-        wrong = f"cannot be read: {os.strerror(errno.EACCES)}"
-    if wrong:
-        raise argparse.ArgumentTypeError(f"{text!r} {wrong}; pass a file that can be read")
-    return path
-
-
-def make_folder(path: Path, option: str = "--out") -> Path:
+def make_folder(path: Path) -> Path:
     """Create a folder and check that files can be written to it, before time is spent on computing them.
 
     Raises:
@@ -194,7 +184,7 @@ def make_folder(path: Path, option: str = "--out") -> Path:
             pass
     except OSError as error:
         why = "it is a file" if path.is_file() else error.strerror
-        raise UsageError(f"{option} {path} cannot be written to: {why}; pass a folder that can") from error
+        raise UsageError(f"--out {path} cannot be written to: {why}; pass a folder that can") from error
     return path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
 from halfstep.cli.terminal import UNBROKEN
 
@@ -26,8 +27,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations import checkpoint  # which imports torch, for which --help does not wait
+def _run(options: argparse.Namespace) -> None:
+    with Importing():
+        from halfstep.integrations import checkpoint
 
     write = checkpoint.export if options.model else checkpoint.convert
     try:
@@ -37,7 +39,6 @@ def _run(options: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in (new, *new.rglob("*")) if file.is_file())
     content = {"read": str(options.old), "written": str(new), "bytes": size}
     answer(options, lambda: content, lambda: [str(new)], columns=UNBROKEN)
-    return 0
 
 
 def main(argv: Sequence[str]) -> int:

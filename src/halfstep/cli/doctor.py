@@ -9,13 +9,12 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, a_path, answer, run
 from halfstep.cli.terminal import Progress, Table, joined, text
 
 if TYPE_CHECKING:
     from halfstep.integrations.doctor.findings import Diagnosis
-
-PATIENCE = 2.0  # seconds before progress is shown
 
 
 def _parser() -> Parser:
@@ -46,16 +45,17 @@ def _shown(diagnosis: Diagnosis) -> list[Any]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
-    from halfstep.integrations.doctor.stored import examine_checkpoint
-    from halfstep.integrations.tensor_files import read_all
+    with Importing():
+        from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
+        from halfstep.integrations.doctor.stored import examine_checkpoint
+        from halfstep.integrations.tensor_files import read_all
 
     machine = Machine.here()
     on_machine = options.env or not options.files
     found: list[Diagnosis] = []
     checkpoint = read_all(options.files)
     if options.files:
-        with Progress(1.0, patience=PATIENCE) as progress:
+        with Progress(1.0, patience=2.0) as progress:
             found.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
     if on_machine:
         found.append(examine_environment(machine))
@@ -64,15 +64,8 @@ def _run(options: argparse.Namespace) -> int:
     if on_machine:
         parts += [_labelled(machine.facts()), ""]
         parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
-    answer(
-        options,
-        lambda: {
-            **checkpoint.as_dict(),
-            "facts": dict(machine.facts()),
-            "diagnoses": [one.as_dict() for one in found],
-        },
-        lambda: parts,
-    )
+    content = {"facts": dict(machine.facts()), "diagnoses": [one.as_dict() for one in found]}
+    answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
     return int(not all(one.ok for one in found))
 
 

@@ -1,9 +1,5 @@
 """``halfstep inspect PATH``: where the tensors in a checkpoint fall in a format.
 
-Reads files of torch.save (state dicts, nested or not) and safetensors; maps them into memory and executes nothing.
-Prints a table, ``--json`` everything there is, ``--out`` draws a picture; ``--advise`` takes the tensors for gradients
-and advises a loss scale.
-
 Exit status: 0; 2 for a file that cannot be read and for wrong arguments.
 """
 
@@ -11,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
+from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent, printable
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:  # imported where needed, since torch takes longer than all el
 
     from halfstep.numerics.statistics.counts import Row, Statistics
 
-PATIENCE = 2.0  # seconds before progress is shown
 SMALL = 16 << 20  # bytes that NumPy counts in less time than torch takes to be imported
 BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
 WIDE = 140  # columns of the screen that show all columns of the table
@@ -43,21 +39,17 @@ SORTS = {
 }
 
 
-def _power_or_number(text: str) -> float:
+def _scale(text: str) -> float:
     from halfstep.numerics.statistics.counts import checked_scale
 
-    found = re.fullmatch(r"2\^([+-]?\d{1,3})", text.strip())
-    return checked_scale("scale", math.ldexp(1.0, int(found[1])) if found else float(text))
-
-
-_SCALE = number(_power_or_number, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
+    return checked_scale("scale", float(parse_number(text)))
 
 
 def _format(text: str) -> str:
-    from halfstep.numerics.statistics.counts import thresholds
+    from halfstep.numerics.statistics.counts import grid_of
 
     try:
-        thresholds(formats[text])
+        grid_of(formats[text])
     except (UnknownFormat, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name
@@ -74,7 +66,8 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("files", metavar="PATH", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
     add("-f", "--format", type=_format, default="fp16", metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m7, ...")
-    add("--scale", type=_SCALE, default=1.0, metavar="S", help="multiply by S first: a number, or a power as 2^16")
+    scale = number(_scale, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
+    add("--scale", type=scale, default=1.0, metavar="S", help="multiply by S first: a number, or a power as 2^16")
     add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
     add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
     add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
@@ -85,59 +78,52 @@ def _parser() -> Parser:
 # ----------------------------------------------------------------------------------------------------------- counting
 
 
-def _at_once(files: Sequence[Path], format: str, scale: float) -> tuple[Statistics, dict[str, int]] | None:
-    """The statistics of small safetensors files without torch, and what was left out; None for other files."""
-    if not all(file.suffix == ".safetensors" and file.is_file() for file in files):
+def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
+    """The statistics of small safetensors files in fp32, fp16 and bf16 without torch; None for other files."""
+    known = all(file.suffix == ".safetensors" and file.is_file() for file in files)
+    if not known or sum(file.stat().st_size for file in files) > SMALL:
         return None
-    if sum(file.stat().st_size for file in files) > SMALL:
-        return None
-    import numpy as np
-    from safetensors import SafetensorError, deserialize
+    with Importing():
+        import numpy as np
+        from safetensors import SafetensorError, deserialize
 
-    from halfstep.numerics.statistics.counts import of_arrays
+        from halfstep.numerics.statistics.counts import of_arrays
 
-    arrays: dict[str, tuple[str, Any]] = {}
-    left_out: dict[str, int] = {}
+    names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
     try:
-        tensors = [tensor for file in files for tensor in deserialize(file.read_bytes())]
+        tensors = [(printable(name), tensor) for file in files for name, tensor in deserialize(file.read_bytes())]
     except (SafetensorError, OSError):
         return None
     for name, tensor in tensors:
-        dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(tensor["dtype"], tensor["dtype"])
-        if re.fullmatch("[IU][0-9]+", dtype):
-            dtype = dtype.replace("I", "int").replace("U", "uint")
-            left_out[dtype] = left_out.get(dtype, 0) + 1
-        elif dtype == tensor["dtype"] or printable(name) in arrays:
+        dtype, half = names.get(tensor["dtype"]), tensor["dtype"] == "BF16"
+        if dtype is None or name in arrays:
             return None
-        else:
-            numbers = np.frombuffer(tensor["data"], "u2" if dtype == "bfloat16" else dtype)
-            numbers = (numbers.astype("u4") << 16).view("f4") if dtype == "bfloat16" else numbers.astype("f4")
-            arrays[printable(name)] = dtype, numbers
-    return (of_arrays(arrays, format, scale), left_out) if arrays else None
+        numbers = np.frombuffer(tensor["data"], "u2" if half else dtype)
+        arrays[name] = dtype, (numbers.astype("u4") << 16).view("f4") if half else numbers.astype("f4")
+    return of_arrays(arrays, format, scale) if arrays else None
 
 
 def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
-    """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words.
-
-    Shows a bar on a terminal if counting takes long.
-    """
+    """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words."""
     found = _at_once(options.files, options.format, options.scale)
     if found is not None:
-        return *found, {"files": list(map(str, options.files)), "skipped": {}}, []
-    from halfstep.integrations.tensor_files import TensorFileError, read_all
-    from halfstep.numerics.statistics.counts import statistics
+        files = list(map(str, options.files))
+        return found, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
+    with Importing():
+        from halfstep.integrations.tensor_files import TensorFileError, read_all
+        from halfstep.numerics.statistics.counts import statistics
 
     checkpoint = read_all(options.files)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
-    others = [str(each.dtype).removeprefix("torch.") for each in checkpoint.tensors.values()]
-    others = [dtype for dtype, name in zip(others, checkpoint.tensors, strict=True) if name not in tensors]
+    dtypes = [tensor.dtype for tensor in checkpoint.tensors.values() if not tensor.dtype.is_floating_point]
+    others = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     if not tensors:
         also = f", only {len(others)} of {', '.join(dict.fromkeys(others))}" if others else ""
         names = ", ".join(map(str, options.files))
         raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
     total: Statistics | None = None
     batch: dict[str, torch.Tensor] = {}
-    with Progress(sum(tensor.nbytes for tensor in tensors.values()), PATIENCE) as progress:
+    with Progress(sum(tensor.nbytes for tensor in tensors.values()), patience=2.0) as progress:
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             batch[name] = tensor
             size = sum(one.nbytes for one in batch.values())
@@ -215,7 +201,8 @@ def _inspect(options: argparse.Namespace) -> None:
     found, left_out, files, lines = _count(options)
     advice = None
     if options.advise:
-        from halfstep.numerics.statistics.advice import advise_scale
+        with Importing():
+            from halfstep.numerics.statistics.advice import advise_scale
 
         advice = advise_scale(found, options.format)
     if options.out is not None:

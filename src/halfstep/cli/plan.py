@@ -1,10 +1,7 @@
 """``halfstep plan``: the memory, messages and FLOPs of a training on each GPU, computed without a GPU.
 
 The command prints bytes by part, messages per step and FLOPs and, with ``--card``, whether the training fits and, if
-not, the smallest changes with which it does. ``--fit`` finds the largest model or batch that fits, ``--compare`` plans
-all layouts or strategies, ``--json`` prints JSON, and ``--out`` draws stacked bars. ``--page`` serves the planner to
-the browser, or writes one answer to a file. ``numerics/planning`` and docs/planning.md describe what is counted, and
-how.
+not, the smallest changes with which it does. docs/planning.md describes what is counted, and how.
 
 Exit status: 0, also if nothing fits; 2 for wrong arguments.
 """

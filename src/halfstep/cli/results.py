@@ -81,11 +81,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     return shortened(row.name, 23), count(row.elements), *shares, error
 
 
-def statistics_picture(found: Statistics, path: str | Path) -> None:
-    """Draw `Statistics.picture`."""
+def picture(found: Statistics, advice: ScaleAdvice | None, path: str | Path) -> None:
+    """Draw `Statistics.picture` or, with advice, `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.figure_of(found), path)
+    figures.save(results_picture.figure_of(found, advice), path)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -129,13 +129,6 @@ def advice_text(advice: ScaleAdvice) -> str:
 
 def _range(low: float, high: float) -> str:
     return f"at {power(low)}" if low == high else f"from {power(low)} to {power(high)}"
-
-
-def advice_picture(advice: ScaleAdvice, path: str | Path) -> None:
-    """Draw `ScaleAdvice.picture`."""
-    from halfstep.cli import figures, results_picture
-
-    figures.save(results_picture.figure_of(advice.statistics, advice), path)
 
 
 # ----------------------------------------------------------------------------------------------------------- overflows

@@ -71,13 +71,11 @@ class LookupParser(command_line.Parser):
         """The words, with -f repeated before each name of a format that follows it."""
         many = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
         repeated: list[str] = []
-        naming = plain = False  # after -f and a name; after --
+        naming = False  # after -f and a name; not after --, where no word starts with "-"
         for word in super().prepared(words):
-            if word == "--" and not plain:
-                naming, plain = False, True
-            elif not plain and word.startswith("-"):
+            if word.startswith("-"):
                 naming = word in many
-            elif plain or command_line.is_number(word.strip()):
+            elif command_line.is_number(word.strip()):
                 naming = False
             elif naming and repeated[-1] not in many:
                 repeated.append("-f")

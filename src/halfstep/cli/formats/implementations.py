@@ -15,9 +15,9 @@ from halfstep.cli.formats.number_text import fitting, number_dict
 from halfstep.cli.formats.values import finite
 from halfstep.numerics.formats.exact import decode_exact, encode_exact
 from halfstep.numerics.formats.parse import Number
-from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
-_FP8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+_FP8 = AMBIGUOUS["fp8"]
 
 
 class Implementation(NamedTuple):
