@@ -60,7 +60,7 @@ T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Weights = dict[str, torch.Tensor]
 
-FORMAT = "train_gpt 2"
+FORMAT = "train_gpt 1"
 STRATEGIES = ("single", "ddp", "fsdp", "zero1")
 STATE_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 VALIDATION_SHARE = 0.1  # of the text
@@ -364,9 +364,10 @@ class Trainer:
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
-        # validation: [step, loss]; memory: [step, bytes of weights, of gradients, of state], where they change
-        names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation", "memory")
-        self.history: dict[str, list[Any]] = {name: [] for name in names}
+        self.gradient_bytes = 0  # set in the first step
+        self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
+        names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
+        self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
         self._clock = Clock(world.device)
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
@@ -378,13 +379,14 @@ class Trainer:
         self._measure()
 
     def _measure(self) -> None:
-        """Add the bytes that this process holds after the present step to the history, where they have changed."""
+        """Note the bytes that this process holds after the present step, where they have changed."""
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
         held = [sum(map(bytes_of, tensors)) for tensors in (self.plain.parameters(), grads, state)]
-        if not self.history["memory"] or self.history["memory"][-1][1:] != held:
-            self.history["memory"].append([self.step, *held])
+        self.gradient_bytes = held[1] or self.gradient_bytes
+        if not self.memory or self.memory[-1][1:] != held:
+            self.memory.append([self.step, *held])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the wrapped model's parameters. As usual, only matrices have weight decay."""
@@ -502,7 +504,7 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
-            "world_size": self.world.size,
+            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -518,9 +520,10 @@ class Trainer:
             self.monitor.load_state_dict({**counted, "counts": counts})
         self.history = {name: state["history"][name].tolist() for name in self.history}
         self.step = self.scheduler.last_epoch = state["step"]
-        if state["world_size"] != world.size:
-            self.history["memory"] = []  # of other shards
-            self._measure()
+        if state["gradient_bytes"]["world_size"] == world.size:
+            self.gradient_bytes = state["gradient_bytes"]["bytes"]
+        self.memory = []
+        self._measure()
 
     def _overflow(self) -> dict[str, Any] | None:
         """The overflows since the process started, on any rank: they hold different shards. Collective."""
@@ -577,7 +580,8 @@ class Trainer:
         on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
         card = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
         peak = card and card.flops
-        held = dict(zip(report.PARTS, history["memory"][-1][1:], strict=True))
+        weights, _, states = self.memory[-1][1:]
+        held = dict(zip(report.PARTS, (weights, self.gradient_bytes, states), strict=True))
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -595,7 +599,7 @@ class Trainer:
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": size / self.parameters for part, size in held.items()},
-            "memory": history["memory"],
+            "memory": self.memory,
             "activation_bytes": sum(self.activations.values()) if self.activations else None,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history["optimizer_ms"]),
@@ -630,9 +634,7 @@ def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is no checkpoint of this train_gpt.py; pass one that it wrote, or start a new run"
-        )
+        raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
     differing = [name for name in wanted if state["plan"][name] != wanted[name]]
     if differing:
         short = {name: [str(plan[name])[:12] for plan in (wanted, state["plan"])] for name in differing}  # of a hash
