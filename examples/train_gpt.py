@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
@@ -257,21 +257,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-@contextmanager
-def counting_activations(model: torch.nn.Module, sizes: dict[int, int]) -> Iterator[None]:
-    """Add the bytes of each storage kept for the backward, by its address, to `sizes`; those of parameters are not."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        yield
-
-
 def shape_of(size: Size) -> Transformer:
     """The model as the planner describes it."""
     return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
@@ -371,11 +356,6 @@ class Trainer:
         self._clock = Clock(world.device)
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
-        # Of the first forward, where it keeps what a GPU would keep, and nothing is hidden from autograd.
-        countable = (
-            options.strategy == "single" and not options.activation_checkpointing and not self.precision.emulated
-        )
-        self.activations: dict[int, int] | None = {} if countable else None
         self._measure()
 
     def _measure(self) -> None:
@@ -429,8 +409,7 @@ class Trainer:
         parts = self._parts(batch)
         for index, part in enumerate(parts):
             synchronize_gradients(self.model, last=index == len(parts) - 1)
-            with counting_activations(self.plain, self.activations) if self.activations == {} else nullcontext():
-                share = self.model(*part) / len(parts)
+            share = self.model(*part) / len(parts)
             (share if self.scaler is None else self.scaler.scale(share)).backward()
             loss = loss + share.detach()
         if self.monitor is not None:
@@ -580,8 +559,7 @@ class Trainer:
         on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
         card = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
         peak = card and card.flops
-        weights, _, states = self.memory[-1][1:]
-        held = dict(zip(report.PARTS, (weights, self.gradient_bytes, states), strict=True))
+        held = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -600,7 +578,6 @@ class Trainer:
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": size / self.parameters for part, size in held.items()},
             "memory": self.memory,
-            "activation_bytes": sum(self.activations.values()) if self.activations else None,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history["optimizer_ms"]),
             "tokens_per_s": options.batch * size.context / step_ms * 1000,
