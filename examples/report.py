@@ -8,9 +8,8 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ RUN_COLOURS = {
     "fp16": ("#00785a", "#3cc79b"),
     "bf16 without master": ("#b84a00", "#ff9a4d"),
 }
+LOOKS = {name: f"run{i}" for i, name in enumerate(RUN_COLOURS)}  # classes of colours
 COLOURS = "".join(f".run{i} {{ --c: light-dark({a}, {b}); }} " for i, (a, b) in enumerate(RUN_COLOURS.values()))
 COLOURS += "".join(f".{kind} {{ --c: {colour}; }} " for kind, (colour, _) in KINDS.items() if " " not in kind)
 OVERFLOW = ("parameter", "steps with", "first step", "last step")
@@ -61,10 +61,7 @@ def _against(content: dict[str, Any]) -> dict[str, str]:
     if base is None or len(losses) < 2:
         return {}
     changes = {name: f"{100 * (loss / base - 1):+.2f} %" for name, loss in losses.items() if loss is not None}
-    return {
-        name: "±0.00 %" if "0.00" in change else change.replace("-", "\N{MINUS SIGN}")
-        for name, change in changes.items()
-    }
+    return {name: change.replace("-", "\N{MINUS SIGN}") for name, change in changes.items()}
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -89,16 +86,17 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def outcome(content: dict[str, Any]) -> str:
     """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
-    against, said = _against(content), []
-    for run in sorted(content["runs"], key=lambda run: bool(run["precision"] == "fp32")):
+    against, said, base = _against(content), [], ""
+    for run in content["runs"]:
         size = f"at {sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g} B"
-        if run["name"] in against and run["precision"] == "fp32":
-            return f"{'; '.join(said)}. In fp32: {run['final_val_loss']:.4f} {size}." if said else ""
         by = " with halfstep" if run["optimizer"].startswith("halfstep") else ""
-        more = " validation loss" if not said else ""
-        if run["name"] in against:
-            said.append(f"{run['name']}{by}: {against[run['name']]}{more} {size}{' per parameter' if more else ''}")
-    return ""
+        if run["precision"] == "fp32" and run["name"] in against:
+            base = f"In fp32: {run['final_val_loss']:.4f} {size}."
+        elif run["name"] in against:
+            said.append(
+                f"{run['name']}{by}: {against[run['name']]} {size if said else f'validation loss {size} per parameter'}"
+            )
+    return f"{'; '.join(said)}. {base}" if said else ""
 
 
 def sentence(content: dict[str, Any]) -> str:
@@ -147,140 +145,102 @@ def counted(content: dict[str, Any]) -> list[dict[str, Any]]:
     return [found[precision] for precision in ("fp16", "bf16") if precision in found]
 
 
-def smooth(losses: Sequence[float | None], span: int) -> tuple[list[int], list[float]]:
-    """The running mean over the last `span` steps with a finite loss, and the steps that have one."""
+def smooth(losses: Sequence[float | None], span: int) -> list[tuple[int, float]]:
+    """The steps that have a finite loss among the last `span` ones, and its mean over these."""
     parts = ((end, losses[max(0, end - span) : end]) for end in range(1, len(losses) + 1))
-    finite = [(end, kept) for end, part in parts if (kept := [loss for loss in part if loss is not None])]
-    return [end for end, _ in finite], [sum(kept) / len(kept) for _, kept in finite]
+    finite = ((end, [loss for loss in part if loss is not None]) for end, part in parts)
+    return [(end, sum(kept) / len(kept)) for end, kept in finite if kept]
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
 
 LEFT, RIGHT, TOP, BOTTOM, WIDTH = 50, 410, 8, 204, 420  # of a drawing, in its own units
-
-
-class Curve(NamedTuple):
-    """Values over steps, and the text of each for the pointer."""
-
-    name: str
-    steps: Sequence[float]
-    values: Sequence[float]
-    texts: Sequence[str]
+MEMORY = "{:.4g} MB: weights {:.3g}, gradients {:.3g}, state {:.3g}"
+Curves = Sequence[tuple[str, Sequence[tuple[float, float, str]]]]  # by run: step, value, and its text for the pointer
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
     """At most so many round numbers from `low` to `high`."""
-    span = (high - low) / most
-    steps = (factor * 10.0 ** math.floor(math.log10(span)) for factor in (1, 2, 5, 10))
-    step = next(step for step in steps if step >= span * 0.999)
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most * 1.001)
     return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
 def drawing(title: str, bottom: int, parts: Iterable[str], more: str = "", caption: str = "") -> str:
-    return (
-        f'<figure{more}><h2>{text(title)}</h2><svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" '
-        f'aria-label="{text(title)}">{"".join(parts)}</svg><figcaption>{caption}</figcaption></figure>'
-    )
+    svg = f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">'
+    return f"<figure{more}><h2>{text(title)}</h2>{svg}{''.join(parts)}</svg><figcaption>{caption}</figcaption></figure>"
 
 
 def label(x: float, y: float, anchor: str, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text(words)}</text>'
 
 
-def bar(kind: str, x: float, width: float, top: float, bottom: float, more: str = "") -> str:
+def bar(kind: str, x: float, width: float, top: float, bottom: float, words: str = "") -> str:
     size = f'width="{width:.1f}" height="{bottom - top:.1f}"'
-    return f'<rect class="{kind}" x="{x:.1f}" y="{top:.1f}" {size}>{more}</rect>'
+    return f'<rect class="{kind}" x="{x:.1f}" y="{top:.1f}" {size}><title>{words or kind}</title></rect>'
 
 
 def chart(
-    title: str, curves: Sequence[Curve], *, zero: bool = False, stairs: bool = False, powers: bool = False,
+    title: str, curves: Curves, *, zero: bool = False, stairs: bool = False, powers: bool = False,
     level: tuple[float, str] | None = None, marks: Sequence[tuple[float, float]] = (),
 ) -> str:  # fmt: skip
     """Curves over steps as SVG, with what report.mjs shows at the pointer.
 
-    Args:
-        title: what is drawn, and its unit.
-        curves: named as their runs; without values they are left out.
-        zero: begin the axis of values at 0.
-        stairs: values hold until the next one.
-        powers: values are exponents of two.
-        level: a value to draw as a dotted line, and its name.
-        marks: steps and values to draw as crosses.
+    `stairs` hold until the next value, `powers` are exponents of two, `level` is a dotted line, `marks` are crosses.
     """
-    curves = [curve for curve in curves if curve.steps]
-    values = [value for curve in curves for value in curve.values] + ([] if level is None else [level[0]])
-    if not values:
+    curves = [(name, points) for name, points in curves if points]
+    if not curves:
         return ""
-    first, last = min(curve.steps[0] for curve in curves), max(max(curve.steps[-1] for curve in curves), 1)
-    margin = 1.0 if powers else (max(values) - min(values)) * 0.06 or abs(max(values)) * 0.1 or 1.0
+    steps, values = ([float(point[i]) for _, points in curves for point in points] for i in (0, 1))
+    values += [level[0]] if level else []
+    margin = 1.0 if powers else (max(values) - min(values)) * 0.06 or max(values) * 0.1
     low, high = 0.0 if zero else min(values) - margin, max(values) + margin
+    first, last = min(steps), max(*steps, 1.0)
 
     def x(step: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (step - first) / ((last - first) or 1)
+        return LEFT + (RIGHT - LEFT) * (step - first) / (last - first or 1)
 
     def y(value: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
+        return round(BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low), 1)
 
     parts = []
     for value in ticks(low, high, 5):
         if not powers or value == int(value):
-            parts.append(f'<path class="grid" d="M{LEFT} {y(value):.1f}H{RIGHT}"/>')
+            parts.append(f'<path class="grid" d="M{LEFT} {y(value)}H{RIGHT}"/>')
             parts.append(label(LEFT - 5, y(value) + 4, "end", f"2^{value:.0f}" if powers else f"{value:.6g}"))
-    parts += [label(x(step), BOTTOM + 15, "middle", f"{step:.6g}") for step in ticks(first, last, 6)]
-    if level is not None:
-        parts.append(f'<path class="level" d="M{LEFT} {y(level[0]):.1f}H{RIGHT}"/>')
+    parts += [label(x(step), BOTTOM + 15, "middle", f"{step:.6g}") for step in ticks(first, max(last, first + 1), 6)]
+    if level:
+        parts.append(f'<path class="level" d="M{LEFT} {y(level[0])}H{RIGHT}"/>')
         parts.append(label(LEFT + 4, y(level[0]) - 4, "start", level[1]))
-    for curve in curves:
-        points = [f"{x(step):.1f} {y(value):.1f}" for step, value in zip(curve.steps, curve.values, strict=True)]
-        if stairs:
-            points = [points[0], *(f"{a.split()[0]} {b.split()[1]}L{a}" for b, a in pairwise(points))]
-        parts.append(f'<path class="{look(curve.name)}" d="M{"L".join(points)}"/>')
+    for name, points in curves:
+        line = " ".join((f"H{x(a):.1f}V{y(b)}" if stairs else f"L{x(a):.1f} {y(b)}") for a, b, _ in points)
+        parts.append(f'<path class="{LOOKS[name]}" d="M{x(points[0][0]):.1f} {y(points[0][1])}{line}"/>')
     parts += [f'<path class="skip" d="M{x(a) - 3:.1f} {y(b) - 3:.1f}l6 6m0-6l-6 6"/>' for a, b in marks]
-    data = [[curve.steps, curve.texts] for curve in curves]
+    data = [[*zip(*points, strict=True)][::2] for _, points in curves]
     known = json.dumps({"left": LEFT, "right": RIGHT, "width": WIDTH, "first": first, "last": last, "curves": data})
-    keys = (
-        f'<span class="{look(curve.name)}">{text(curve.name)} <output>{text(curve.texts[-1])}</output></span>'
-        for curve in curves
-    )
+    keys = (f'<span class="{LOOKS[a]}">{text(a)} <output>{text(b[-1][2])}</output></span>' for a, b in curves)
     caption = f"<output>step {last:.0f}</output>{''.join(keys)}"
     return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], f" data-curves='{escape(known)}'", caption)
 
 
-def look(name: str) -> str:
-    """The class of a run's colour."""
-    return f"run{[*RUN_COLOURS].index(name)}"
-
-
 def charts(content: dict[str, Any]) -> list[str]:
-    """Losses, loss scale, memory, and exponents of gradients."""
-    runs, entropy = content["runs"], content["unigram_entropy"]
+    """Losses, memory, loss scale, and exponents of gradients."""
+    runs, trained, validated, memory, scales, skipped = content["runs"], [], [], [], [], []
     steps = max(run["steps"] for run in runs)
     span = max(1, steps // 40)
-    trained, validated, scales, memory, skipped = [], [], [], [], []
     for run in runs:
-        where, losses = smooth(run["train_loss"], span)
-        trained.append(Curve(run["name"], where, losses, [f"{loss:.4f}" for loss in losses]))
-        late = [point for point in run["validation"] if point[0] >= steps * 0.38]
-        where, losses = ([point[i] for point in late] for i in (0, 1))
-        validated.append(Curve(run["name"], where, losses, [f"{loss:.4f}" for loss in losses]))
-        if run["scale"]:
-            powers = [math.log2(scale) for scale in run["scale"]]
-            texts = [f"{scale:,.0f}" for scale in run["scale"]]
-            scales.append(Curve(run["name"], [*range(1, len(powers) + 1)], powers, texts))
-            skipped += [(step, powers[step - 1]) for step in run["skipped"]]
-        known = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
-        held = [sum(sizes) / 1e6 for _, *sizes in known]
-        texts = [
-            f"{total:.4g} MB: weights {a / 1e6:.3g}, gradients {b / 1e6:.3g}, state {c / 1e6:.3g}"
-            for total, (_, a, b, c) in zip(held, known, strict=True)
-        ]
-        memory.append(Curve(run["name"], [step for step, *_ in known], held, texts))
+        name, scale = run["name"], run["scale"] or []
+        trained.append((name, [(step, loss, f"{loss:.4f}") for step, loss in smooth(run["train_loss"], span)]))
+        late = [(step, loss, f"{loss:.4f}") for step, loss in run["validation"] if step >= steps * 0.38]
+        validated.append((name, late))
+        held = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
+        sizes = [(step, [size / 1e6 for size in (sum(parts), *parts)]) for step, *parts in held]
+        memory.append((name, [(step, size[0], MEMORY.format(*size)) for step, size in sizes]))
+        scales.append((name, [(step, math.log2(each), f"{each:,.0f}") for step, each in enumerate(scale, 1)]))
+        skipped += [(step, math.log2(scale[step - 1])) for step in run["skipped"]]
+    entropy = (content["unigram_entropy"], "unigram entropy")
     return [
-        chart(
-            "Training loss" + (f", mean of {span} steps" if span > 1 else ""),
-            trained,
-            level=(entropy, "unigram entropy"),
-        ),
+        chart("Training loss" + (f", mean of {span} steps" if span > 1 else ""), trained, level=entropy),
         chart("Validation loss, the later part closer", validated),
         chart("Memory at the end of each backward, MB", memory, zero=True, stairs=True),
         chart("Loss scale, and skipped steps", scales, stairs=True, powers=True, marks=skipped),
@@ -290,25 +250,24 @@ def charts(content: dict[str, Any]) -> list[str]:
 
 def histogram(run: Mapping[str, Any]) -> str:
     """The exponents of a run's gradients under the range of its format, by what becomes of them there."""
-    total, form = run["gradients"]["total"], formats[run["gradients"]["format"]]
+    total, scale = run["gradients"]["total"], run["gradients"]["scale"]
     found = {int(exponent): number for exponent, number in total["exponents"].items()}
-    limits, low, high = zones(found, form, run["gradients"]["scale"])
-    shift, most, bottom = math.log2(run["gradients"]["scale"]), max(found.values(), default=1), BOTTOM // 2
+    limits, low, high = zones(found, formats[run["gradients"]["format"]], scale)
+    shift, most, bottom = math.log2(scale), max(found.values(), default=1), BOTTOM // 2
 
     def x(exponent: float) -> float:
         return LEFT + (RIGHT - LEFT) * (min(max(exponent, low), high) - low) / (high - low)
 
     parts = [label(x(e), bottom + 15, "middle", f"2^{e:.0f}") for e in ticks(low, high, 8) if e == int(e)]
-    for kind, (start, end) in limits.items():
-        parts.append(bar(f"zone {kind}", x(start), x(end) - x(start), TOP, bottom))
-        for exponent, number in found.items():
-            if start <= exponent - shift < end:
-                share = f"2^{exponent - shift:.0f}: {percent(number / max(1, total['elements']))} %, {kind}"
-                top, width = bottom - (bottom - TOP) * number / most, 0.86 * (RIGHT - LEFT) / (high - low)
-                parts.append(bar(kind, x(exponent - shift), width, top, bottom, f"<title>{share}</title>"))
-    seen = (kind for kind, (start, end) in limits.items() if x(start) < x(end))
-    title = f"Gradients in {run['name']}" + (f" at scale {run['gradients']['scale']:,.0f}" if shift else "")
-    return drawing(title, bottom, parts, caption="".join(f'<span class="{kind}">{kind}</span>' for kind in seen))
+    parts += [bar(f"zone {kind}", x(start), x(end) - x(start), TOP, bottom) for kind, (start, end) in limits.items()]
+    for exponent, number in found.items():
+        kind = next(kind for kind, (start, end) in limits.items() if start <= exponent - shift < end)
+        words = f"2^{exponent - shift:.0f}: {percent(number / max(1, total['elements']))} %, {kind}"
+        top, width = bottom - (bottom - TOP) * number / most, 0.86 * (RIGHT - LEFT) / (high - low)
+        parts.append(bar(kind, x(exponent - shift), width, top, bottom, words))
+    keys = (f'<span class="{kind}">{kind}</span>' for kind, (start, end) in limits.items() if x(start) < x(end))
+    title = f"Gradients in {run['name']}" + (f" at scale {scale:,.0f}" if shift else "")
+    return drawing(title, bottom, parts, caption="".join(keys))
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
@@ -358,12 +317,10 @@ def page(content: dict[str, Any]) -> str:
     head, rows = cells(content)
     rows = [[cell.replace(".", ".\u200b", 2) if cell == row[1] else cell for cell in row] for row in rows]  # may break
     names, *lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # a column for each run
-    kept = ", ".join(f"{run['name']} {run['activation_bytes'] / 1e6:.3g} MB" for run in runs if run["activation_bytes"])
     parts += [
         table(names, lines),
-        f"<p>{text(sentence(content))} Bytes are those of the tensors in one process.</p>",
+        f"<p>{text(sentence(content))} Bytes are those of weights, gradients and optimizer in one process.</p>",
         f'<div class="charts">{"".join(charts(content))}</div>',
-        f"<p>Activations kept for the backward, besides: {text(kept)}.</p>" if kept else "",
     ]
     for run in runs:
         for finding in run["findings"]:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
@@ -60,7 +60,7 @@ T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 Weights = dict[str, torch.Tensor]
 
-FORMAT = "train_gpt 2"
+FORMAT = "train_gpt 1"
 STRATEGIES = ("single", "ddp", "fsdp", "zero1")
 STATE_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 VALIDATION_SHARE = 0.1  # of the text
@@ -257,21 +257,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-@contextmanager
-def counting_activations(model: torch.nn.Module, sizes: dict[int, int]) -> Iterator[None]:
-    """Add the bytes of each storage kept for the backward, by its address, to `sizes`; those of parameters are not."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        yield
-
-
 def shape_of(size: Size) -> Transformer:
     """The model as the planner describes it."""
     return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
@@ -362,27 +347,24 @@ class Trainer:
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
-        # validation: [step, loss]; memory: [step, bytes of weights, of gradients, of state], where they change
-        names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation", "memory")
-        self.history: dict[str, list[Any]] = {name: [] for name in names}
+        self.gradient_bytes = 0  # set in the first step
+        self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
+        names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
+        self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
         self._clock = Clock(world.device)
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
-        # Of the first forward, where it keeps what a GPU would keep, and nothing is hidden from autograd.
-        countable = (
-            options.strategy == "single" and not options.activation_checkpointing and not self.precision.emulated
-        )
-        self.activations: dict[int, int] | None = {} if countable else None
         self._measure()
 
     def _measure(self) -> None:
-        """Add the bytes that this process holds after the present step to the history, where they have changed."""
+        """Note the bytes that this process holds after the present step, where they have changed."""
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
         held = [sum(map(bytes_of, tensors)) for tensors in (self.plain.parameters(), grads, state)]
-        if not self.history["memory"] or self.history["memory"][-1][1:] != held:
-            self.history["memory"].append([self.step, *held])
+        self.gradient_bytes = held[1] or self.gradient_bytes
+        if not self.memory or self.memory[-1][1:] != held:
+            self.memory.append([self.step, *held])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the wrapped model's parameters. As usual, only matrices have weight decay."""
@@ -425,8 +407,7 @@ class Trainer:
         parts = self._parts(batch)
         for index, part in enumerate(parts):
             synchronize_gradients(self.model, last=index == len(parts) - 1)
-            with counting_activations(self.plain, self.activations) if self.activations == {} else nullcontext():
-                share = self.model(*part) / len(parts)
+            share = self.model(*part) / len(parts)
             (share if self.scaler is None else self.scaler.scale(share)).backward()
             loss = loss + share.detach()
         if self.monitor is not None:
@@ -500,7 +481,7 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
-            "world_size": self.world.size,
+            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -516,9 +497,10 @@ class Trainer:
             self.monitor.load_state_dict({**counted, "counts": counts})
         self.history = {name: state["history"][name].tolist() for name in self.history}
         self.step = self.scheduler.last_epoch = state["step"]
-        if state["world_size"] != world.size:
-            self.history["memory"] = []  # of other shards
-            self._measure()
+        if state["gradient_bytes"]["world_size"] == world.size:
+            self.gradient_bytes = state["gradient_bytes"]["bytes"]
+        self.memory = []
+        self._measure()
 
     def _overflow(self) -> dict[str, Any] | None:
         """The overflows since the process started, on any rank: they hold different shards. Collective."""
@@ -575,7 +557,7 @@ class Trainer:
         on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
         gpu = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
         peak = gpu and gpu.flops
-        held = dict(zip(report.PARTS, history["memory"][-1][1:], strict=True))
+        held = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -593,8 +575,7 @@ class Trainer:
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": size / self.parameters for part, size in held.items()},
-            "memory": history["memory"],
-            "activation_bytes": sum(self.activations.values()) if self.activations else None,
+            "memory": self.memory,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history["optimizer_ms"]),
             "tokens_per_s": options.batch * size.context / step_ms * 1000,
@@ -628,9 +609,7 @@ def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} is no checkpoint of this train_gpt.py; pass one that it wrote, or start a new run"
-        )
+        raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
     differing = [name for name in wanted if state["plan"][name] != wanted[name]]
     if differing:
         short = {name: [str(plan[name])[:12] for plan in (wanted, state["plan"])] for name in differing}  # of a hash

@@ -24,8 +24,6 @@ from fractions import Fraction
 class Irrational(Fraction):
     """The first 50 digits of a number whose digits never end, such as pi: enough to round it to every format."""
 
-    __slots__ = ()
-
 
 Special = float  # an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
 Number = Fraction | Special
@@ -182,16 +180,13 @@ class _Parser:
             raise self._error(f"{token!r} is not expected there")
         self._at += 1
         if kind == "irrational":
-            return self._root() if token == "sqrt" else self._constant(token)
+            self._irrational = True
+            return self._root() if token == "sqrt" else _CONSTANTS[token]
         if kind == "special":
             return math.nan if token == "nan" else math.inf
         if kind == "hexadecimal":
             return self._literal(token[2:], "p", 16, 2, 4, LARGEST_POWER)
         return self._literal(token.replace("_", ""), "e", 10, 10, 1, _LARGEST_DECIMAL_POWER)
-
-    def _constant(self, name: str) -> Fraction:
-        self._irrational = True
-        return _CONSTANTS[name]
 
     def _root(self) -> Number:
         """The square root of the atom that follows."""
@@ -202,7 +197,6 @@ class _Parser:
         top, under = math.isqrt(square.numerator), math.isqrt(square.denominator)
         if (top * top, under * under) == (square.numerator, square.denominator):
             return Fraction(top, under) if square else value
-        self._irrational = True
         product = square.numerator * square.denominator  # the root is that of this, divided by the denominator
         places = max(0, 166 - product.bit_length() // 2)
         return self._limited(Fraction(math.isqrt(product << 2 * places), square.denominator << places))

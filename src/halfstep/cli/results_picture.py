@@ -42,10 +42,7 @@ def _powers(axes: Any, ticks: int) -> None:
 
 
 def zones(found: dict[int, int], form: Format, scale: float) -> tuple[dict[str, tuple[float, float]], float, float]:
-    """The exponents before scaling from and to which each kind of number lies, and the ends of an axis to draw them on.
-
-    The arguments are those of `draw_exponents`.
-    """
+    """The exponents before scaling between which each kind lies, and the ends of an axis to draw `found` on."""
     shift = math.log2(scale)
     limits = {
         "flushed": (-math.inf, form.emin - form.mantissa - 1 - shift),

@@ -122,7 +122,5 @@ def number_dict(number: Number) -> dict[str, str | None]:
     if isinstance(number, float):
         zero = number == 0
         return {"decimal": special(number), "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
-    legible = (
-        not isinstance(number, Irrational) and number.denominator.bit_length() < 8000 > number.numerator.bit_length()
-    )
+    legible = type(number) is Fraction and number.denominator.bit_length() < 8000 > number.numerator.bit_length()
     return {"decimal": decimal(number), "hex": hex_float(number), "fraction": str(number) if legible else None}

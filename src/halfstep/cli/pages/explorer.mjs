@@ -150,8 +150,7 @@ function focusBit(button) {
   button.focus();
 }
 
-// Pressing a bit flips it, and dragging gives the bits on the way the same digit.
-let drag = null; // { to, last }
+let drag = null; // { to, last }: pressing a bit flips it, and dragging gives the bits on the way the same digit
 function dragTo(bit) {
   while (drag.last !== bit) {
     drag.last = drag.last === null ? bit : drag.last + Math.sign(bit - drag.last);
@@ -161,7 +160,6 @@ function dragTo(bit) {
 }
 $("bits").addEventListener("pointerdown", (event) => {
   if (!event.target.dataset.bit || event.button) return;
-  event.preventDefault(); // nothing is selected
   drag = { to: 1 - Number(event.target.textContent), last: null };
   dragTo(Number(event.target.dataset.bit));
 });

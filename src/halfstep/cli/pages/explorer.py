@@ -71,11 +71,7 @@ class _Question(NamedTuple):
 
 
 def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a state, after a move.
-
-    Moves: ``flip``, the bit of a code, unless it is already ``to``; ``field``, the name of a field of the code and what
-    it becomes; ``step``, 1 or -1, to the next number.
-    """
+    """The answer to a state, after a move: ``flip``, a bit (``to`` 0 or 1); ``field``, name and text; ``step``, ±1."""
     state = {**EXAMPLE, **{key: text for key, text in state.items() if key in (*EXAMPLE, "c")}}
     for key, choices in CHOICES.items():
         if [state[key]] not in [choice[:1] for choice in choices]:
@@ -274,21 +270,12 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------- all formats
 
 
-def _log2(x: Fraction) -> float:
-    return math.log2(x.numerator) - math.log2(x.denominator)
-
-
 def _range(number: Number, format: Format, every: list[Format]) -> dict[str, Any]:
-    """Where the number lies in the range of each format, in percent of an axis of powers of two.
-
-    The axis is that of fp32, or longer if the format or the number needs it, but no longer than that of fp64.
-    """
+    """Where the number lies in the range of each format, in percent of the axis of fp32 or a wider one."""
     magnitude = abs(Fraction(number)) if finite(number) else Fraction(0)
-    at = _log2(magnitude) if magnitude else None
-    ends = [(lowest_exponent(each) - 4, each.emax + 5) for each in (formats["fp32"], format, formats["fp64"])]
-    low, high = (pick(end[i] for end in ends[:2]) for i, pick in enumerate((min, max)))
-    if at is not None:
-        low, high = max(min(low, int(at) - 4), ends[2][0]), min(max(high, int(at) + 4), ends[2][1])
+    at = math.log2(magnitude.numerator) - math.log2(magnitude.denominator) if magnitude else None
+    low = min(lowest_exponent(each) for each in (formats["fp32"], format)) - 4
+    high = max(128, format.emax) + 5
 
     def percent(exponent: float) -> float:
         return round(100 * min(max((exponent - low) / (high - low), 0), 1), 1)
@@ -296,16 +283,16 @@ def _range(number: Number, format: Format, every: list[Format]) -> dict[str, Any
     rows: list[list[Any]] = []
     where: dict[str, list[str]] = {"subnormal in": [], "below the least of": [], "beyond the largest of": []}
     for each in every:
-        limits = [Fraction(limit) for limit in (each.min_subnormal, each.min_normal, each.max)]
-        rows.append([each.name, *(percent(_log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
+        limits = (each.min_subnormal, each.min_normal, each.max)
+        rows.append([each.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
         beyond = [limits[0] <= magnitude < limits[1], magnitude < limits[0], magnitude > limits[2]]
         for names in itertools.compress(where.values(), beyond):
             names.append(each.name)
     words = [f"{text} {', '.join(names)}" for text, names in where.items() if names]
-    words = [f"The magnitude is 2^{at:.2f}", *words] if at is not None else ["It has no place on this axis"]
+    words = ["It has no place on this axis"] if at is None else [f"The magnitude is 2^{at:.2f}", *words]
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
-    return {"at": None if at is None else percent(at), "rows": rows, "ticks": ticks, "words": "; ".join(words) + "."}
+    return {"at": at if at is None else percent(at), "rows": rows, "ticks": ticks, "words": "; ".join(words) + "."}
 
 
 # -------------------------------------------------------------------------------------------------------- two formats

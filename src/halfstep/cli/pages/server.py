@@ -44,14 +44,12 @@ def _policy(page: str) -> str:
 def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
     """A server on 127.0.0.1 and the address of the page. Port 0 is any that is free."""
     token, content = secrets.token_urlsafe(16), html(page, "local", state)
-    files = {f"{page}.html": content.encode()}
     headers = {
-        **{"Content-Security-Policy": _policy(content), "X-Content-Type-Options": "nosniff"},
-        **{
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-store",
-            "Cross-Origin-Resource-Policy": "same-origin",
-        },
+        "Content-Security-Policy": _policy(content),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+        "Cross-Origin-Resource-Policy": "same-origin",
     }
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,11 +77,10 @@ def server(page: str, state: Mapping[str, str] | None, port: int = 0) -> tuple[T
 
         def do_GET(self) -> None:
             name = self._asked()
-            if name is not None:
-                exists = name in files
-                self._send(
-                    200 if exists else 404, "text/html" if exists else "text/plain", files.get(name, b"no such page")
-                )
+            if name == f"{page}.html":
+                self._send(200, "text/html", content.encode())
+            elif name is not None:
+                self._send(404, "text/plain", b"no such page")
 
         def do_POST(self) -> None:
             name, length = self._asked(), self.headers.get("Content-Length", "")
