@@ -11,6 +11,7 @@ the change of state and weights when a checkpoint is loaded. No bytecode runs be
 
 from __future__ import annotations
 
+import _signal  # what `signal` wraps: without enumerations, which take longer than a launch
 import signal
 import sys
 import threading
@@ -59,10 +60,10 @@ def held(numbers: Collection[int] | None = None) -> Iterator[None]:
     before: dict[int, Callable[..., Any]] = {}
     try:
         for number in signal.valid_signals() if numbers is None else numbers:
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):
                 before[number] = handler
-                signal.signal(number, _note_signal)
+                _signal.signal(number, _note_signal)
         _previous.update(before)
         yield
     finally:
@@ -74,7 +75,7 @@ def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
     while True:
         try:  # a handler may raise as soon as it is restored, before all of them are
             for number, handler in before.items():
-                signal.signal(number, handler)
+                _signal.signal(number, handler)
             _previous.clear()
             break
         except BaseException as error:

@@ -67,11 +67,12 @@ import torch
 
 from halfstep.kernels import block_codes, native
 from halfstep.kernels.backend import (
+    EXACT,
     MOST_THREADS,
     cuda_capability_geq,
     jit,
+    launch_kernel,
     most_warps,
-    on_device,
     resolve,
     tl,
     triton_dtype,
@@ -99,8 +100,9 @@ from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
     TensorTable,
-    addresses_of,
-    check_addresses,
+    address,
+    alignments,
+    checked_addresses,
     has_memory,
     own_operations,
 )
@@ -228,6 +230,11 @@ class Batch:
         of = self.layout
         dtypes = DTYPE_CODES[of.param], DTYPE_CODES[of.grad], STATE_CODES[of.state]
         return *dtypes, of.master, of.amsgrad, of.l2, of.stochastic
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What Triton compiles the kernel for."""
+        return _constants(self.layout, self.hyper.device)
 
 
 @dataclass
@@ -1254,7 +1261,10 @@ def _threads(layout: Layout, lanes: int) -> int:
     return BLOCK // (4 if three_moments or lanes == 64 else 8)
 
 
-def _constexprs(layout: Layout, threads: int) -> dict[str, Any]:
+def _constants(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    lanes = MOST_THREADS // most_warps(device)
+    threads = _threads(layout, lanes)
     beside_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
     state = {} if layout.coded else {"STATE_T": triton_dtype(layout.state)}
     return {
@@ -1269,60 +1279,34 @@ def _constexprs(layout: Layout, threads: int) -> dict[str, Any]:
         "HINT": 8 if beside_fp32 or BLOCK // threads < 8 else 16,
         "CHUNK": layout.chunk,
         "BLOCK": BLOCK,
+        "num_warps": threads // lanes,
+        "num_stages": 1,
+        **EXACT,
     }
 
 
 def _triton_step(batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    table, hyper = batch.table, batch.hyper
+    table, hyper, device = batch.table, batch.hyper, batch.hyper.device
     assert table is not None
-    check_addresses(hyper, groups, control.grad_scale, control.found_inf, control.sum_of_squares)
-    with on_device(hyper.device):
-        prepare_kernel[((table.tensors + LANES - 1) // LANES,)](
-            table.rows,
-            table.tensors,
-            batch.groups,
-            groups,
-            hyper,
-            hyper if control.grad_scale is None else control.grad_scale,
-            hyper if control.found_inf is None else control.found_inf,
-            hyper if control.sum_of_squares is None else control.sum_of_squares,
-            HAS_SCALE=control.grad_scale is not None,
-            HAS_FOUND=control.found_inf is not None,
-            CLIP=control.sum_of_squares is not None,
-            LANES=LANES,
-            enable_fp_fusion=False,
-        )
-        if table.chunks:
-            lanes = MOST_THREADS // most_warps(hyper.device)
-            threads = _threads(batch.layout, lanes)
-            kernel = coded_adam_kernel if batch.layout.coded else adam_kernel
-            kernel[(table.chunks,)](
-                table.rows,
-                table.chunk_tensor,
-                table.tensors,
-                hyper,
-                **_constexprs(batch.layout, threads),
-                num_warps=threads // lanes,
-                num_stages=1,
-                enable_fp_fusion=False,
-            )
+    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
+    has_scale, has_found, clip = (number is not None for number in numbers)
+    tensors = [batch.groups, groups, hyper, *(hyper if number is None else number for number in numbers)]
+    beyond = alignments(tensors)
+    programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors)
+    constants = {"HAS_SCALE": has_scale, "HAS_FOUND": has_found, "CLIP": clip, "LANES": LANES, **EXACT}
+    launch_kernel(prepare_kernel, device, programs, operands, constants, beyond)
+    if table.chunks:
+        kernel = coded_adam_kernel if batch.layout.coded else adam_kernel
+        operands = (table.rows, table.chunk_tensor, table.tensors, hyper)
+        launch_kernel(kernel, device, table.chunks, operands, batch.constants, beyond[2])
 
 
 def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
     assert batch.table is not None
-    table = batch.table
-    places = addresses_of(
-        *(batch.groups, groups, batch.hyper, control.grad_scale, control.found_inf, control.sum_of_squares)
-    )
-    return partial(
-        native.functions("adam").halfstep_adam,
-        *table.places,
-        table.tensors,
-        table.chunks,
-        *places,
-        *batch.codes,
-        threads(),
-    )
+    table, function = batch.table, native.functions("adam").halfstep_adam
+    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
+    places = *checked_addresses((batch.groups, groups, batch.hyper)), *(n if n is None else address(n) for n in numbers)
+    return partial(function, *table.places, table.tensors, table.chunks, *places, *batch.codes, threads())
 
 
 def launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:

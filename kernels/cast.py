@@ -27,11 +27,12 @@ import torch
 
 from halfstep.kernels import native
 from halfstep.kernels.backend import (
+    EXACT,
     TRITON_NAMES,
     chosen,
     cuda_capability_geq,
     jit,
-    on_device,
+    launch_kernel,
     resolve,
     tl,
     triton_dtype,
@@ -427,17 +428,18 @@ def _seed_operands(seed: int) -> tuple[int, int]:
     return _unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32)
 
 
-def _options(source: torch.dtype, target: torch.dtype, how: Conversion) -> dict[str, Any]:
+@functools.cache
+def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool) -> dict[str, Any]:
     """What a kernel is compiled for."""
     return {
         "SOURCE": _format(source),
         "TARGET": _format(target),
-        "ROUNDING": how.mode,
-        "SATURATE": how.saturate,
+        "ROUNDING": mode,
+        "SATURATE": saturate,
         "CHUNK": CHUNK,
         # What a thread does once serves more elements in fewer warps, if its registers suffice.
-        "num_warps": 2 if how.mode == STOCHASTIC and source.itemsize == 2 else 4,
-        "enable_fp_fusion": False,
+        "num_warps": 2 if mode == STOCHASTIC and source.itemsize == 2 else 4,
+        **EXACT,
     }
 
 
@@ -477,10 +479,20 @@ def _cast_lists(
     if implementation == "native":
         _native((*table.places, table.tensors, table.chunks), *pair, how)
         return
-    with on_device(table.device):
-        multi_cast_kernel[(table.chunks,)](
-            *(table.rows, table.chunk_tensor, table.tensors, *_seed_operands(how.seed)), **_options(*pair, how)
-        )
+    operands = table.rows, table.chunk_tensor, table.tensors, *_seed_operands(how.seed)
+    launch_kernel(multi_cast_kernel, table.device, table.chunks, operands, _options(*pair, how.mode, how.saturate))
+
+
+# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of ours
+# on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep their one
+# launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
+_PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
+
+
+def _is_torchs(source: torch.dtype, target: torch.dtype, how: Conversion) -> bool:
+    """Whether torch converts one tensor."""
+    usual = how.mode == NEAREST and not how.saturate and chosen() == "auto"
+    return usual and (source, target) in _PAIRS_OF_TORCH
 
 
 def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offset: int) -> None:
@@ -489,25 +501,26 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offse
     if not numel:
         return
     implementation = resolve(source.device, "cast")
-    # Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of
-    # ours on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep
-    # their one launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
-    pair = source.dtype, target.dtype
-    plain = how.mode == NEAREST and not how.saturate and not {*pair} & {*FP8}
-    plain = plain and (source.dtype == target.dtype or torch.float32 in pair)
     if implementation != "reference":
         check_addresses(source, target)
+    pair = source.dtype, target.dtype
     chunks = (numel + CHUNK - 1) // CHUNK
-    if plain and chosen() == "auto":
+    if _is_torchs(*pair, how):
         target.copy_(source)
     elif implementation == "reference":
         _reference(source, target, how, 0, offset)
     elif implementation == "triton":
+<<<<<<< HEAD
         with on_device(source.device):
             cast_kernel[(chunks,)](
                 *(address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)),
                 **_options(*pair, how),
             )
+=======
+        operands = address(source), address(target), numel, *_seed_operands(how.seed), _disguised(offset)
+        options = _options(*pair, how.mode, how.saturate)
+        launch_kernel(cast_kernel, source.device, chunks, operands, options, numel < 2**31)
+>>>>>>> host
     else:
         rows = _OneTensor(numel, 0, address(source), address(target), 0, offset)
         _native((ctypes.addressof(rows), None, 1, chunks), *pair, how)
@@ -526,6 +539,9 @@ def _computed(
 ) -> torch.Tensor:
     how = _conversion(x.dtype, dtype, rounding, saturate)
     source = flattened(x)
+    if _is_torchs(source.dtype, dtype, how) and (source.is_cuda or source.is_cpu):
+        check_addresses(source)
+        return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
     if how.mode != STOCHASTIC:
         _cast_one(source, target, how, 0)
@@ -796,7 +812,8 @@ def _foreach_cast(
     random = rounding == "stochastic"
     if random:  # random bits follow the row-major order, whatever the order in memory
         flat = [source.contiguous() for source in flat]
-    if all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results:
+    as_sources = out is None and not random  # new tensors in the order of theirs
+    if as_sources or (all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results):
         targets = results  # with the same shapes, both row-major
     else:  # a target with another order of elements is filled by a copy
         targets = [

@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, on_device, resolve, tl
-from halfstep.kernels.multi_tensor import all_have_memory, check_addresses, checked_addresses, own_operations
+from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
+from halfstep.kernels.multi_tensor import alignments, all_have_memory, checked_addresses, own_operations
 
 DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
@@ -161,6 +161,7 @@ def loss_scale_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
+@functools.lru_cache
 def _bits(factor: float) -> int:
     """The bits of an fp64 number. They are passed as an integer because Triton passes floats as fp32.
 
@@ -171,20 +172,11 @@ def _bits(factor: float) -> int:
 
 
 def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    check_addresses(*state, found_inf)
-    loss_scale_kernel[(1,)](
-        *state,
-        found_inf,
-        _bits(rules.growth_factor),
-        _bits(rules.backoff_factor),
-        rules.growth_interval,
-        rules.hysteresis,
-        rules.least,
-        rules.most,
-        REFILL_ON_CLEAN=rules.refill_on_clean,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+    tensors, wide = (*state, found_inf), rules.hysteresis >= 2**31
+    bits = _bits(rules.growth_factor), _bits(rules.backoff_factor)
+    operands = *tensors, *bits, rules.growth_interval, rules.hysteresis, float(rules.least), float(rules.most)
+    constants = {"REFILL_ON_CLEAN": rules.refill_on_clean, "num_warps": 1, **EXACT}
+    launch_kernel(loss_scale_kernel, state.scale.device, 1, operands, constants, wide, alignments(tensors))
 
 
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
@@ -205,8 +197,10 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     implementation = resolve(state.scale.device, "loss_scale")
     if implementation == "native":
         native.functions("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
+    elif implementation == "triton":
+        _triton(state, found_inf, rules)
     else:
-        with torch.no_grad(), on_device(state.scale.device):
-            (_triton if implementation == "triton" else _reference)(state, found_inf, rules)
+        with torch.no_grad():
+            _reference(state, found_inf, rules)
     # The kernels write to addresses, which autograd does not notice.
     torch.autograd.graph.increment_version(state[:4])

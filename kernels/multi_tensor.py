@@ -182,19 +182,13 @@ class TensorTable:
         """The row of one operand; None if it was not written yet."""
         return self._known[operand]
 
-    def point(self, operand: int, tensors: Sequence[torch.Tensor], addresses: list[int] | None = None) -> None:
+    def point(self, operand: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write the addresses of the tensors of one operand, if they differ from those in the table.
-
-        Args:
-            operand: index of the operand.
-            tensors: one per column.
-            addresses: the addresses of the tensors, if the caller has them already.
 
         Raises:
             TypeError: a tensor has elements but no memory.
         """
-        if addresses is None:
-            addresses = list(map(_address, tensors))
+        addresses = list(map(_address, tensors))
         if self._known[operand] != addresses:
             _check_addresses(tensors, addresses)
             self.refresh(operand, addresses)
@@ -222,12 +216,9 @@ def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return addresses
 
 
-def addresses_of(*tensors: torch.Tensor | None) -> list[int | None]:
-    """The `address` of each tensor; None for None."""
-    found = [None if tensor is None else _address(tensor) for tensor in tensors]
-    if 0 in found or any(map(_BEYOND_OFFSETS.__gt__, filter(None, found))):
-        check_addresses(*tensors)
-    return found
+def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """The bytes by which the `address` of each tensor lies beyond a multiple of 16."""
+    return tuple(map((16).__rmod__, checked_addresses(tensors)))
 
 
 class TableCache(threading.local):

@@ -24,6 +24,9 @@ from halfstep.kernels.multi_tensor import PLAIN_TYPES
 _library = torch.library.Library("halfstep", "FRAGMENT")
 
 
+_unwrapped = torch._C._functorch.unwrap_if_dead
+
+
 def batch_first(tensor: torch.Tensor, batch_dim: int | None, size: int) -> torch.Tensor:
     """The tensor with the dimension that `vmap` maps over in front; expanded if it has none."""
     return tensor.expand(size, *tensor.shape) if batch_dim is None else tensor.movedim(batch_dim, 0)
@@ -106,7 +109,10 @@ class Op:
         self._operands = operands
         self._compute = compute
         self._operator = operator
-        self._in_transforms, self._eager = InTransforms, Eager
+        self._in_transforms = InTransforms
+        # Around this, `Eager.apply` asks again for transforms, and looks at all arguments in Python for wrappers that
+        # have left one, which takes longer than the launch.
+        self._eager = super(torch.autograd.Function, Eager).apply
 
     def __call__(self, *args: Any) -> torch.Tensor:
         if _in_transform():
@@ -124,7 +130,8 @@ class Op:
                 return result
             differentiated = differentiated or operand.requires_grad
         if differentiated and torch.is_grad_enabled():
-            result = self._eager.apply(*args)
+            unwrapped = [one if one is None else _unwrapped(one) for one in args[: self._operands]]
+            result = self._eager(*unwrapped, *args[self._operands :])
         else:
             result = self._compute(*args)
         return result

@@ -31,12 +31,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
@@ -44,9 +45,9 @@ from halfstep.kernels.multi_tensor import (
     TableCache,
     TensorTable,
     address,
+    alignments,
     all_flattened,
     by_dtype,
-    check_addresses,
     check_tensor_list,
     own_operations,
 )
@@ -251,35 +252,22 @@ def _launch(
     """Count the tensors of one dtype."""
     errors = counts.shape[1] > CELLS
     if implementation == "triton":
-        check_addresses(scale, counts)
-        given = torch.ones((), dtype=torch.float32, device=counts.device) if scale is None else scale
-        count_kernel[(table.chunks,)](
-            table.rows,
-            table.chunk_tensor,
-            table.tensors,
-            given,
-            counts,
-            *grid,
-            DTYPE=triton_dtype(dtype),
-            INVERTED=inverted,
-            ERRORS=errors,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            enable_fp_fusion=False,
-        )
+        number = torch.ones((), dtype=torch.float32, device=counts.device) if scale is None else scale
+        operands = table.rows, table.chunk_tensor, table.tensors, number, counts, *grid
+        constants = {
+            "DTYPE": triton_dtype(dtype),
+            "INVERTED": inverted,
+            "ERRORS": errors,
+            "CHUNK": CHUNK,
+            "BLOCK": BLOCK,
+        }
+        constants |= EXACT
+        launch_kernel(count_kernel, counts.device, table.chunks, operands, constants, alignments((number, counts)))
         return
+    by = None if scale is None else address(scale)
     native.functions("statistics").halfstep_count(
-        *table.places,
-        table.tensors,
-        table.chunks,
-        None if scale is None else address(scale),
-        inverted,
-        *grid,
-        errors,
-        DTYPE_CODES[dtype],
-        address(counts),
-        counts.shape[1],
-        threads(),
+        *(*table.places, table.tensors, table.chunks, by, inverted, *grid, errors, DTYPE_CODES[dtype]),
+        *(address(counts), counts.shape[1], threads()),
     )
 
 
@@ -345,7 +333,7 @@ def foreach_count_(
     _check(listed, counts, places, scale)
     flat, device = all_flattened(listed), listed[0].device
     implementation = resolve(device, "statistics") if in_memory else "reference"
-    with on_device(device) if in_memory else own_operations(listed):
+    with nullcontext() if in_memory else own_operations(listed):
         for dtype, indices in by_dtype(flat).items():
             group, where = [flat[index] for index in indices], [places[index] for index in indices]
             if implementation == "reference":

@@ -40,17 +40,17 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import jit, most_warps, on_device, resolve, tl, triton_dtype
+from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl, triton_dtype
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TableCache,
     TensorTable,
     address,
+    alignments,
     all_flattened,
     all_have_memory,
     by_dtype,
-    check_addresses,
     check_tensor_list,
     checked_addresses,
     own_operations,
@@ -413,42 +413,21 @@ _Tables = list[tuple[TensorTable, torch.dtype]]  # one for each dtype
 
 
 def _launch_triton(
-    table: TensorTable,
-    dtype: torch.dtype,
-    factor: Factor | None,
-    write: bool,
-    scratch: _Scratch,
-    first: int,
+    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
-    mode = 0
-    if factor is not None:
-        if isinstance(factor.value, torch.Tensor):
-            check_addresses(factor.value)
-        mode = 2 if isinstance(factor.value, float) else 3 if factor.inverted else 1
-    check_kernel[(table.chunks,)](
-        table.rows,
-        table.chunk_tensor,
-        table.tensors,
-        1.0 if factor is None else factor.value,
-        scratch.flags,
-        scratch.sums[first:] if first else scratch.sums,
-        DTYPE=triton_dtype(dtype),
-        SCALED=mode,
-        WRITE=write,
-        CHUNK=CHUNK,
-        num_warps=UNSCALE_WARPS if write else CHECK_WARPS,
-        enable_fp_fusion=False,
-    )
+    number = 1.0 if factor is None else factor.value
+    mode = 0 if factor is None else 2 if isinstance(number, float) else 3 if factor.inverted else 1
+    beyond = address(number) % 16 if isinstance(number, torch.Tensor) else 0
+    sums = scratch.sums[first:] if first else scratch.sums
+    operands = table.rows, table.chunk_tensor, table.tensors, number, scratch.flags, sums
+    constants = {"DTYPE": triton_dtype(dtype), "SCALED": mode, "WRITE": write, "CHUNK": CHUNK}
+    constants |= {"num_warps": UNSCALE_WARPS if write else CHECK_WARPS, **EXACT}
+    launch_kernel(check_kernel, sums.device, table.chunks, operands, constants, beyond)
 
 
 def _launch_native(
-    table: TensorTable,
-    dtype: torch.dtype,
-    factor: Factor | None,
-    write: bool,
-    scratch: _Scratch,
-    first: int,
+    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
 ) -> None:
     """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
     number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
@@ -456,41 +435,25 @@ def _launch_native(
     if factor is not None and isinstance(factor.value, torch.Tensor):
         by = address(factor.value)
     flags, sums = checked_addresses((scratch.flags, scratch.sums))
+    code, inverted = DTYPE_CODES[dtype], factor is not None and factor.inverted
     native.functions("unscale").halfstep_check(
-        *table.places,
-        table.tensors,
-        table.chunks,
-        by,
-        factor is not None and factor.inverted,
-        write,
-        DTYPE_CODES[dtype],
-        flags,
-        sums + 8 * first,
-        threads(),
+        *(*table.places, table.tensors, table.chunks, by, inverted, write, code, flags, sums + 8 * first, threads())
     )
 
 
 def _gather(implementation: str, scratch: _Scratch, chunks: int, outputs: _Outputs) -> None:
     out, norm, tally = outputs
     results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
-    slots = out.flags.numel()
-    addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    slots, device = out.flags.numel(), out.flags.device
     if implementation == "triton":
-        finish_kernel[(1,)](
-            scratch.sums,
-            chunks,
-            scratch.flags,
-            slots,
-            *results,
-            *((scratch.flags, scratch.flags) if tally is None else tally),
-            LANES=LANES,
-            UNROLLED=UNROLLED,
-            TALLY=tally is not None,
-            num_warps=most_warps(out.flags.device),  # a thread for each of the lanes, which load at the same time
-            enable_fp_fusion=False,
-        )
+        tensors = (*results, *((scratch.flags, scratch.flags) if tally is None else tally))
+        operands = scratch.sums, chunks, scratch.flags, slots, *tensors
+        constants = {"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": tally is not None, **EXACT}
+        constants["num_warps"] = most_warps(device)  # a thread for each of the lanes, which load at the same time
+        beyond = alignments((scratch.sums, scratch.flags, *tensors))
+        launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, beyond)
         return
-    sums, flags, *rest = addresses
+    sums, flags, *rest = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
     native.functions("unscale").halfstep_check_finish(
         sums, chunks, flags, slots, *rest, *(() if tally else (None, None))
     )
@@ -570,8 +533,7 @@ def check(
         with torch.no_grad():
             _run_reference(flat, factor, write, outputs, places)
     else:
-        with on_device(device):
-            _run_kernels(implementation, _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
+        _run_kernels(implementation, _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
     if write:
         if flat is not tensors:
             with torch.no_grad():
@@ -660,9 +622,8 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
         else:
             place = {index: place for place, index in enumerate(in_order)}
             scratch = _Scratch(device, sum(sizes), len(flat))
-            with on_device(device):
-                tables = _tables_of(flat, groups, [place[index] for index in range(len(flat))])
-                _launch_each(implementation, tables, factor, False, scratch)
+            tables = _tables_of(flat, groups, [place[index] for index in range(len(flat))])
+            _launch_each(implementation, tables, factor, False, scratch)
             sums, flags = scratch.sums, scratch.flags
         by_index = sorted(zip(in_order, sums.split(sizes), flags.split(1), strict=True), key=itemgetter(0))
         return PartialCheck(dtypes, [one for _, one, _ in by_index], [one for _, _, one in by_index], True)
@@ -698,8 +659,7 @@ def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally:
             return out
         scratch = _Scratch(device, 0, 0)
         scratch.sums, scratch.flags = sums, flags
-        with on_device(device):
-            _gather(implementation, scratch, sums.numel(), outputs)
+        _gather(implementation, scratch, sums.numel(), outputs)
     return out
 
 

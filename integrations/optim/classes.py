@@ -285,10 +285,12 @@ class Adam(CanonicalState, torch.optim.Adam):
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
         parameters = parameters_of(self)
         grads = list(map(_gradient, parameters))
-        if not {torch.Tensor, type(None)}.issuperset(map(type, grads)):
+        kinds = set(map(type, grads))
+        if not kinds <= {torch.Tensor, type(None)}:
             settle_gradients(parameters)
             grads = gradients_of(parameters)
-        if any(map(is_, grads, repeat(None))):
+            kinds = set(map(type, grads))
+        if type(None) in kinds:
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:

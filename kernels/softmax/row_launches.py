@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import MOST_THREADS, by_address, most_warps, on_device
+from halfstep.kernels.backend import MOST_THREADS, by_address, launch_kernel, most_warps
 from halfstep.kernels.multi_tensor import address
 from halfstep.kernels.softmax.layout import Rows, mask_operand
 from halfstep.kernels.softmax.row_kernels import FINISH, PARTIAL, WHOLE, backward_row_kernel, forward_row_kernel
@@ -28,6 +28,7 @@ SHORT_WARPS = 4  # of a program that has several rows: fewer make so many progra
 SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as many: 128 bytes of 16-bit numbers
 
 
+@functools.lru_cache(maxsize=4096)
 def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: int) -> tuple[dict[str, int], int]:
     """Shape of a tile that holds whole rows, and its warps.
 
@@ -82,10 +83,12 @@ def held_columns(columns: int, tile: int, loop: int) -> int:
     return min((tile, tile * 3 // 4), key=lambda held: held + -(-(columns - held) // loop) * loop)
 
 
-def _vector(line: int, tensor: torch.Tensor, columns: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """The most elements, up to `line`, that each row of a tensor can be cut into without a rest on either side."""
-    begins = (step for size, step in zip(sizes, strides, strict=True) if size > 1)
-    return math.gcd(line, columns, address(tensor) // tensor.element_size(), *begins)
+def _vector(line: int, tensor: torch.Tensor, columns: int, strides: Sequence[int] = ()) -> int:
+    """The most elements, up to `line`, that each row of a tensor can be cut into without a rest on either side.
+
+    `strides` need not contain multiples of `columns`.
+    """
+    return math.gcd(line, columns, address(tensor) // tensor.element_size(), *strides)
 
 
 def _in_step(line: int, sizes: Sequence[int], *tensors: tuple[torch.Tensor, Sequence[int]]) -> bool:
@@ -108,30 +111,27 @@ def _launch(
     partials: int,  # numbers that each piece of a row leaves
 ) -> None:
     """Launch once for whole rows, or twice for rows in pieces."""
-    count, columns = sizes[:2]
-    vector, ends = fixed.pop("VECTOR"), fixed["ENDS"]
-    device = tensors[-1].device
-    lanes = MOST_THREADS // most_warps(device)
+    (count, columns, *_), device = sizes, tensors[-1].device
     operands = [*map(by_address, tensors)]
-    with on_device(device):
-        if columns <= tile:
-            shape, warps = tile_shape(columns, vector, ends, tile // MOST_THREADS, lanes)
-            constants = {**fixed, **shape, "num_warps": warps, "STAGE": WHOLE, "PIECES": 1, "LOOP": 0}
-            kernel[(-(-count // shape["ROWS"]),)](*operands, operands[-1], *sizes, 1, 1, scale, **constants)
-            return
+    rest, stages, pieces, span, held, per_thread = operands[-1], [WHOLE], 1, 1, columns, tile // MOST_THREADS
+    if columns > tile:
         pieces, span = _pieces(count, columns, device)
-        if pieces == 1:
-            held = held_columns(columns, tile, loop)
-            shape, warps = tile_shape(held, vector, ends, tile // MOST_THREADS, lanes)
-            trip = max(1, loop // (shape["LANES"] * vector))
-            constants = {**fixed, **shape, "num_warps": warps, "ROWS": 1, "LOOP": trip, "STAGE": WHOLE, "PIECES": 1}
-            kernel[(count,)](*operands, operands[-1], *sizes, 1, 1, scale, **constants)
-            return
-        partial = torch.empty(partials * count * pieces, dtype=torch.float32, device=device)
-        shape, warps = tile_shape(PIECE, vector, ends, PIECE // PIECE_THREADS, lanes)
-        constants = {**fixed, **shape, "num_warps": warps, "ROWS": 1, "LOOP": shape["PARTS"], "PIECES": MOST_PIECES}
-        for stage in (PARTIAL, FINISH):
-            kernel[(count * pieces,)](*operands, partial, *sizes, pieces, span, scale, **constants, STAGE=stage)
+        held = held_columns(columns, tile, loop)
+    if pieces > 1:
+        stages, held, per_thread = [PARTIAL, FINISH], PIECE, PIECE // PIECE_THREADS
+        rest = torch.empty(partials * count * pieces, dtype=torch.float32, device=device)
+    vector, lanes = fixed["VECTOR"], MOST_THREADS // most_warps(device)
+    shape, warps = tile_shape(held, vector, fixed["ENDS"], per_thread, lanes)
+    constants = {**fixed, **shape, "PIECES": 1 if pieces == 1 else MOST_PIECES, "LOOP": 0, "num_warps": warps}
+    if columns > tile:
+        trip = shape["PARTS"] if pieces > 1 else max(1, loop // (shape["LANES"] * vector))
+        constants |= {"ROWS": 1, "LOOP": trip}
+    wide = max(sizes) >= 2**31 and tuple(size >= 2**31 for size in sizes)
+    form = (wide, *(tensor.dtype for tensor in tensors))
+    operands += [rest, *sizes, pieces, span, float(scale)]
+    programs = -(-count * pieces // constants["ROWS"])
+    for stage in stages:
+        launch_kernel(kernel, device, programs, operands, {**constants, "STAGE": stage}, *form)
 
 
 def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
@@ -140,8 +140,7 @@ def forward(rows: Rows, y: torch.Tensor, scale: float, queries: int, log: bool) 
     mask, kind = mask_operand(x, rows.mask)
     line = 16 // max(x.element_size(), y.element_size())
     y_strides = (b * c * columns, c * columns, columns)
-    vector = _vector(line, x, columns, rows.sizes, rows.x_strides)
-    vector = _vector(vector, y, columns, rows.sizes, y_strides)
+    vector = _vector(_vector(line, x, columns, rows.x_strides), y, columns)
     ends = vector < line and columns >= SHORTEST_WITH_ENDS
     ends = ends and _in_step(line, rows.sizes, (x, rows.x_strides), (y, y_strides))
     if ends:
@@ -163,7 +162,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
     count = y.numel() // columns
     vector = line = 16 // max(y.element_size(), dx.element_size())
     for tensor in (grad, y, dx):
-        vector = _vector(vector, tensor, columns, (count,), (columns,))
+        vector = _vector(vector, tensor, columns)
     ends = vector < line and columns >= SHORTEST_WITH_ENDS
     ends = ends and _in_step(line, (count,), *((tensor, (columns,)) for tensor in (grad, y, dx)))
     if ends:

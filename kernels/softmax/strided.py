@@ -6,10 +6,13 @@ Tiles keep neighbouring elements in neighbouring lanes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import MOST_THREADS, jit, most_warps, on_device, tl
+from halfstep.kernels.backend import MOST_THREADS, jit, launch_kernel, most_warps, tl
+from halfstep.kernels.multi_tensor import alignments
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax.blocks import LOWEST, PLAIN, exponential, gradient, logits, summand
 from halfstep.kernels.softmax.layout import as_strided_rows, mask_operand
@@ -259,6 +262,22 @@ def exchange(shape: dict[str, int], run: int, most: int = 32) -> dict[str, int]:
     return {"HALVINGS": 0, "HELD": 1}
 
 
+def _launch(
+    kernel: Any,
+    tensors: Sequence[torch.Tensor],
+    programs: int,
+    sizes: Sequence[int],
+    scale: float,
+    fixed: dict[str, Any],
+) -> None:
+    # Triton compiles forms of their own for sizes that are 1, that 16 divides, and that need 64 bits, and for GPUs of
+    # AMD for tensors of less than 2 GB.
+    kinds = [(size == 1) + 2 * (size % 16 == 0) + 4 * (size >= 2**31) for size in sizes]
+    small = [tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors]
+    form = *alignments(tensors), *small, *(tensor.dtype for tensor in tensors), *kinds
+    launch_kernel(kernel, tensors[-1].device, programs, (*tensors, *sizes, float(scale)), fixed, *form)
+
+
 def forward(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, dim: int, scale: float, log: bool) -> None:
     """Launch the forward kernel: `x` of two dimensions or more, not empty, into the contiguous `y`."""
     rows, columns = as_strided_rows(x, mask, y, dim), x.shape[dim]
@@ -268,11 +287,9 @@ def forward(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor, dim: in
     vectors = rows.x_strides[2] == 1 and c % 16 == 0
     fixed |= exchange(fixed, 16 // y.element_size() if vectors else 1, most_warps(y.device))
     operand, kind = mask_operand(rows.x, rows.mask)
-    with on_device(y.device):
-        forward_strided_kernel[(a * b * tiles,)](
-            *(rows.x, operand, y, columns, b, c, *rows.x_strides, *rows.mask_strides, *rows.y_strides, tiles, scale),
-            **(fixed | {"MASK": kind, "LOG": log}),
-        )
+    fixed |= {"MASK": kind, "LOG": log}
+    strides = *rows.x_strides, *rows.mask_strides, *rows.y_strides
+    _launch(forward_strided_kernel, (rows.x, operand, y), a * b * tiles, (columns, b, c, *strides, tiles), scale, fixed)
 
 
 def backward(
@@ -281,5 +298,5 @@ def backward(
     """Launch the backward kernel on contiguous tensors of (outer, columns, inner) elements."""
     outer, columns, inner = sizes
     fixed, tiles = tile_shape(columns, inner, STRIDED_BACKWARD, most_warps(y.device))
-    with on_device(y.device):
-        backward_strided_kernel[(outer * tiles,)](grad, y, dx, columns, inner, tiles, scale, **fixed, LOG=log)
+    fixed["LOG"] = log
+    _launch(backward_strided_kernel, (grad, y, dx), outer * tiles, (columns, inner, tiles), scale, fixed)

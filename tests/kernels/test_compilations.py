@@ -7,22 +7,27 @@ and no GPU is needed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 LAUNCHES = """
-import json
+import json, sys
 import torch
 import halfstep
+from halfstep.bench.audit.families import adam, cast, loss_scale, softmax, statistics, unscale
 from halfstep.bench.audit.launches import recording
+from halfstep.kernels import backend
 from halfstep.kernels.softmax import dispatch
 
+families = adam, cast, loss_scale, softmax, statistics, unscale
 LENGTHS = [*range(1, 41), 48, 64]
 
 
@@ -87,6 +92,7 @@ def options_of_scalers():
             scaler.update()
 
 
+<<<<<<< HEAD
 def amp_step(**options):
     # After a first step, which creates the state.
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in ((64, 64), (64, 65), (64,))]
@@ -101,6 +107,38 @@ def amp_step(**options):
     step()
     return step
 
+=======
+def large():
+    # Sizes and steps that need 64 bits. The memory is never touched.
+    for beyond in (0, 2**31):
+        halfstep.cast(torch.empty(beyond + 80, dtype=torch.float8_e5m2), torch.float8_e4m3fn)
+        for shape, steps in (((2, 32), (beyond + 64, 1)), ((32, 2), (1, beyond + 64))):
+            x, mask = (torch.empty(beyond + 128, dtype=dtype) for dtype in (torch.bfloat16, torch.bool))
+            x, mask = x.as_strided(shape, steps), mask.as_strided(shape, steps)
+            for dim in (0, 1):
+                halfstep.softmax(x, dim)
+                halfstep.softmax(x, dim, mask=mask)
+                halfstep.softmax(x.contiguous(), dim, mask=mask)
+
+
+def one_number_of_several():
+    # Of three numbers, the address of one is a multiple of 16.
+    for number in torch.ones(3):
+        parameter = torch.nn.Parameter(torch.ones(5))
+        parameter.grad = torch.ones(5)
+        halfstep.foreach_check([parameter.grad], number)
+        optimizer = halfstep.AdamW([parameter])
+        optimizer.grad_scale = number
+        optimizer.step()
+        optimizer.found_inf = number
+        optimizer.step()
+        scaler = halfstep.GradScaler("cpu")
+        scaler.scale(number)
+        scaler._scale = number
+        scaler.step(optimizer)
+        scaler.update()
+
+>>>>>>> host
 
 jobs = {
     "AMP step": amp_step(),
@@ -114,25 +152,48 @@ jobs = {
     "lists of two dtypes": lists_of_two_dtypes,
     "one tensor": one_tensor,
     "options of scalers": options_of_scalers,
+    "large": large,
+    "one number of several": one_number_of_several,
+    "audit": lambda: [variant.launch() for family in families for variant in family.variants()],
 }
+<<<<<<< HEAD
 result = {"launches": {}}
+=======
+
+
+class Asked(dict):
+    # Takes the place of what was compiled, and notes what is looked up.
+    def get(self, form):
+        asked.append(form)
+        return None
+
+
+backend._compiled = Asked()
+result, of_triton = {}, {}
+>>>>>>> host
 for name, job in jobs.items():
-    forms = {}
-    with recording("sm_90") as launches:
+    forms, asked = {}, []
+    with recording(sys.argv[1]) as launches:
         job()
+<<<<<<< HEAD
     result["launches"][name] = len(launches)
+=======
+    for form, launch in zip(asked, launches, strict=True):
+        of_triton.setdefault(form, set()).add(launch.key)
+>>>>>>> host
     for launch in launches:
         forms.setdefault(launch.kernel.__name__, set()).add(launch.key)
     result[name] = {kernel: len(keys) for kernel, keys in forms.items()}
+result["several of Triton's"] = {str(form): sorted(keys) for form, keys in of_triton.items() if len(keys) > 1}
 print(json.dumps(result))
 """
 
 
-@pytest.fixture(scope="module")
-def forms() -> dict[str, dict[str, int]]:
-    """How many forms of each kernel a job needs."""
+@functools.cache
+def recorded(target: str) -> dict[str, dict[str, Any]]:
+    """How many forms of each kernel a job needs on a target; and what `launch_kernel` takes for one form and is not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", LAUNCHES, target], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -157,12 +218,11 @@ LISTS = ("check_kernel", "finish_kernel", "cast_kernel", "multi_cast_kernel", "p
         ("one tensor", {"cast_kernel": 1}),
     ],
 )
-def test_a_kernel_is_compiled_once_per_code_path(
-    forms: dict[str, dict[str, int]], job: str, expected: dict[str, int]
-) -> None:
-    assert forms[job] == expected
+def test_a_kernel_is_compiled_once_per_code_path(job: str, expected: dict[str, int]) -> None:
+    assert recorded("sm_90")[job] == expected
 
 
+<<<<<<< HEAD
 def test_the_launches_of_a_step_that_the_readme_names(forms: dict[str, dict[str, int]]) -> None:
     """With moments in 8 bits, those of vectors are in fp32, and take the two launches of another layout."""
     assert forms["launches"]["AMP step"] == 5
@@ -171,3 +231,12 @@ def test_the_launches_of_a_step_that_the_readme_names(forms: dict[str, dict[str,
 
 def test_a_scaler_of_any_options_runs_one_form(forms: dict[str, dict[str, int]]) -> None:
     assert forms["options of scalers"]["loss_scale_kernel"] == 1
+=======
+def test_a_scaler_of_any_options_runs_one_form() -> None:
+    assert recorded("sm_90")["options of scalers"]["loss_scale_kernel"] == 1
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_what_is_launched_again_is_what_triton_would_choose(target: str) -> None:
+    assert recorded(target)["several of Triton's"] == {}
+>>>>>>> host

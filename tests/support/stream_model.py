@@ -213,6 +213,11 @@ class Model:
         }
         fake["CUDAGraph"].get_currently_capturing_graph = staticmethod(lambda: self.current.graph)  # type: ignore
         enter(mock.patch.multiple(torch.cuda, **fake))
+        enter(
+            mock.patch.object(
+                torch._C, "_cuda_getCurrentRawStream", lambda index: self.current.cuda_stream, create=True
+            )
+        )
         for module in FAMILIES:
             enter(mock.patch.object(module, "resolve", partial(self._resolve, module.resolve)))
             if hasattr(module, "native"):
