@@ -510,17 +510,9 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offse
     elif implementation == "reference":
         _reference(source, target, how, 0, offset)
     elif implementation == "triton":
-<<<<<<< HEAD
-        with on_device(source.device):
-            cast_kernel[(chunks,)](
-                *(address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)),
-                **_options(*pair, how),
-            )
-=======
-        operands = address(source), address(target), numel, *_seed_operands(how.seed), _disguised(offset)
+        operands = address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)
         options = _options(*pair, how.mode, how.saturate)
         launch_kernel(cast_kernel, source.device, chunks, operands, options, numel < 2**31)
->>>>>>> host
     else:
         rows = _OneTensor(numel, 0, address(source), address(target), 0, offset)
         _native((ctypes.addressof(rows), None, 1, chunks), *pair, how)

@@ -92,7 +92,6 @@ def options_of_scalers():
             scaler.update()
 
 
-<<<<<<< HEAD
 def amp_step(**options):
     # After a first step, which creates the state.
     parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in ((64, 64), (64, 65), (64,))]
@@ -107,7 +106,7 @@ def amp_step(**options):
     step()
     return step
 
-=======
+
 def large():
     # Sizes and steps that need 64 bits. The memory is never touched.
     for beyond in (0, 2**31):
@@ -138,7 +137,6 @@ def one_number_of_several():
         scaler.step(optimizer)
         scaler.update()
 
->>>>>>> host
 
 jobs = {
     "AMP step": amp_step(),
@@ -156,9 +154,6 @@ jobs = {
     "one number of several": one_number_of_several,
     "audit": lambda: [variant.launch() for family in families for variant in family.variants()],
 }
-<<<<<<< HEAD
-result = {"launches": {}}
-=======
 
 
 class Asked(dict):
@@ -169,18 +164,14 @@ class Asked(dict):
 
 
 backend._compiled = Asked()
-result, of_triton = {}, {}
->>>>>>> host
+result, of_triton = {"launches": {}}, {}
 for name, job in jobs.items():
     forms, asked = {}, []
     with recording(sys.argv[1]) as launches:
         job()
-<<<<<<< HEAD
     result["launches"][name] = len(launches)
-=======
     for form, launch in zip(asked, launches, strict=True):
         of_triton.setdefault(form, set()).add(launch.key)
->>>>>>> host
     for launch in launches:
         forms.setdefault(launch.kernel.__name__, set()).add(launch.key)
     result[name] = {kernel: len(keys) for kernel, keys in forms.items()}
@@ -222,16 +213,12 @@ def test_a_kernel_is_compiled_once_per_code_path(job: str, expected: dict[str, i
     assert recorded("sm_90")[job] == expected
 
 
-<<<<<<< HEAD
-def test_the_launches_of_a_step_that_the_readme_names(forms: dict[str, dict[str, int]]) -> None:
+def test_the_launches_of_a_step_that_the_readme_names() -> None:
     """With moments in 8 bits, those of vectors are in fp32, and take the two launches of another layout."""
-    assert forms["launches"]["AMP step"] == 5
-    assert forms["launches"]["AMP step, 8 bits"] == 7
+    assert recorded("sm_90")["launches"]["AMP step"] == 5
+    assert recorded("sm_90")["launches"]["AMP step, 8 bits"] == 7
 
 
-def test_a_scaler_of_any_options_runs_one_form(forms: dict[str, dict[str, int]]) -> None:
-    assert forms["options of scalers"]["loss_scale_kernel"] == 1
-=======
 def test_a_scaler_of_any_options_runs_one_form() -> None:
     assert recorded("sm_90")["options of scalers"]["loss_scale_kernel"] == 1
 
@@ -239,4 +226,3 @@ def test_a_scaler_of_any_options_runs_one_form() -> None:
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_what_is_launched_again_is_what_triton_would_choose(target: str) -> None:
     assert recorded(target)["several of Triton's"] == {}
->>>>>>> host
