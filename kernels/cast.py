@@ -464,7 +464,11 @@ def _cast_lists(
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side."""
     random = how.mode == STOCHASTIC
     if in_memory and len(sources) == 1 and not (random and streams[0]):
-        _cast_one(sources[0], targets[0], how, offsets[0])
+        if _is_torchs(sources[0], targets[0].dtype, how):
+            check_addresses(sources[0], targets[0])
+            targets[0].copy_(sources[0])
+        else:
+            _cast_one(sources[0], targets[0], how, offsets[0])
         return
     implementation = resolve(sources[0].device, "cast") if in_memory else "reference"
     if implementation == "reference":
@@ -489,10 +493,10 @@ def _cast_lists(
 _PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
 
 
-def _is_torchs(source: torch.dtype, target: torch.dtype, how: Conversion) -> bool:
-    """Whether torch converts one tensor."""
-    usual = how.mode == NEAREST and not how.saturate and chosen() == "auto"
-    return usual and (source, target) in _PAIRS_OF_TORCH
+def _is_torchs(source: torch.Tensor, dtype: torch.dtype, how: Conversion) -> bool:
+    """Whether torch converts a single tensor."""
+    usual = how.mode == NEAREST and not how.saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
+    return usual and chosen() == "auto" and (source.is_cuda or source.is_cpu)
 
 
 def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offset: int) -> None:
@@ -505,9 +509,7 @@ def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offse
         check_addresses(source, target)
     pair = source.dtype, target.dtype
     chunks = (numel + CHUNK - 1) // CHUNK
-    if _is_torchs(*pair, how):
-        target.copy_(source)
-    elif implementation == "reference":
+    if implementation == "reference":
         _reference(source, target, how, 0, offset)
     elif implementation == "triton":
         operands = address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)
@@ -531,7 +533,7 @@ def _computed(
 ) -> torch.Tensor:
     how = _conversion(x.dtype, dtype, rounding, saturate)
     source = flattened(x)
-    if _is_torchs(source.dtype, dtype, how) and (source.is_cuda or source.is_cpu):
+    if _is_torchs(source, dtype, how):
         check_addresses(source)
         return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
