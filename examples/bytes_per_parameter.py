@@ -165,7 +165,10 @@ def main() -> None:
     parser.add_argument("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
     options = parser.parse_args()
     if options.read:
-        result = json.loads(options.read.read_text())
+        try:
+            result = json.loads(options.read.read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--read: {error}; pass a file that --out has written")
     else:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         on_gpu = device.type == "cuda"

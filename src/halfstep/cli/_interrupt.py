@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 
@@ -47,10 +48,12 @@ def raise_again() -> None:
 
 
 class Importing:
-    """For imports while a command runs: Ctrl-C ends the process at once."""
+    """For imports while a command runs: Ctrl-C ends the process at once. In a thread of a server it changes nothing."""
 
     def __enter__(self) -> None:
-        end_at_once()
+        with suppress(ValueError):  # signals belong to the main thread
+            end_at_once()
 
     def __exit__(self, *error: object) -> None:
-        raise_again()
+        with suppress(ValueError):
+            raise_again()

@@ -52,6 +52,10 @@ def test_the_page_and_its_answers(address: tuple[int, str]) -> None:
     assert asked(port, f"{path}explorer.html") == (200, html("explorer", "local", {"x": "0.3"}))
     status, text = asked(port, f"{path}answer", json.dumps(QUESTION), Origin=f"http://127.0.0.1:{port}")
     assert (status, json.loads(text)) == (200, json.loads(json.dumps(answer(QUESTION))))
+    # Options are parsed in a thread of the server, which may not set what Ctrl-C does.
+    plan = {"page": "planner", "state": {"params": "7000000000", "gpus": "8"}}
+    status, text = asked(port, f"{path}answer", json.dumps(plan))
+    assert status == 200 and json.loads(text)["error"] == "" and json.loads(text)["plan"]
     # Through `ssh -L 9000:127.0.0.1:PORT`
     assert (
         asked(port, f"{path}answer", json.dumps(QUESTION), Host="localhost:9000", Origin="http://localhost:9000")[0]
