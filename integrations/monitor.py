@@ -274,11 +274,11 @@ class AmpMonitor:
             scalars = scaler.scalars()
         elif scaler is not None and scaler.is_enabled():
             scalars["halfstep/scale"] = float(scaler.get_scale())
-        known = None if squares is None else self._squares_copy.newest(squares, wait=True)
-        if known is not None:
-            scalars["halfstep/grad_norm"] = math.sqrt(known.item())
+        total = None if squares is None else self._squares_copy.newest(squares, wait=True)
+        if total is not None:
+            scalars["halfstep/grad_norm"] = math.sqrt(total.item())
         arrived = [copy.newest(latest, wait=True) for latest, copy in self._latest.values()]
-        if counts := [one for one in arrived if one is not None]:
+        if counts := [numbers for numbers in arrived if numbers is not None]:
             statistics = self._statistics(torch.stack(counts).sum(0)).at(_power(scalars.get("halfstep/scale", 1.0)))
             self._underflowing.update(row.name for row in statistics if row.flushed)
             rows = {f"/{name}": statistics[name] for name in statistics.names if name in self._underflowing}

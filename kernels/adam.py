@@ -777,7 +777,7 @@ def _load_codes(
 
 @jit
 def _coded_block(
-    loaded,  # from `_load_codes`, as are what follows
+    loaded,  # what `_load_codes` returned for the seven arguments below except `size`
     arrays,
     scales,
     start,
@@ -1117,7 +1117,6 @@ def coded_adam_kernel(
         DOWN_FIRST: tl.constexpr = 24 if PACKED and MASTER == _SPLIT24_MASTER else DOWN
         # The addresses of a second tile are those of the first one with a constant, which accesses add themselves.
         TRIP: tl.constexpr = 2 * TILE if PACKED else TILE
-        step, stream, base, inner, inner_whole = 0, 0, 0, 0, 0
         if STOCHASTIC:
             step = tl.load(tl.load(table + _STEP * tensors).to(tl.pointer_type(tl.float32)))
             step = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.uint32)

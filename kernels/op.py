@@ -130,8 +130,8 @@ class Op:
                 return result
             differentiated = differentiated or operand.requires_grad
         if differentiated and torch.is_grad_enabled():
-            unwrapped = [one if one is None else _unwrapped(one) for one in args[: self._operands]]
-            result = self._eager(*unwrapped, *args[self._operands :])
+            operands = [operand if operand is None else _unwrapped(operand) for operand in args[: self._operands]]
+            result = self._eager(*operands, *args[self._operands :])
         else:
             result = self._compute(*args)
         return result

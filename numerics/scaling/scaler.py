@@ -587,10 +587,10 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         scale = None if self._scale is None else self._scale_copy.newest(self._scale, wait=True)
-        known = self._known(wait=True)
+        counts = self._known(wait=True)
         return {
             "halfstep/scale": self._init_scale if scale is None else scale.item(),
-            "halfstep/skipped": 0.0 if known is None else float(known[SKIPPED]),
+            "halfstep/skipped": 0.0 if counts is None else float(counts[SKIPPED]),
         }
 
     def overflow_report(self, named_parameters: Iterable[tuple[str, torch.Tensor]] = ()) -> OverflowReport:
