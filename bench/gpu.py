@@ -1,11 +1,11 @@
 """``halfstep bench gpu``: check and measure halfstep on this machine's GPU. Every minute of it is of use.
 
 Each check runs in a process of its own, which is ended if it takes more than a minute, and appends its outcome to
-``checks.jsonl`` in the folder of results, on the disk. In order: versions, driver and copy bandwidth; what our PTX
-assumes of the GPU's arithmetic, the bits of every layout of the optimizer and of the other kernels, and AMP steps,
-eager, captured and on two streams, none of which may wait for the GPU, several of these at a time where there are
-processors for it; the times of optimizer steps; the tests marked gpu of a checkout; and the other times, those of the
-largest tensors first and what ``torch.compile`` has to compile last.
+``checks.jsonl`` in the folder of results, on the disk. In order: versions, driver and copy bandwidth; the bits of every
+job of ``halfstep bench run`` against the reference, AMP steps also eager, captured and on two streams, none of which
+may wait for the GPU, and the compilation of kernels, several of these at a time where there are processors for it; the
+times of optimizer steps; the tests marked gpu of a checkout; and the other times, those of the largest tensors first
+and what ``torch.compile`` has to compile last.
 
 The command ends after ``--minutes``, and the next call continues where it ended, or was killed: outcomes of other code
 or versions do not count. Two calls of nine minutes are enough. It needs torch, Triton and numpy, and runs in a checkout

@@ -16,21 +16,19 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
-from importlib.metadata import packages_distributions
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 import halfstep
-from halfstep.bench import gpu_instructions, harness, run, run_report, timing
-from halfstep.bench.cases import GROUPS, cases, sizes_for
+from halfstep.bench import harness, run, run_report, timing
+from halfstep.bench.cases import GROUPS, Sizes, cases, sizes_for
 from halfstep.cli.machine import version_of
 
 CPU = torch.device("cpu")
@@ -41,11 +39,7 @@ DONE = (PASSED, FAILED, LEFT_OUT)
 LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
 HEADLINE = 8  # times that come before the tests
 COMPILED = ", compiled"  # at the end of the names of times that `torch.compile` compiles for
-# How gradients are unscaled and clipped before a step.
-WAYS = ("step", "unscale_", "clip_grad_norm_", "write_back")
-STEP_SIZES = (1, 15, 1000, 4097, 0, 65_536, 300, 1_000_003)
-# Rows of whole and of short blocks of 8-bit moments, several chunks per row and several rows per chunk, and a vector.
-SHAPES = ((40, 128), (1001,), (32, 144), (63, 65), (5, 0), (3, 2500), (4096, 1), (9, 2048))
+CHECKED = Sizes(2**15, (1000, 40_003), (4099,), (1, 7), 0, slow=False)  # of the cases whose bits are compared
 
 Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, and returns what is to be recorded
 
@@ -71,46 +65,6 @@ class Unfinished(Exception):
     """A check has not come to its end, and the next call continues it. The message says why."""
 
 
-def _expect(equal: bool, what: str) -> None:
-    if not equal:
-        raise AssertionError(what)
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the bits are equal, or both are NaN."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    left, right = left.detach().cpu().reshape(-1), right.detach().cpu().reshape(-1)
-    same = left.view(integers) == right.view(integers)
-    if left.is_floating_point():
-        same |= left.float().isnan() & right.float().isnan()
-    return left.dtype == right.dtype and bool(same.all())
-
-
-def different(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of tensors that only one side has, or whose bits differ."""
-    shared = [name for name in mine if name in theirs]
-    return sorted(mine.keys() ^ theirs.keys()) + [name for name in shared if not _same_bits(mine[name], theirs[name])]
-
-
-def _expect_reference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str = "") -> None:
-    names = different(mine, theirs)
-    _expect(not names, f"{what}the GPU's bits are not the reference's: {names}")
-
-
-def tensors_of(optimizer: halfstep.AdamW) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer and its states, by names."""
-    tensors: dict[str, torch.Tensor] = {}
-    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        values = {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
-        tensors |= {f"{name} of parameter {index}": value for name, value in {"value": parameter, **values}.items()}
-    return tensors
-
-
-def _normal(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device=device, dtype=dtype)
-
-
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
@@ -119,7 +73,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     import numpy
 
     properties = torch.cuda.get_device_properties(device)
-    peers = {name: _version_of(name) for name in ("liger_kernel", "optimi", "flashoptim", "torchao", "apex")}
+    peers = {name: version_of(name) for name in ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "apex")}
+    query = ["nvidia-smi", "--format=csv,noheader", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem"]
+    driver, _, clocks = (_output(query) or "").partition(", ")
     return {
         **run_report.environment(device),
         "system": f"{platform.system()} {platform.machine()}",
@@ -128,8 +84,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "ptxas": _ptxas(),
-        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
-        "clocks": _output(["nvidia-smi", "--query-gpu=clocks.max.sm,clocks.max.mem", "--format=csv,noheader"]),
+        "driver": driver or None,
+        "clocks": clocks or None,
         "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "capability": f"{properties.major}.{properties.minor}",
         "memory_bytes": properties.total_memory,
@@ -140,18 +96,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _version_of(module: str) -> str | None:
-    if importlib.util.find_spec(module) is None:
-        return None
-    return version_of(packages_distributions().get(module, [module])[0]) or "installed"
-
-
 def _output(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _ptxas() -> dict[str, str | None]:
@@ -162,197 +111,26 @@ def _ptxas() -> dict[str, str | None]:
     return {path.name: (_output([str(path), "--version"]) or "").rpartition("\n")[2] or None for path in paths}
 
 
-# -------------------------------------------------------------------------------------------------------- instructions
+# ---------------------------------------------------------------------------------------------------------------- bits
 
 
-def _on_nvidia(check: Callable[[torch.device, bool], dict[str, Any]], device: torch.device) -> dict[str, Any]:
-    if torch.version.hip is not None:
-        raise LeftOut("our PTX runs on NVIDIA GPUs only")
-    pairings = gpu_instructions.pairings(device)
-    return {"f32x2" if paired else "f32": check(device, paired) for paired in pairings}
-
-
-def _quotients(device: torch.device, paired: bool) -> dict[str, Any]:
-    """The quick way, then the other one."""
-    gpu_instructions.root_and_quotient(device, paired, moments=1, least=float("inf"))
-    return gpu_instructions.root_and_quotient(device, paired)
-
-
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
-def other_kernels(device: torch.device) -> dict[str, Any]:
-    """Casts, check, unscale and statistics against the reference, and softmax within its error."""
-    from halfstep.kernels.statistics import Grid, foreach_count_, width
-
-    bits = torch.randint(-(2**31), 2**31, (100_003,), generator=torch.Generator().manual_seed(0), device="cpu")
-    patterns = bits.to(torch.int32).view(torch.float32)
-    dtypes = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-    def results(where: torch.device) -> dict[str, torch.Tensor]:
-        x = patterns.to(where)
-        tensors = {}
-        for dtype, rounding in product(dtypes, ("nearest", "toward_zero", "stochastic")):
-            name = f"{dtype}, {rounding}"
-            options: dict[str, Any] = {"seed": 7} if rounding == "stochastic" else {}
-            tensors[f"cast to {name}"] = halfstep.foreach_cast([x], dtype, rounding=rounding, **options)[0]
-            tensors[f"cast from {name}"] = halfstep.foreach_cast([tensors[f"cast to {name}"]], torch.float32)[0]
-        tensors["statistics"] = torch.zeros(1, width(True), dtype=torch.int64, device=where)
-        foreach_count_([x], tensors["statistics"], Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20))
-        sizes_and_dtypes = product(STEP_SIZES, (torch.bfloat16, torch.float32))
-        grads = [_normal((size,), dtype, size, where) for size, dtype in sizes_and_dtypes]
-        tensors |= dict(halfstep.foreach_check(grads, 0.125)._asdict())
-        tensors["found_inf after unscaling"], tensors["norm"] = halfstep.foreach_unscale_(grads, 0.125)
-        return tensors | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
-
-    with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
-        mine = results(device)
-        x = _normal((7, 40_003), torch.float32, 0, device)
-        torch.testing.assert_close(halfstep.softmax(x), x.softmax(-1), rtol=1e-5, atol=1e-7)
-    with halfstep.backend("reference"):
-        theirs = results(CPU)
-    _expect_reference(mine, theirs)
-    return {"compared": len(theirs)}
-
-
-MASTERS: tuple[tuple[torch.dtype, str | None], ...] = (
-    (torch.float32, "auto"),
-    (torch.bfloat16, "split"),
-    (torch.bfloat16, "split24"),
-    (torch.bfloat16, "full"),
-    (torch.bfloat16, None),
-    (torch.float16, "full"),
-    (torch.float16, None),
-)
-# Dtype of the moments, rounding, and whether the largest second moments are kept.
-STATES: tuple[tuple[Any, str, bool], ...] = (
-    (torch.float32, "nearest", False),
-    (torch.bfloat16, "nearest", True),
-    (torch.bfloat16, "stochastic", False),
-    ("8bit", "nearest", True),
-    ("8bit", "stochastic", False),
-)
-
-
-def layouts(master: str | None) -> list[dict[str, Any]]:
-    """Options of the optimizer: every state with these masters."""
-    states = [*STATES, (torch.float32, "stochastic", False)] if master in (None, "split24") else STATES
+def _different(ours: Any, reference: Any) -> list[int]:
+    """The indices of values whose bits differ, among the leaves of what a job returns."""
     return [
-        {"master_weights": master, "state_dtype": state, "rounding": rounding, "amsgrad": amsgrad}
-        for state, rounding, amsgrad in states
+        index
+        for index, (a, b) in enumerate(zip(tree_leaves(ours), tree_leaves(reference), strict=True))
+        if (a != b if not isinstance(a, torch.Tensor) else not _same_bits(a, b))
     ]
 
 
-def _trained(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters and states after three steps, of which one has Infs and NaNs."""
-    parameters = [torch.nn.Parameter(_normal(shape, dtype, index, device)) for index, shape in enumerate(SHAPES)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
-        seed: dict[str, Any] = {"seed": 5} if options["rounding"] == "stochastic" else {}
-        optimizer = halfstep.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options, **seed)
-    for step in range(3):
-        for index, parameter in enumerate(parameters):
-            # On the CPU, whose exponential has other bits than a GPU's.
-            spread = torch.exp2(-8 * _normal(parameter.shape, torch.float32, 50 + index, CPU).abs())
-            grad = _normal(parameter.shape, torch.float32, 100 * step + index, CPU) * spread
-            parameter.grad = grad.to(dtype).to(device)
-        if step == 1:
-            parameters[3].grad[2, 3], parameters[5].grad[1, 300] = torch.inf, torch.nan  # type: ignore[index]
-        optimizer.step()
-    return tensors_of(optimizer)
-
-
-def adam(dtype: torch.dtype, master: str | None, device: torch.device) -> dict[str, Any]:
-    """Steps of every layout with these masters, against the reference."""
-    wrong = []
-    for options in layouts(master):
-        mine = _trained(device, dtype, options)
-        with halfstep.backend("reference"):
-            if names := different(mine, _trained(CPU, dtype, options)):
-                wrong.append(f"{options}: {names}")
-    _expect(not wrong, f"the GPU's bits are not the reference's: {wrong}")
-    return {"layouts": len(layouts(master))}
-
-
-# ----------------------------------------------------------------------------------------------------------- AMP steps
-
-
-class Training:
-    """Mixed parameters under AMP with clipping, and gradients for several steps with overflows among them.
-
-    `way`, one of `WAYS`, is how gradients are unscaled and clipped.
-    """
-
-    def __init__(self, device: torch.device, way: str = "step", steps: int = 6) -> None:
-        self.device, self.way = device, way
-        tensors = list(product(STEP_SIZES, (torch.bfloat16, torch.float16, torch.float32)))
-        values = [
-            [_normal((size,), dtype, 100 * step + index, device) for index, (size, dtype) in enumerate(tensors)]
-            for step in range(steps + 1)
-        ]
-        self.parameters, self.gradients = list(map(torch.nn.Parameter, values[0])), values[1:]
-        self.gradients[1][0][0] = torch.inf
-        self.gradients[3][6][-1] = torch.nan
-        self.optimizer = halfstep.AdamW(self.parameters, lr=1e-2, max_grad_norm=1.0)
-        self.scaler = halfstep.GradScaler(
-            device.type, init_scale=1024.0, growth_interval=2, write_back=way == "write_back"
-        )
-        self.scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
-        for parameter in self.parameters:
-            parameter.grad = torch.ones_like(parameter)
-        for _ in range(3):
-            self.step()
-
-    def step(self) -> None:
-        """A step with the present gradients."""
-        if self.way == "unscale_":
-            self.scaler.unscale_(self.optimizer)
-        elif self.way == "clip_grad_norm_":
-            self.scaler.clip_grad_norm_(self.optimizer, 0.5)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def give(self, index: int) -> None:
-        """Assign the gradients of a step, in new memory, as after ``zero_grad(set_to_none=True)``."""
-        for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
-            parameter.grad = gradient.clone()
-
-    @torch.no_grad()
-    def load(self, index: int) -> None:
-        """Copy the gradients of a step into the present gradients."""
-        for parameter, gradient in zip(self.parameters, self.gradients[index], strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(gradient)
-
-    def captured(self) -> Callable[[int], None]:
-        """A step as a CUDA graph. The result replays it with the gradients of a step."""
-        torch.cuda.synchronize()
-        static = [torch.zeros_like(parameter) for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, static, strict=True):
-            parameter.grad = gradient
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), _refusing_waits(self.device):
-            self.step()
-
-        def replay(index: int) -> None:
-            for read, gradient in zip(static, self.gradients[index], strict=True):
-                read.copy_(gradient)
-            graph.replay()
-
-        return replay
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """All tensors, and the scale."""
-        return tensors_of(self.optimizer) | {"scale": torch.tensor(self.scaler.get_scale())}
-
-    def expect_reference(self) -> None:
-        """Check that all steps were taken, with the bits of the reference."""
-        with halfstep.backend("reference"):
-            reference = Training(CPU, self.way)
-            for index in range(len(reference.gradients)):
-                reference.load(index)
-                reference.step()
-        _expect_reference(self.state(), reference.state(), f"{self.way}: ")
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether the bits are equal, or both are NaN."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    left, right = left.reshape(-1), right.reshape(-1)
+    same = left.view(integers) == right.view(integers)
+    if left.is_floating_point():
+        same |= left.float().isnan() & right.float().isnan()
+    return left.dtype == right.dtype and bool(same.all())
 
 
 @contextmanager
@@ -367,63 +145,91 @@ def _refusing_waits(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def eager(device: torch.device, ways: Sequence[str] = ("step",), moved: bool = False) -> None:
-    """Eager steps, none of which waits; with `moved`, every other step has its gradients in new memory."""
-    for way in ways:
-        training = Training(device, way)
+def eager(device: torch.device, call: Callable[[], Any]) -> None:
+    """Four calls, none of which waits."""
+    with _refusing_waits(device):
+        for _ in range(4):
+            call()
+
+
+def captured(device: torch.device, call: Callable[[], Any]) -> None:
+    """Eager calls between the replays of a CUDA graph, and a graph that is not replayed."""
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for graph in graphs:
+        call()
         torch.cuda.synchronize()
-        with _refusing_waits(device):
-            for index in range(len(training.gradients)):
-                (training.give if moved and index % 2 == 0 else training.load)(index)
-                training.step()
-        training.expect_reference()
+        with torch.cuda.graph(graph), _refusing_waits(device):
+            call()
+        graphs[0].replay()
+    torch.cuda.synchronize()  # before the graphs and their tables are freed
 
 
-def captured(device: torch.device) -> None:
-    """Replays of a CUDA graph; then eager steps before and after replays, and after a capture that is not replayed."""
-    for actions in (["replay"] * 6, ["step", "replay", "step", "capture", "step", "replay", "step"]):
-        training, unused = Training(device), []
-        replay, index = training.captured(), 0
-        for action in actions:
-            if action == "capture":
-                group = training.optimizer.param_groups[0]
-                usual, group["lr"] = group["lr"], 1.0
-                unused.append(training.captured())
-                group["lr"] = usual
-                continue
-            with _refusing_waits(device):
-                if action == "replay":
-                    replay(index)
-                else:
-                    training.give(index)
-                    training.step()
-            index += 1
-        torch.cuda.synchronize()
-        training.expect_reference()
-
-
-def two_streams(device: torch.device) -> None:
-    """Steps alternately on two streams, and concurrent checks of tensors of the same sizes on a third stream."""
-    training = Training(device)
-    others = [torch.ones_like(parameter) for parameter in training.parameters]
-    expected = float(sum(other.numel() for other in others))
+def two_streams(device: torch.device, call: Callable[[], Any]) -> None:
+    """Four calls alternately on two streams, and concurrent checks of tensors on a third stream."""
+    tensors = [torch.ones(size, dtype=torch.bfloat16, device=device) for size in (1, 1000, 65_536)]
     *streams, aside = (torch.cuda.Stream(device) for _ in range(3))
     torch.cuda.synchronize()
     sums = []
     try:
         with _refusing_waits(device):
-            for index in range(len(training.gradients)):
-                here, before = streams[index % 2], streams[1 - index % 2]
-                here.wait_stream(before)
-                with torch.cuda.stream(here):
-                    training.give(index)
-                    training.step()
+            for index in range(4):
+                current, before = streams[index % 2], streams[1 - index % 2]
+                current.wait_stream(before)
+                with torch.cuda.stream(current):
+                    call()
                 with torch.cuda.stream(aside):
-                    sums.append(halfstep.foreach_check(others).sum_of_squares)
+                    sums.append(halfstep.foreach_check(tensors).sum_of_squares)
     finally:
         torch.cuda.synchronize()  # before memory that other streams use is freed
-    _expect([value.item() for value in sums] == [expected] * len(sums), "checks on another stream")
-    training.expect_reference()
+    if any(value.item() != 66_537.0 for value in sums):
+        raise AssertionError("checks on another stream")
+
+
+Calls = Callable[[torch.device, Callable[[], Any]], None]  # a way to make four calls
+WAYS: dict[str, Calls] = {"eager": eager, "captured": captured, "on two streams": two_streams}
+
+
+def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any]:
+    """Do each job of ours in a group, and with `calls` four more of its calls and the job again.
+
+    The values must have the bits of the reference on the CPU, and those of softmax be within their bound.
+    """
+    compared = []
+    for case in cases((group,), CHECKED):
+        for provider in filter(harness.ours, case.providers):
+            name = f"{case.name}: {provider}"
+            with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
+                ours = _values(case, provider, device, calls)
+            with halfstep.backend("reference"):
+                reference = _values(case, provider, CPU, calls and _four)
+            if case.group == "softmax":
+                error = case.error(case.prepare(CPU), ours[0])
+                if not error <= case.bound:
+                    raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")
+            elif wrong := _different(ours, reference):
+                raise AssertionError(f"{name}: the GPU's bits are not the reference's: values {wrong}")
+            compared.append(name)
+    return {"compared": len(compared)}
+
+
+def _four(device: torch.device, call: Callable[[], Any]) -> None:
+    for _ in range(4):
+        call()
+
+
+def _values(case: harness.Case, provider: str, device: torch.device, calls: Calls | None) -> list[Any]:
+    job = case.providers[provider](case.prepare(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    values = [_on_cpu((job.values or job.call)())]
+    if calls is not None:
+        calls(device, job.call)
+        values.append(_on_cpu((job.values or job.call)()))
+    return values
+
+
+def _on_cpu(values: Any) -> Any:
+    return tree_map(lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, values)
 
 
 # --------------------------------------------------------------------------------------------------- tests and timings
@@ -440,8 +246,8 @@ def gpu_tests(folder: Path, device: torch.device) -> dict[str, Any]:
     subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
     detail = {"counts": report["counts"], "collected": report["collected"], "failed": report["failed"]}
-    failed = [test["test"] for test in report["failed"] if test["outcome"] == "failed"]
-    _expect(not failed, f"failed: {failed}; {folder / 'tests.txt'} has their messages")
+    if failed := [test["test"] for test in report["failed"] if test["outcome"] == "failed"]:
+        raise AssertionError(f"failed: {failed}; {folder / 'tests.txt'} has their messages")
     if report["not_run"] or report["failed"]:
         raise Unfinished(f"{report['counts']}, {report['not_run']} not run")
     return detail
@@ -469,19 +275,15 @@ def compiles(provider: str) -> bool:
 def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
     every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
-    every = [every[index] for index in run.largest_first(every)]
     plain, compiled = {}, {}
-    for case in every:
-        slow = {name for name in case.providers if compiles(name)}
-        plain[f"time of {case.name}"] = _with_providers(case, case.providers.keys() - slow)
+    for case in (every[index] for index in run.largest_first(every)):
+        slow = {name: make for name, make in case.providers.items() if compiles(name)}
+        quickly = {name: make for name, make in case.providers.items() if name not in slow}
+        plain[f"time of {case.name}"] = replace(case, providers=quickly)
         if slow:
-            ours = {name for name in case.providers if harness.ours(name)}
-            compiled[f"time of {case.name}{COMPILED}"] = _with_providers(case, slow | ours)
+            ours = {name: make for name, make in quickly.items() if harness.ours(name)}
+            compiled[f"time of {case.name}{COMPILED}"] = replace(case, providers=ours | slow)
     return plain | compiled
-
-
-def _with_providers(case: harness.Case, names: set[str]) -> harness.Case:
-    return replace(case, providers={name: make for name, make in case.providers.items() if name in names})
 
 
 # ----------------------------------------------------------------------------------------------------------- a process
@@ -489,24 +291,15 @@ def _with_providers(case: harness.Case, names: set[str]) -> harness.Case:
 
 def checks(folder: Path, quick: bool) -> dict[str, Check]:
     """All checks by name, in their order."""
-    bits: dict[str, Run] = {
-        "NaN patterns": partial(_on_nvidia, gpu_instructions.nan_patterns),
-        "root and quotient": partial(_on_nvidia, _quotients),
-        **{
-            f"bits of Adam, {str(dtype).removeprefix('torch.')}, master {master}": partial(adam, dtype, master)
-            for dtype, master in MASTERS
-        },
-        "bits of other kernels": other_kernels,
-        "AMP steps": eager,
-        "AMP steps, gradients moved": partial(eager, ways=WAYS, moved=True),
-        "AMP steps, captured": captured,
-        "AMP steps on two streams": two_streams,
+    before: dict[str, Run] = {
+        **{f"bits of {group}": partial(bits, group, None) for group in GROUPS},
+        **{f"bits of steps {way}": partial(bits, "step", calls) for way, calls in WAYS.items()},
         **{f"kernels for the times of {group}": partial(_compile, group, quick) for group in GROUPS},
     }
     times = [(name, partial(_measured, case)) for name, case in timings(quick).items()]
     return {
         "machine": Check(machine, "first"),
-        **{name: Check(run, "bits") for name, run in bits.items()},
+        **{name: Check(run, "bits") for name, run in before.items()},
         **{name: Check(run, "headline") for name, run in times[:HEADLINE]},
         "tests marked gpu": Check(partial(gpu_tests, folder), "tests", 60 * TEST_MINUTES + 30),
         **{name: Check(run, "times") for name, run in times[HEADLINE:]},

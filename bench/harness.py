@@ -28,6 +28,7 @@ moves more has a lower `copy_fraction`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +140,13 @@ class Result:
     host_us: float | None = None
     graph_us: float | None = None
     extra_bytes: int | None = None
+
+
+def normal(device: torch.device, *shape: int) -> torch.Tensor:
+    """Standard normal fp32 numbers from a fixed seed. Up to 2^20 of them are the same on every device."""
+    source = torch.device("cpu") if math.prod(shape) <= 2**20 else device
+    generator = torch.Generator(source).manual_seed(0)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device=source).to(device)
 
 
 def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:

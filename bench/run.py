@@ -71,7 +71,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
     every = cases(groups, sizes_for(device.type, options.quick), options.module or ())
     chosen = [case for case in every if not options.only or options.only in case.name]
     if not chosen:
-        raise UsageError(f"--only {options.only!r} is in the name of none of {len(every)} cases, as {every[0].name!r}")
+        kinds = dict.fromkeys(f"{case.operation}, {case.dtype}" for case in every)
+        raise UsageError(
+            f"--only {options.only!r} is in the name of none of {len(every)} cases, such as {every[0].name!r}; use a "
+            f"part of a name, which begins with {'; '.join(kinds)}"
+        )
     clock, start = CpuClock(time.thread_time) if options.processor_time else clock_for(device), time.monotonic()
     about = {**run_report.environment(device), "quick": options.quick, "left_out": 0}
     if options.processor_time:

@@ -46,9 +46,10 @@ def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write the results to a file atomically."""
+    """Write the results to a file atomically, each on a line."""
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(as_dict(about, results), indent=1) + "\n")
+    head, rows = json.dumps({**about, "results": []}, indent=1), (json.dumps(asdict(result)) for result in results)
+    unfinished.write_text(head.replace('"results": []', '"results": [\n' + ",\n".join(rows) + "\n]") + "\n")
     unfinished.replace(path)
 
 

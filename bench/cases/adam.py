@@ -34,7 +34,7 @@ import torch
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
-from halfstep.bench.harness import Case, Prepared
+from halfstep.bench.harness import Case, Prepared, normal
 from halfstep.numerics.planning import layout
 
 TYPICAL = 1e-2  # root mean square of weights and gradients
@@ -90,9 +90,8 @@ def rows_and_columns(numel: int) -> tuple[int, int]:
 
 def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> AdamInputs:
     """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
-    generator = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, shape, generator=generator, dtype=torch.float32, device=device)
-    return AdamInputs((TYPICAL * draw()).to(dtype), (TYPICAL * draw()).to(dtype))
+    weights, grads = (TYPICAL * normal(device, 2, *shape)).to(dtype)
+    return AdamInputs(weights, grads)
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ import torch
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, loops
-from halfstep.bench.harness import Case, Prepared
+from halfstep.bench.harness import Case, Prepared, normal
 
 DTYPES = {
     "fp32": torch.float32,
@@ -29,10 +29,7 @@ NEAREST = 0.5
 
 def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Normally distributed numbers in `tensors` tensors of `numel` elements, rounded to `dtype`."""
-    generator = torch.Generator(device).manual_seed(0)
-    return [
-        torch.randn(numel, generator=generator, dtype=torch.float32, device=device).to(dtype) for _ in range(tensors)
-    ]
+    return [row.clone() for row in normal(device, tensors, numel).to(dtype)]
 
 
 def _new(function: Callable[[torch.Tensor], torch.Tensor], sources: list[torch.Tensor]) -> Prepared:

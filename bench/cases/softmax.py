@@ -20,7 +20,7 @@ import torch._functorch.config
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled, needs, needs_gpu
-from halfstep.bench.harness import Case, Prepared
+from halfstep.bench.harness import Case, Prepared, normal
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BOUNDS = {"bf16": 2.0, "fp32": 128.0}
@@ -40,10 +40,8 @@ class SoftmaxInputs:
 
 
 def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) -> SoftmaxInputs:
-    generator = torch.Generator(device).manual_seed(0)
-    x = (2 * torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device)).to(dtype)
-    grad = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=device).to(dtype)
-    return SoftmaxInputs(x.requires_grad_(), grad)
+    x, grad = normal(device, 2, rows, columns)
+    return SoftmaxInputs((2 * x).to(dtype).requires_grad_(), grad.to(dtype))
 
 
 def _textbook(x: torch.Tensor) -> torch.Tensor:

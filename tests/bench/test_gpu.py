@@ -15,13 +15,14 @@ import pytest
 import torch
 from stream_model import Model
 
+import halfstep
 from halfstep.bench import gpu, gpu_checks
-from halfstep.bench.cases import Sizes
+from halfstep.bench.cases import GROUPS, Sizes, cases
+from halfstep.kernels import backend
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
-AMP = ("AMP steps", "AMP steps, gradients moved", "AMP steps, captured", "AMP steps on two streams")
 
 
 def test_without_a_gpu_it_says_what_to_use_instead(
@@ -37,70 +38,50 @@ def test_without_a_gpu_it_says_what_to_use_instead(
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("check", AMP)
-def test_amp_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
-    check: str, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 40, 0))
-    run, step = gpu_checks.checks(Path(), True)[check].run, gpu_checks.Training.step
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "CHECKED", Sizes(2**12, (100,), (99,), (1, 3), 0, slow=False))
 
-    def waiting(training: Any) -> None:
-        step(training)
-        training.scaler.get_scale()
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("way", gpu_checks.WAYS)
+def test_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
+    way: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, step = gpu_checks.checks(Path(), True)[f"bits of steps {way}"].run, halfstep.GradScaler.step
+
+    def waiting(scaler: Any, optimizer: Any) -> None:
+        step(scaler, optimizer)
+        scaler.get_scale()
 
     if waits:
-        monkeypatch.setattr(gpu_checks.Training, "step", waiting)
+        monkeypatch.setattr(halfstep.GradScaler, "step", waiting)
         with Model("late") as model, pytest.raises(RuntimeError, match=r"synchronizing|previous error during capture"):
             run(model.device)
     else:
         with Model("random") as model:
-            run(model.device)
+            assert run(model.device) == {"compared": 6}
 
 
-def test_a_bit_of_difference_between_two_trainings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "STEP_SIZES", (1, 15, 1000))
-    one, other = gpu_checks.Training(CPU), gpu_checks.Training(CPU)
-    assert gpu_checks.different(one.state(), other.state()) == []
-    other.optimizer.state[other.parameters[3]]["exp_avg"].view(torch.int32)[4] ^= 1
-    other.parameters[4].detach().view(torch.int16)[2] ^= 1
-    other.scaler.update(4096.0)
-    # The master takes up the weight that was written.
-    expected = {"value of parameter 4", "exp_avg of parameter 3", "scale"}
-    names = gpu_checks.different(one.state(), other.state())
-    assert expected <= set(names) and {name.split(" of ")[-1] for name in names} <= {
-        "parameter 3",
-        "parameter 4",
-        "scale",
-    }
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_bits_of_every_job_of_ours_are_compared(group: str) -> None:
+    """On the CPU, whose kernels are C++."""
+    ours = [name for case in cases((group,), gpu_checks.CHECKED) for name in case.providers if name[:8] == "halfstep"]
+    assert gpu_checks.bits(group, None, CPU) == {"compared": len(ours)} and len(ours) >= 4
 
 
-def test_a_bit_of_difference_in_one_layout_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "SHAPES", ((17,), (5,), (5, 0), (63, 65), (7,), (2, 2500)))
-    assert gpu_checks.adam(torch.bfloat16, "split24", CPU) == {"layouts": 6}
-    trained, calls = gpu_checks._trained, []
+def test_a_bit_of_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = gpu_checks._values
 
-    def other(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        tensors = trained(device, dtype, options)
-        if options["state_dtype"] == "8bit" and not options["amsgrad"] and not calls:
-            tensors["exp_avg of parameter 5"].view(-1)[7] ^= 1
-            calls.append(options)
-        return tensors
+    def flipped(case: Any, provider: str, device: torch.device, calls: Any) -> list[Any]:
+        (weights,) = values(case, provider, device, calls)
+        if backend.chosen() == "reference" and provider == "halfstep split24":
+            weights[-1].view(torch.int32)[0, 7] ^= 1
+        return [weights]
 
-    monkeypatch.setattr(gpu_checks, "_trained", other)
-    message = r"not the reference's: \[.*'split24', 'state_dtype': '8bit'.*: \['exp_avg of parameter 5'\]"
-    with pytest.raises(AssertionError, match=message):
-        gpu_checks.adam(torch.bfloat16, "split24", CPU)
-
-
-def test_every_kind_of_master_and_state_is_checked() -> None:
-    masters = {master for _, master in gpu_checks.MASTERS}
-    assert masters == {"auto", "split", "split24", "full", None}
-    states = {
-        (options["state_dtype"], options["rounding"]) for master in masters for options in gpu_checks.layouts(master)
-    }
-    assert {dtype for dtype, _ in states} == {torch.float32, torch.bfloat16, "8bit"}
-    assert ("8bit", "stochastic") in states and {rounding for _, rounding in states} == {"nearest", "stochastic"}
+    monkeypatch.setattr(gpu_checks, "_values", flipped)
+    with pytest.raises(AssertionError, match=r"bf16 moments, 1 tensors: halfstep split24.*reference's: values \[0\]"):
+        gpu_checks.bits("adam", None, CPU)
 
 
 def test_the_largest_come_first_and_what_compiles_last() -> None:
@@ -159,8 +140,10 @@ def killed_after_each_step(out: Path, only: str) -> list[str]:
 
 
 def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", r"^machine$|NaN|captured$|^time of adamw, fp32, 10 tensors$")
-    assert names[:3] == ["machine", "NaN patterns", "AMP steps, captured"] and names[3].startswith("time of adamw")
+    names = killed_after_each_step(tmp_path / "out", r"^machine$|captured$|streams$|^time of adamw, fp32, 10 tensors$")
+    assert names[:3] == ["machine", "bits of steps captured", "bits of steps on two streams"] and names[3].startswith(
+        "time of adamw"
+    )
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["device"] == "model of a GPU" and results["left_out"] == 0
     assert [result["provider"] for result in results["results"]] == ["halfstep"]
@@ -169,29 +152,29 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
 @pytest.mark.exhaustive
 def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
     names = killed_after_each_step(tmp_path / "out", r"^(?!time of|kernels for)|^time of adamw, fp32, 10 tensors$")
-    assert names[:3] == ["machine", "NaN patterns", "root and quotient"]
-    assert "tests marked gpu" in names and sum(name.startswith("bits of Adam") for name in names) == 7
+    assert names[:2] == ["machine", "bits of softmax"]
+    assert "tests marked gpu" in names
     assert names == list(dict.fromkeys(names))
 
 
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    settings = {"BENCH_GPU_ONLY": "^machine|NaN|root|streams$"}
-    faults = {"BENCH_GPU_HANGS": "NaN patterns", "BENCH_GPU_LIMIT": "15", "BENCH_GPU_DIES": "root and quotient"}
+    settings = {"BENCH_GPU_ONLY": "^machine|bits of cast|captured|streams$"}
+    faults = {"BENCH_GPU_HANGS": "bits of cast", "BENCH_GPU_LIMIT": "15", "BENCH_GPU_DIES": "bits of steps captured"}
     process = command(out, **settings, **faults)
     text = process.communicate()[0]
     assert process.returncode == 1, text
     assert outcomes(out) == [
         ("machine", "passed"),
-        ("NaN patterns", "stopped"),
-        ("root and quotient", "stopped"),
-        ("AMP steps on two streams", "passed"),
+        ("bits of cast", "stopped"),
+        ("bits of steps captured", "stopped"),
+        ("bits of steps on two streams", "passed"),
     ]
-    assert re.search(r"NaN patterns: stopped, it took more than 15 s", text)
-    assert "root and quotient: stopped, its process ended with status -11" in text
+    assert re.search(r"bits of cast: stopped, it took more than 15 s", text)
+    assert "bits of steps captured: stopped, its process ended with status -11" in text
     # A line that was cut off, and records of other code, do not count.
     with (out / "checks.jsonl").open("a") as file:
-        file.write(json.dumps({"check": "NaN patterns", "status": "passed", "code": "other"}) + '\n{"check": "root and')
+        file.write(json.dumps({"check": "bits of cast", "status": "passed", "code": "other"}) + '\n{"check": "bits of')
     process = command(out, **settings)
     assert "2 of 4 checks" in process.communicate()[0] and process.returncode == 0
     records = gpu_checks.records(out / "checks.jsonl")
@@ -200,6 +183,8 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
 
 
 def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
-    process = command(tmp_path / "out", minutes=0.5, BENCH_GPU_ONLY="^machine|NaN", BENCH_GPU_HANGS="NaN patterns")
+    process = command(
+        tmp_path / "out", minutes=0.5, BENCH_GPU_ONLY="^machine|bits of cast", BENCH_GPU_HANGS="bits of cast"
+    )
     assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
     assert outcomes(tmp_path / "out") == [("machine", "passed")]

@@ -12,6 +12,7 @@ import devices
 import pytest
 import torch
 from devices import assert_same_bits, kernels_on, normal, patterns, placed
+from gpu_instructions import nan_patterns, root_and_quotient
 from softmax_oracle import Case, assert_within, backward_oracle, oracle
 
 import halfstep
@@ -34,6 +35,32 @@ def lists(dtype: torch.dtype, device: torch.device, make: object = patterns) -> 
     """Tensors of odd sizes, some misaligned, one empty: on the CPU and their copies on `device`."""
     tensors = [make(size, dtype, seed) for seed, size in enumerate(SIZES)]  # type: ignore[operator]
     return tensors, [placed(tensor, device, offset) for tensor, offset in zip(tensors, OFFSETS, strict=True)]
+
+
+# -------------------------------------------------------------------------------------------------------- instructions
+
+needs_nvidia = pytest.mark.skipif(torch.version.hip is not None, reason="our PTX runs on NVIDIA GPUs only")
+
+
+@pytest.fixture(params=[False, True], ids=["f32", "f32x2"])
+def paired(request: pytest.FixtureRequest) -> bool:
+    if request.param and torch.cuda.get_device_capability()[0] < 10:
+        pytest.skip("the instructions for two numbers need sm_100")
+    return bool(request.param)
+
+
+@pytest.mark.gpu(only="compiled PTX; the software GPU runs it in tests/software_gpu")
+@needs_nvidia
+def test_arithmetic_gives_the_nan_that_kernels_assume(paired: bool) -> None:
+    nan_patterns(torch.device("cuda"), paired)
+
+
+@pytest.mark.gpu(only="compiled PTX; the software GPU runs it in tests/software_gpu")
+@needs_nvidia
+def test_roots_and_quotients_are_rounded_correctly(paired: bool) -> None:
+    """All mantissas with both parities of the exponent: with the slow way for all, then with the quick one."""
+    root_and_quotient(torch.device("cuda"), paired, moments=1, least=float("inf"))
+    root_and_quotient(torch.device("cuda"), paired)
 
 
 # ---------------------------------------------------------------------------------------------------------------- cast

@@ -1,13 +1,12 @@
-"""The instruction checks of `halfstep bench gpu`, on samples: they pass, and find what is wrong."""
+"""The checks of instructions of tests/kernels/test_gpu.py, on samples: they pass, and find what is wrong."""
 
 from __future__ import annotations
 
+import gpu_instructions
 import pytest
 import torch
+from gpu_instructions import COUNT, FIRST, nan_patterns, root_and_quotient
 from software_gpu.gpu import SoftwareGPU
-
-from halfstep.bench import gpu_instructions
-from halfstep.bench.gpu_instructions import COUNT, FIRST, nan_patterns, root_and_quotient
 
 CPU = torch.device("cpu")
 

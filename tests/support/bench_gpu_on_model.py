@@ -1,12 +1,11 @@
-"""`halfstep bench gpu` without a GPU: its checks run on the model of a GPU's streams, and on the software GPU.
+"""`halfstep bench gpu` without a GPU: its checks run on the model of a GPU's streams.
 
     python tests/support/bench_gpu_on_model.py --out DIR [OPTIONS of halfstep bench gpu]
 
-Its processes start this program in place of ``halfstep.bench.gpu_checks``. Checks of instructions run on the software
-GPU, on a sample of the numbers; kernels and AMP steps on the model, with smaller tensors. Two of the tests marked gpu
-run. Times are taken on the CPU, of halfstep alone. Environment variables: ``BENCH_GPU_ONLY`` is a regular expression
-for the checks and times to run, ``BENCH_GPU_HANGS`` names a check that hangs, ``BENCH_GPU_LIMIT`` its limit in seconds,
-and ``BENCH_GPU_DIES`` one that ends its process.
+Its processes start this program in place of ``halfstep.bench.gpu_checks``. Tensors are small, two of the tests marked
+gpu run, and times are taken on the CPU, of halfstep alone. Environment variables: ``BENCH_GPU_ONLY`` is a regular
+expression for the checks and times to run, ``BENCH_GPU_HANGS`` names a check that hangs, ``BENCH_GPU_LIMIT`` its limit
+in seconds, and ``BENCH_GPU_DIES`` one that ends its process.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-INSTRUCTIONS = ("NaN patterns", "root and quotient")
 NAME = "model of a GPU"
 
 
@@ -38,12 +36,12 @@ def replace_checks() -> None:
     """Of the checks, keep those that the environment names, on smaller tensors."""
     import torch
 
-    from halfstep.bench import gpu_checks, gpu_instructions, harness, timing
+    from halfstep.bench import gpu_checks, harness, timing
     from halfstep.bench.cases import Sizes
 
     only = re.compile(os.environ.get("BENCH_GPU_ONLY", ""))
     limits = {os.environ.get("BENCH_GPU_HANGS"): float(os.environ.get("BENCH_GPU_LIMIT", "600"))}
-    checks, measure, quotients = gpu_checks.checks, harness.measure, gpu_instructions.root_and_quotient
+    checks, measure = gpu_checks.checks, harness.measure
 
     def measured(case: harness.Case, device: Any, **options: Any) -> list[harness.Result]:
         ours = {name: make for name, make in case.providers.items() if harness.ours(name)}
@@ -56,27 +54,19 @@ def replace_checks() -> None:
             if only.search(name)
         }
 
-    gpu_checks.STEP_SIZES = (1, 15, 300, 0)
-    gpu_checks.SHAPES = ((32, 144), (17,), (5, 0), (63, 65), (7,), (2, 2500))
+    gpu_checks.CHECKED = Sizes(2**12, (100,), (99,), (1, 3), 0, slow=False)
     gpu_checks.sizes_for = lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0, slow=False)
     gpu_checks.checks = chosen
     gpu_checks.run.COPY_BYTES, gpu_checks.run.SECONDS = {"cuda": 1 << 20}, {False: 0.0}
-    gpu_instructions.root_and_quotient = lambda device, paired, moments=2, least=2**-49: quotients(
-        device, paired, count=2048, moments=2, least=least
-    )
     timing.clock_for = lambda device: timing.CpuClock()
     harness.measure = measured
 
 
 def run_process(argv: Sequence[str]) -> None:
-    """What `halfstep.bench.gpu_checks.main` does, for checks of one kind."""
-    if argv[2] in INSTRUCTIONS:
-        from software_gpu import gpu
-
-        gpu.install("sm_100")
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
+    """What `halfstep.bench.gpu_checks.main` does."""
+    os.environ["TRITON_INTERPRET"] = "1"
     import torch
+    from stream_model import Model
 
     from halfstep.bench import gpu_checks
 
@@ -86,17 +76,10 @@ def run_process(argv: Sequence[str]) -> None:
     answers = {
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: NAME,
-        "get_device_capability": lambda device=None: (10, 0),
     }
     replace_checks()
-    with mock.patch.multiple(torch.cuda, **answers):
-        if argv[2] in INSTRUCTIONS or argv[2].startswith("time of"):
-            gpu_checks.main(argv, torch.device("cpu"))
-            return
-        from stream_model import Model
-
-        with Model("late", size=1 << 26) as model:
-            gpu_checks.main(argv, model.device)
+    with mock.patch.multiple(torch.cuda, **answers), Model("late", size=1 << 26) as model:
+        gpu_checks.main(argv, model.device)
 
 
 def main(argv: Sequence[str]) -> int:

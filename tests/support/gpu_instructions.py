@@ -1,4 +1,4 @@
-"""Checks of what our PTX assumes of NVIDIA's arithmetic, on the GPU itself (`halfstep bench gpu`).
+"""Checks of what our PTX assumes of NVIDIA's arithmetic, on the GPU itself.
 
 `kernels.rounding` takes a NaN that arithmetic gave to be 0x7FFFFFFF. `kernels.block_instructions.update_assembly`
 computes root and quotient from approximations and corrections that have the bits of ``sqrt.rn`` and ``div.rn``.
@@ -154,9 +154,3 @@ def root_and_quotient(
         where = int(first_wrong.min())
         raise AssertionError(f"{total} of {count * moments} quotients have other bits, the first of the v {where:#x}")
     return {"pairs": count * moments}
-
-
-def pairings(device: torch.device) -> tuple[bool, ...]:
-    """Whether to use the instructions for two numbers: without, and with them where the GPU has them."""
-    major, _ = torch.cuda.get_device_capability(device)
-    return (False, True) if major >= 10 else (False,)
