@@ -194,16 +194,6 @@ def test_the_markdown_table_shows_figures_failures_and_who_is_away() -> None:
     assert lines[-2:] == ["Not measured: apex: not installed.", ""] or lines[-1] == "Not measured: apex: not installed."
 
 
-def test_numbers_have_three_digits() -> None:
-    values = (None, 0.0, 12.34, 1234567.0, 1e-5, float("inf"), 0.9996, 999.7)
-    assert list(map(run_report._digits, values)) == ["", "0", "12.3", "1,234,567", "1.0e-05", "inf", "1.00", "1,000"]
-
-
-def test_an_operation_at_one_size_is_not_drawn(tmp_path: Path) -> None:
-    assert run_report.draw(tmp_path, ABOUT, [result("halfstep", p50_us=1.0, copy_fraction=0.5)]) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
     cases = [
         SimpleNamespace(operation=operation, dtype="bf16", size=size) for operation in ("a", "b") for size in (1, 2, 3)

@@ -51,9 +51,8 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0, spread: float 
 
 # ------------------------------------------------------------------------------------------------------- fixed cases
 
-# 1; a power of two below, at and above; the widest vector (16) and four of them; the C++ block (1024) and stack row
-# (4096); the tile kernels' warps and BLOCK limits.
-SIZES = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 129, 512, 513, 1000, 1023, 1025, 4096, 4097)
+# 1; a power of two below, at and above; the widest vector (16) and four of them; the limits of tiles and warps.
+SIZES = (1, 3, 15, 16, 17, 63, 64, 65, 129, 512, 513, 1000, 1025, 4097)
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
@@ -151,12 +150,6 @@ def test_the_real_limits_of_one_block(name: str) -> None:
         check(Case(normal(2, columns, dtype=BF16)), name)
 
 
-@pytest.mark.parametrize("name", ["reference", "native"])
-def test_a_million_columns(name: str) -> None:
-    check(Case(normal(2, (1 << 20) + 3)), name)
-    check(Case(normal(1, (1 << 20) + 3, dtype=FP16), dtype=FP32, log=True), name)
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 4), (4, 0), (2, 0, 3), (1, 1, 1), (3, 1), (1, 3)])
 def test_empty_and_tiny_shapes(name: str, shape: tuple[int, ...]) -> None:
@@ -182,20 +175,6 @@ def test_dropped_parts_of_a_tile(name: str) -> None:
     x[1, 20, 3] = NAN  # also in the results that are not computed
     for log in (False, True):
         check(Case(x, causal=True, log=log), name)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_rectangular_causal_counts_from_the_upper_left_corner(name: str) -> None:
-    for queries, keys in ((3, 7), (7, 3), (1, 5), (5, 1), (33, 20)):
-        x = normal(2, queries, keys)
-        check(Case(x, causal=True), name)
-        with using(name, "softmax") as device:
-            weights = halfstep.softmax(twin(x, device), causal=True).cpu()
-        one_hot = torch.eye(keys).expand(2, keys, keys)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            x, torch.eye(keys).expand(2, keys, keys), one_hot, is_causal=True, scale=1.0
-        )
-        torch.testing.assert_close(weights, attended)
 
 
 @pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (5, 303, False)])
@@ -274,43 +253,16 @@ def test_a_gradient_that_is_not_finite_stays_in_its_row_and_out_of_constants(nam
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_strides_masks_and_gradients_of_any_layout(name: str) -> None:
+def test_expanded_tensors_and_dimensions_that_do_not_fold_into_three(name: str) -> None:
+    """Other layouts are among the generated cases."""
     base = normal(4, 6, 5, 34, dtype=BF16)
-    for x in (
-        base.transpose(1, 2),
-        base.transpose(-1, -2),
-        base[::2, :, 1:, ::2],
-        base[:, :, :, 1:],
-        base[:1].expand(3, 6, 5, 34),
-        base[..., :1].expand(4, 6, 5, 20),
-        base.permute(3, 1, 0, 2),
-        base[:, 1::2, ::3].unsqueeze(1).transpose(0, 3),
-    ):
+    for x in (base[:1].expand(3, 6, 5, 34), base[..., :1].expand(4, 6, 5, 20)):
         keep = torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) > 0.3
-        for mask in (None, keep[:1, :, :1], keep.transpose(-1, -2).contiguous().transpose(-1, -2), keep[..., :1, :]):
-            check(Case(x, mask=mask), name)
+        check(Case(x, mask=keep.transpose(-1, -2).contiguous().transpose(-1, -2)), name)
         check(Case(x, mask=keep[0, :1, 0].float(), dtype=FP32), name, torch.ones(1).expand(x.shape))
-    # Five dimensions whose strides do not fold into three.
     x = normal(2, 3, 2, 3, 2, 9).transpose(0, 4).transpose(1, 3)
     check(Case(x, mask=torch.rand(2, 1, 2, 1, 2, 9, generator=torch.Generator().manual_seed(6)) > 0.2), name)
     check(Case(normal(2, 3, 2, 3, 2, 9), mask=normal(2, 1, 2, 1, 2, 9)), name)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_any_dim(name: str) -> None:
-    for shape in ((7, 5), (3, 40, 70), (2, 300, 3), (2, 3, 64, 4)) if name != "triton" else ((7, 5), (2, 30, 3)):
-        for dim in range(len(shape)):
-            for dtype in (FP32, BF16) if name != "triton" else (BF16,):
-                for log in (False, True):
-                    check(Case(normal(*shape, dtype=dtype), dim, scale=0.5, log=log), name)
-            check(Case(normal(*shape, dtype=FP16), dim, dtype=FP32, mask=normal(shape[-1]) > -2), name)
-    x = normal(3, 6, 20)
-    x[0] = -INF
-    x[1, :, 3], x[1, 0, 4], x[1, 0, 5] = -INF, NAN, INF
-    x[2, 0, 6], x[2, 1:, 7] = -INF, -INF
-    for log in (False, True):
-        check(Case(x, 1, log=log), name)
-        check(Case(x.transpose(1, 2), 2, log=log), name)
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])

@@ -38,6 +38,10 @@ def test_scale_and_masks_as_torch_composes_them(name: str) -> None:
         expected = torch.softmax((0.125 * x).masked_fill(~keep, -torch.inf), -1)
         torch.testing.assert_close(halfstep.softmax(x, scale=0.125, causal=True), expected)
         torch.testing.assert_close(halfstep.softmax(x, scale=0.125, mask=keep), expected)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            x.cpu(), torch.eye(6).expand(4, 6, 6), torch.eye(6).expand(4, 6, 6), is_causal=True, scale=0.125
+        )
+        torch.testing.assert_close(halfstep.softmax(x, scale=0.125, causal=True).cpu(), attended)
         bias = torch.where(keep, 0.0, -torch.inf)
         torch.testing.assert_close(halfstep.softmax(x, scale=0.125, mask=bias), expected)
 

@@ -39,26 +39,6 @@ def test_occupancy(target: str, registers: int, shared: int, warps: int, expecte
     assert rows.occupancy(target, registers, shared, warps) == expected
 
 
-EQUAL = {"bytes_read": 4.0, "bytes_written": 2.5, "floor_read": 4.0, "floor_written": 2.5, "access_bits": 128}
-EQUAL |= {"spills": 0, "shared_bytes": 0, "barriers": 0, "layout_conversions": 0, "occupancy": 0.5}
-ROWS = [
-    {"kernel": "cast.kernel", "variant": variant, "target": target, "registers": registers, "problems": [], **EQUAL}
-    for variant in ("b", "a")
-    for target, registers in (("sm_80", 30), ("sm_100", 32), ("gfx942", 20))
-]
-
-
-def test_a_variant_has_one_line_with_all_targets_where_they_differ() -> None:
-    caption, headings, lines = command.table(ROWS)
-    assert caption.endswith("where targets differ, sm_80 / sm_100 / gfx942. No spills.")
-    assert headings[2:6] == ["read + written", "least", "access bits", "registers"]
-    shared = ["4 + 2.5", "4 + 2.5", "128", "30 / 32 / 20", "0", "0", "0", "50%"]
-    assert lines == [["cast.kernel", "a", *shared], ["", "b", *shared]]
-    caption, headings, lines = command.table([*ROWS[:-1], {**ROWS[-1], "spills": 3}])
-    assert "No spills" not in caption
-    assert headings[-1] == "spills" and [line[-1] for line in lines] == ["0 / 0 / 3", "0"]
-
-
 def test_what_a_peer_does_wrong_is_shown_and_fails_nothing() -> None:
     ours = asdict(rows.AuditRow(kernel="cast.kernel", variant="a", target="sm_90"))
     theirs = asdict(rows.AuditRow("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
