@@ -124,8 +124,6 @@ def _reference(source: torch.Tensor, target: torch.Tensor, how: Conversion, stre
 
 if tl is not None:
     _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
-    _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
     _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
     _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
     _E4M3, _E4M3_SATURATED = (tl.constexpr(fp8_assembly("e4m3", 464.0, saturate)) for saturate in (False, True))
@@ -193,11 +191,6 @@ def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURA
 
 
 @jit
-def _rounded(x, word, FORM: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
-    return round_float32(x, word, FORM[0], FORM[1], FORM[2], FORM[3], FORM[4], FORM[5], ROUNDING, SATURATE)
-
-
-@jit
 def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
     """Convert a block from the stored form of one format to that of another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
@@ -208,8 +201,7 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
         elif ROUNDING == _ROUND_STOCHASTIC and SOURCE.primitive_bitwidth > 8 and cuda_capability_geq(8, 0):
             code = _stochastic_fp8(x, word, SOURCE, TARGET, SATURATE)
         else:
-            FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
-            code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
+            code = round_float32(_widened(x, SOURCE), word, TARGET, ROUNDING, SATURATE).to(tl.uint8)
         # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN. Both FP8 formats have the same sign bit.
         return code | (x & 0x80) if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else code
     elif ROUNDING == _ROUND_NEAREST:
@@ -226,12 +218,12 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
             y = bits.to(TARGET, bitcast=True)
         return y
     elif TARGET == tl.float16:
-        code = _rounded(_widened(x, SOURCE), word, _OF_FP16, ROUNDING, SATURATE)
+        code = round_float32(_widened(x, SOURCE), word, TARGET, ROUNDING, SATURATE)
         return code.to(tl.uint16).to(tl.float16, bitcast=True)
     elif ROUNDING == _ROUND_STOCHASTIC and not SATURATE:
         return stochastic_float32(_widened(x, SOURCE), word, tl.bfloat16, False)
     else:
-        code = _rounded(_widened(x, SOURCE), word, _OF_BF16, ROUNDING, SATURATE)
+        code = round_float32(_widened(x, SOURCE), word, TARGET, ROUNDING, SATURATE)
         return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from halfstep.kernels.rounding import RoundingFormat
+from halfstep.kernels.formats import Format
 
 
 def fp8_assembly(name: str, tie: float, saturate: bool) -> str:
@@ -38,7 +38,7 @@ def fp8_assembly(name: str, tie: float, saturate: bool) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def stochastic_assembly(form: RoundingFormat, saturate: bool) -> str:
+def stochastic_assembly(form: Format, saturate: bool) -> str:
     """PTX that makes a sum ($0), whose upper byte is the code of an FP8 number, of an fp32 number ($1) and noise ($2).
 
     The noise is a word of philox.py moved down by a byte. The code lies 24 bits up, below the sign; what overflows is
