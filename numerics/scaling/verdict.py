@@ -290,7 +290,7 @@ class Checker:
                 self._kept[kind] = out
         tally = None if step is None else self._tally(slots, device, step, recording)
         in_memory = None if known else False
-        return check(tensors, factor, write=write, out=out, tally=tally, places=where, in_memory=in_memory)
+        return check(tensors, factor, write=write, out=out, tally=tally, slots=where, in_memory=in_memory)
 
     def _tally(self, slots: int, device: torch.device, step: torch.Tensor, recording: bool) -> Tally | None:
         """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""
