@@ -16,7 +16,7 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, answer, pictur
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent, printable
 

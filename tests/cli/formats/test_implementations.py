@@ -17,7 +17,7 @@ from lookup_run import lines, results
 from halfstep.cli.formats.implementations import IMPLEMENTATIONS, conversions
 from halfstep.cli.formats.values import finite
 from halfstep.numerics.formats.exact import decode_exact, exact
-from halfstep.numerics.formats.parse import Number
+from halfstep.numerics.formats.exact import Number
 from halfstep.numerics.formats.table import Format, formats
 
 NEW_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)

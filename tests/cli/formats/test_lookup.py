@@ -18,7 +18,7 @@ from halfstep.cli.formats.screen import column_of
 from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
 from halfstep.cli.pages import explore
 from halfstep.numerics.formats.exact import decode_exact, encode_exact
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import formats
 
 

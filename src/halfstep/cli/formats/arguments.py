@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats.number_text import fitting, number_dict
-from halfstep.numerics.formats.exact import OVERFLOWS
-from halfstep.numerics.formats.parse import Number, parse_number
+from halfstep.numerics.formats.exact import OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)

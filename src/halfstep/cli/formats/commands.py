@@ -18,8 +18,7 @@ from halfstep.cli.formats.arguments import OVERFLOW, Code, Typed, formats_option
 from halfstep.cli.formats.number_text import number_dict
 from halfstep.cli.formats.values import Encoded, Stored, chances, double_roundings, encoded, finite
 from halfstep.cli.terminal import Table, joined, text
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, neighbours
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, neighbours, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each

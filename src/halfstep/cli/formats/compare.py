@@ -13,8 +13,7 @@ from typing import Any
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.number_text import number_dict
 from halfstep.cli.formats.values import encoded, overflow_threshold
-from halfstep.numerics.formats.exact import power_of_two
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import parse_number, power_of_two
 from halfstep.numerics.formats.table import Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")

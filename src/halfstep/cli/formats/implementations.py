@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from halfstep.cli.formats.number_text import fitting, number_dict
 from halfstep.cli.formats.values import finite
-from halfstep.numerics.formats.exact import decode_exact, encode_exact
-from halfstep.numerics.formats.parse import Number
+from halfstep.numerics.formats.exact import Number, decode_exact, encode_exact
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _FP8 = AMBIGUOUS["fp8"]

@@ -9,8 +9,7 @@ import decimal as arithmetic
 from decimal import Decimal
 from fractions import Fraction
 
-from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
-from halfstep.numerics.formats.parse import Irrational, Number
+from halfstep.numerics.formats.exact import Irrational, Number, decode_exact, encode_exact, power_of_two
 from halfstep.numerics.formats.table import Format
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads

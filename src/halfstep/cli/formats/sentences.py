@@ -6,8 +6,7 @@ from fractions import Fraction
 
 from halfstep.cli.formats.number_text import among, power, whole
 from halfstep.cli.formats.values import DoubleRounding, Encoded, Stored, distance, overflow_threshold, overflows
-from halfstep.numerics.formats.exact import encode_exact, next_down_exact, next_up_exact, power_of_two
-from halfstep.numerics.formats.parse import Irrational
+from halfstep.numerics.formats.exact import Irrational, encode_exact, next_down_exact, next_up_exact, power_of_two
 
 _DIRECTIONS = {"toward_zero": "toward zero", "odd": "to odd", "up": "up", "down": "down"}
 _TAKEN = {"toward_zero": "the one nearer to zero", "up": "the upper one", "down": "the lower one"}

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from halfstep.cli.formats import number_text
 from halfstep.cli.formats.number_text import number_dict
-from halfstep.numerics.formats.exact import decode_exact, encode_exact, ulp_exact
-from halfstep.numerics.formats.parse import Irrational, Number
+from halfstep.numerics.formats.exact import Irrational, Number, decode_exact, encode_exact, ulp_exact
 from halfstep.numerics.formats.table import Format, formats
 
 

@@ -22,13 +22,14 @@ from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
     OVERFLOWS,
+    Number,
     decode_exact,
     encode_exact,
     next_down_exact,
     next_up_exact,
+    parse_number,
     ulp_exact,
 )
-from halfstep.numerics.formats.parse import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
