@@ -37,7 +37,7 @@ from halfstep.cli.formats.values import (
     rounded,
     short,
 )
-from halfstep.cli.terminal import Table, joined, styled, text, width
+from halfstep.cli.terminal import Table, joined, text, width
 from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, neighbours, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
@@ -273,12 +273,12 @@ def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
 
 def _bits(stored: Stored) -> Text:
     """The bits of the fields, coloured and separated by spaces."""
-    return joined(*(styled(digits, name) for name, digits in stored.fields.items()), by=" ")
+    return joined(*(text(digits, name) for name, digits in stored.fields.items()), by=" ")
 
 
 def _outcome(result: Encoded) -> Text:
     """The outcome in its colour."""
-    return styled(result.outcome_text, _OUTCOMES.get(result.outcome_text, ""))
+    return text(result.outcome_text, _OUTCOMES.get(result.outcome_text, ""))
 
 
 def _fitting(*tables: Table) -> Table:
@@ -580,12 +580,12 @@ def _number_line(width: int, line: Line, number: str) -> list[Text]:
     styles = ["good" if line.stored == end else "" for end in (0, 1)]
     low, high = (text(value, style) for (value, _), style in zip(line.ends, styles, strict=True))
     first, second = (text(code, "faint") for _, code in line.ends)
-    marks = [styled("●" if style else glyph, style) for glyph, style in zip("├┤", styles, strict=True)]
+    marks = [text("●" if style else glyph, style) for glyph, style in zip("├┤", styles, strict=True)]
     return [
         _label_row(width, [(0, low), (last, high)]),
         _label_row(width, [(0, first), (half, text(f"halfway {line.middle}", "faint")), (last, second)]),
         joined("  ", marks[0], "─" * (half - 1) + "┼" + "─" * (last - half - 1), marks[1]),
-        joined("  " + " " * column, styled("▲", "strong")),
+        joined("  " + " " * column, text("▲", "strong")),
         _label_row(width, [(column, text(number, "strong"))]),
     ]
 
