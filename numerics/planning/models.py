@@ -105,7 +105,8 @@ class Transformer:
         tied: whether the head uses the matrix of the embedding.
         dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
             embedding.
-        flash: whether attention stores one fp32 number per row of scores instead of the scores.
+        flash: whether attention stores one fp32 number per row of scores, as flash attention and torch's
+            scaled_dot_product_attention do, instead of the scores.
         experts: number of MLPs of a mixture-of-experts block, and a router; 0 for one MLP without a router.
         active_experts: experts that compute each token.
 
@@ -132,7 +133,7 @@ class Transformer:
     positions: bool = True
     tied: bool = False
     dropout: bool = True
-    flash: bool = False
+    flash: bool = True
     head_dim: int | None = None
     block_norms: int = 2
     qk_norm: str = ""

@@ -65,9 +65,9 @@ def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> i
 
 
 def recomputed_flops(model: Transformer, batch: int, seq: int, checkpointing: str) -> int:
-    """FLOPs repeated in the backward: the forward of all blocks, or only the scores with selective checkpointing."""
+    """FLOPs repeated in the backward: the forward of all blocks, or only stored scores if selective."""
     one_of("checkpointing", checkpointing, CHECKPOINTING)
-    if checkpointing == "none":
+    if checkpointing == "none" or (checkpointing == "selective" and model.flash):  # which stores no scores
         return 0
     per_layer = score_flops(model, seq) if checkpointing == "selective" else layer_flops(model, seq)
     return batch * model.layers * per_layer

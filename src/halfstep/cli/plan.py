@@ -79,17 +79,19 @@ def shape(options: argparse.Namespace) -> Transformer | None:
     return Transformer(**sizes, **changes)
 
 
-def _refuse_unused(options: argparse.Namespace, shaped: bool) -> None:
+def _refuse_unused(options: argparse.Namespace, model: Transformer | None) -> None:
     """Raise ValueError for an option that no answer would depend on."""
     usual = {option.dest: option.default for group in OPTIONS.values() for option in group}
-    card, tokens = options.card is not None, shaped or None not in (options.batch, options.seq)
+    card, tokens = options.card is not None, model is not None or None not in (options.batch, options.seq)
+    selective = options.checkpointing == "selective" and model is not None and model.flash
     for name, used, why in (
         *((name, card, f"without a card; give --card, one of {', '.join(CARDS)}") for name in ("fit", "step_ms")),
         ("reserve", card, "without a card; leave it out, or give --card"),
         *((name, options.compare is None, "with --compare; leave one of them out") for name in ("fit", "step_ms")),
         ("rank", options.compare != "strategies", "with --compare strategies; leave one of them out"),
         ("optimizer", options.compare != "layouts", "with --compare layouts, which plans all; leave one of them out"),
-        ("params", not shaped, "with a shape; leave one of them out"),
+        ("params", model is None, f"{options.params} with a shape; leave one of them out"),
+        ("checkpointing", not selective, "selective without --eager-attention: no scores are stored; leave it out"),
         ("no_biases", not options.qkv_biases, "with --qkv-biases; leave one of them out"),
         ("step_ms", tokens, "with --params only; give --batch and --seq too, or a shape"),
         *((name, tokens, "with --params; give both --batch and --seq, or neither") for name in ("batch", "seq")),
@@ -105,7 +107,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transformer"
         )
-    _refuse_unused(options, shaped=model is not None)
+    _refuse_unused(options, model)
     names = {option.dest for option in OF_A_PLAN.values() if option not in OPTIONS["Model"]} - {*NOT_OF_PLAN}
     arguments = {name: getattr(options, name) for name in names}
     if options.optimizer == "halfstep" and options.master in MASTERS:
@@ -201,9 +203,9 @@ def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
     """Changed arguments of `plan` as options of the command: text, "" for a flag, None for one to leave out."""
     options: dict[str, str | None] = {}
     for dest, value in changes.items():
-        option = OF_A_PLAN[dest.replace("_", "-")]
+        option = OF_A_PLAN["eager-attention" if dest == "flash" else dest.replace("_", "-")]
         value = (value,) if dest == "gpus" else value
-        default = value == option.default
+        default = value == option.default or dest == "flash"  # which no option sets
         options[option.name] = None if default else "" if value == option.const else option.text(value)
     return options
 

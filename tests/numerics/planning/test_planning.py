@@ -30,7 +30,9 @@ from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
-EXAMPLE: dict[str, Any] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 40512, "seq": 512, "final_norm": False}
+EXAMPLE: dict[str, Any] = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 40512, "seq": 512}
+EXAMPLE |= {"final_norm": False, "flash": False}  # the papers count stored scores
+
 WORKED = Transformer(**EXAMPLE)
 LORA: dict[str, Any] = {"model": WORKED, "gpus": 2, "lora": 4}
 
@@ -200,11 +202,11 @@ def test_what_a_model_saves_depends_on_its_parts() -> None:
     base = s * b * h * (32 + 2 * 12 * s // h)  # no masks, and one tensor of scores
     assert work.layer_activations(Transformer(**plain), b, s) == base
     assert work.layer_activations(Transformer(**plain), b, s, width=4) == 2 * base
-    flash = work.layer_activations(Transformer(**plain, flash=True), b, s)
+    flash = work.layer_activations(Transformer(**plain | {"flash": True}), b, s)
     assert flash == s * b * (32 * h + 4 * 12)
-    gated = work.layer_activations(Transformer(**plain, flash=True, gated=True, ffn=f), b, s)
+    gated = work.layer_activations(Transformer(**plain | {"flash": True}, gated=True, ffn=f), b, s)
     assert gated == s * b * (16 * h + 4 * 12 + 2 * 4 * f)
-    grouped = work.layer_activations(Transformer(**plain, flash=True, kv_heads=3), b, s)
+    grouped = work.layer_activations(Transformer(**plain | {"flash": True}, kv_heads=3), b, s)
     assert grouped == flash - s * b * 2 * 2 * (h - h // 4)
 
 

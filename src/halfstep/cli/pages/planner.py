@@ -21,7 +21,7 @@ from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRAT
 
 EXAMPLE = {
     **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
-    **{"batch": "1", "seq": "4096", "flash": "", "checkpointing": "full"},
+    **{"batch": "1", "seq": "4096", "checkpointing": "full"},
 }
 # Colours of the kinds of memory on a dark ground; on a light one they are those of `halfstep plan --out`.
 DARK = ("#3d8fd1", "#e69f00", "#9fd8f7", "#2a9d8f", "#cc79a7", "#f0e442", "#ec7a45", "#a8a8a8", "#ffffff")
@@ -196,7 +196,8 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     if value in MODELS:
         longest = MODELS[value].seq if MODELS[value].positions else None
         short = longest is None or _integer(state.get("seq", ""), 0) <= longest
-        return {**cleared, "flash": state.get("flash"), "model": value, "seq": state.get("seq") if short else None}
+        kept = {"eager-attention": state.get("eager-attention"), "seq": state.get("seq") if short else None}
+        return {**cleared, **kept, "model": value}
     try:
         before = command.shape(_parsed(state))
     except ValueError:
