@@ -38,8 +38,8 @@ from halfstep.numerics.planning import (
     usable,
     ways_to_fit,
 )
-from halfstep.numerics.planning.plans import STEPPING_IN_BACKWARD
 from halfstep.numerics.planning.sharding import MIRRORED
+from halfstep.numerics.planning.training import STEPPING_IN_BACKWARD
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")
 NOT_OF_PLAN = ("card", "reserve", "step_ms", "fit", "compare")  # options of a plan that `plan` does not take
