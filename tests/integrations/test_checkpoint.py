@@ -30,7 +30,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import folder, storage, tree
+from halfstep.integrations.checkpoint import atomic, storage, tree
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 FILES = (MODEL, OPTIMIZER, "state.json", "manifest.json")
@@ -234,7 +234,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(two: tuple[Path, Path]
         for place in range(0, len(whole), max(1, len(whole) // 60)):
             for damaged in (whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole[:place]):
                 (path / name).write_bytes(damaged)
-                if folder.complaint(path) is None:
+                if atomic.is_good(path):
                     unnoticed.append((name, place, len(damaged)))
         (path / name).write_bytes(whole)
     assert unnoticed == []
@@ -318,8 +318,8 @@ def test_another_model_groups_or_precision_are_told(tmp_path: Path) -> None:
     path = _save(tmp_path, 1)
     model, _ = _training(0.0, rows=5)
     for wrong, words in (
-        (model, r"weight has shape \(3, 4\) in the checkpoint and \(5, 4\) in"),
-        (_training(0.0)[0].float(), r"bfloat16 in the checkpoint and torch.float32 in the model"),
+        (model, r"weight is \(3, 4\) torch.bfloat16 in the checkpoint and \(5, 4\) torch.bfloat16 in the model"),
+        (_training(0.0)[0].float(), r"bfloat16 in the checkpoint and \(3, 4\) torch.float32 in the model"),
         (torch.nn.Sequential(_training(0.0)[0]), r"same tensors: 0.bias, 0.weight, bias, weight; use the same"),
     ):
         with pytest.raises(checkpoint.CheckpointError, match=words):
@@ -636,8 +636,8 @@ def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: 
     with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
         _save(tmp_path, 1)
     monkeypatch.undo()
-    finish = folder.Hashed.finish
-    monkeypatch.setattr(folder.Hashed, "finish", lambda self: {**finish(self), "bytes": 5})
+    finish = atomic.Hashed.finish
+    monkeypatch.setattr(atomic.Hashed, "finish", lambda self: {**finish(self), "bytes": 5})
     with pytest.raises(checkpoint.CheckpointError, match=r"the first rank sees \d+ of 5 bytes of .*state"):
         _save(tmp_path, 1)
     assert os.listdir(tmp_path) == []

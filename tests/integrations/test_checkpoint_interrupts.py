@@ -14,7 +14,7 @@ import interrupt_checkpoints
 import pytest
 
 from halfstep.integrations import checkpoint, interrupts
-from halfstep.integrations.checkpoint import folder
+from halfstep.integrations.checkpoint import atomic
 
 
 @pytest.mark.parametrize("kind", interrupt_checkpoints.KINDS)
@@ -29,7 +29,7 @@ def test_interrupts_at_random_moments(kind: str, capsys: pytest.CaptureFixture[s
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sends SIGINT to this process while the part of a file is written whose number it holds."""
-    wanted, write = [-1], folder.Hashed.write
+    wanted, write = [-1], atomic.Hashed.write
 
     def counted(self: Any, data: Any) -> None:
         if wanted[0] == 0:
@@ -37,7 +37,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         wanted[0] -= 1
         write(self, data)
 
-    monkeypatch.setattr(folder.Hashed, "write", counted)
+    monkeypatch.setattr(atomic.Hashed, "write", counted)
     return wanted
 
 

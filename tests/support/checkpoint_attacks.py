@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import folder as files
+from halfstep.integrations.checkpoint import atomic as files
 from halfstep.integrations.optim.checkpoints import saving
 
 MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
@@ -88,7 +88,7 @@ class Bases:
         self.before = folder / "before" / "step-00000007"
         write_by_torch(state_dicts(model, optimizer, "canonical"), self.before)
         torch.save({"step": 7, "scaler": scaler.state_dict(), "state": EXTRA}, self.before / "halfstep.pt")
-        seal(self.before, {"format": files.BEFORE, "step": 7, "world_size": 1, "files": {}})
+        seal(self.before, {"format": files.FORMAT_1, "step": 7, "world_size": 1, "files": {}})
 
 
 def write_by_torch(state: Any, path: Path) -> None:
