@@ -40,10 +40,10 @@ from halfstep.integrations.checkpoint.storage import Reader, Writer
 from halfstep.integrations.checkpoint.torch_folder import open_checkpoint
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_optimizer_state
-from halfstep.integrations.optim.checkpoints import CanonicalState, saving
-from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
-from halfstep.integrations.optim.state import CODES, SCALES
+from halfstep.integrations.optim.classes import LayoutOptimizer, saving
+from halfstep.integrations.optim.state import empty_entry, shards_blocks
 from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.state_layout import CODE_KEYS, HELD, SCALE_KEYS
 
 
 @contextmanager
@@ -505,7 +505,7 @@ class _Load:
         parameter, dtype = parameters.get(name), known.properties.dtype
         own = self.own["state"].get(name, {}).get(key)
         unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
-        ours = isinstance(self.optimizer, CanonicalState) and not self.flat
+        ours = isinstance(self.optimizer, LayoutOptimizer) and not self.flat
         if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat):
             raise CheckpointError(
                 f"its optimizer's state is as it was held, such as {key} of {name}, which {unable} cannot load: "
@@ -519,7 +519,7 @@ class _Load:
                     f"{tuple(own.size())} {own.dtype} in the optimizer; use the same model and optimizer"
                 )
             return own  # the tensor that FSDP1 made for this purpose
-        coded = key in CODES.values() or key in SCALES.values()
+        coded = key in CODE_KEYS or key in SCALE_KEYS
         # Codes that cannot be sharded with their scales are read as a whole.
         if parameter is not None and (not coded or shards_blocks(parameter)):
             empty = empty_entry(parameter, key, known.size, dtype)
@@ -548,7 +548,7 @@ class _Load:
             loaded = unpack(self.reader.tree["optimizer"], self.targets.__getitem__)
             # Not strict, because parameters that never had a gradient have no state.
             set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
-            if isinstance(self.optimizer, CanonicalState):
+            if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
             self.scaler.load_state_dict(unpack(self.reader.tree["scaler"], self._own_tensor))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from halfstep.integrations.checkpoint.folder import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.integrations.optim.state import CODES, SCALES
+from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
 def gather(state: Any) -> Any:
@@ -101,7 +101,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
     def cut(number: int, key: str, value: Any) -> Any:
         # Codes are decoded with their scales before they are cut.
-        whole = key in (*CODES.values(), *SCALES.values())
+        whole = key in CODE_KEYS or key in SCALE_KEYS
         shapes = of[number].shape, (*of[number].shape, 2)  # the latter of remainders in pairs of bytes
         fits = isinstance(value, torch.Tensor) and value.shape in shapes and not whole
         return scatter(value, of[number]) if fits else value

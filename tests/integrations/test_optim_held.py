@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.optim import held
+from halfstep.integrations.optim.state import shards_blocks
 
 pytestmark = pytest.mark.sample(6)
 
@@ -240,8 +240,8 @@ def test_which_shards_have_whole_blocks() -> None:
         ((4, 6, 64), (Shard(2), Replicate()), False),
     ):
         sharded = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
-        assert held.shards_blocks(sharded) is whole, (shape, placements)
-    assert held.shards_blocks(torch.zeros(3, 3))
+        assert shards_blocks(sharded) is whole, (shape, placements)
+    assert shards_blocks(torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer"])

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import halfstep
-from halfstep.integrations.optim import held, state
+from halfstep.integrations.optim import state
 
 ALLOWED = 0.01  # of what weights and state take
 SIZE = 64  # rows and columns of a matrix, which are enough for codes
@@ -138,7 +138,7 @@ def test_on_a_gpu_a_state_for_the_host_takes_no_memory(case: str, layout: str, m
             for parameter in model.parameters():
                 parameter._fsdp_flattened = True
         elif case == "blocks cut by the sharding":
-            monkeypatch.setattr(held, "shards_blocks", lambda parameter: False)
+            monkeypatch.setattr(state, "shards_blocks", lambda parameter: False)
         used = gpu.memory.peak = gpu.memory.used
         saved = (optimizer.canonical_state_dict if case == "canonical" else optimizer.state_dict)()["state"]
         assert gpu.memory.peak - used <= 8 * 4 * piece
