@@ -76,7 +76,7 @@ def put_master(
 ) -> torch.Tensor:
     """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
     dtype = layout.dtypes.get("master")
-    if dtype in _REMAINDERS:
+    if dtype is not None and dtype in _REMAINDERS:
         weight, master = split_master(master, dtype)
     else:
         weight = master.to(parameter.dtype)
