@@ -70,19 +70,6 @@ def _bytes(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {key: (value.dtype, bits(value).tobytes()) for key, value in state.items()}
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_has_the_bytes_of_the_state_in_memory(layout: str, amsgrad: bool) -> None:
-    parameters, optimizer = _run(layout, steps=1, amsgrad=amsgrad)
-    saved = optimizer.state_dict()["state"]
-    for index, parameter in enumerate(parameters):
-        states = optimizer.state[parameter], saved[index]
-        memory, kept = ({v.data_ptr(): v.nbytes for v in state.values()} for state in states)
-        assert kept == memory, "nothing is copied or converted"
-    canonical = optimizer.canonical_state_dict()["state"]
-    assert all(value.dtype == FP32 for state in canonical.values() for value in state.values())
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} -> {case[1]}{', amsgrad' * case[2]}")
 def test_it_loads_into_every_layout_with_the_bits_of_the_canonical_state(case: tuple[str, str, bool]) -> None:
     """The same layout has the same codes, and so the same memory."""
