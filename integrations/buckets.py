@@ -15,6 +15,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from halfstep.integrations.optim.options import option_values
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import (
     FreedGradient,
     freed_gradient,
@@ -23,7 +24,6 @@ from halfstep.numerics.scaling.stand_ins import (
     is_zeroed,
     remove_stand_in,
 )
-from halfstep.numerics.scaling.topology import local
 
 BUCKET_BYTES = 25 * 2**20
 

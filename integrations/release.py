@@ -46,9 +46,10 @@ from halfstep.integrations.buckets import (
 from halfstep.integrations.optim.classes import Adam
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import checked_group, default_group, instances, is_sharded, local
 from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
+from halfstep.numerics.scaling.wrappers import wrapped_by
 
 READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
@@ -470,15 +471,10 @@ class StepInBackward:
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether DistributedDataParallel wraps any of the parameters, which the model passed to us need not show.
-
-    Each rank would step with its own gradients. The search over all objects runs only in a process group.
-    """
-    own = set(map(id, parameters))
-    wrappers = (
-        instances(DistributedDataParallel.__module__, "DistributedDataParallel") if default_group() is not None else []
-    )
-    return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
+    """Whether DistributedDataParallel wraps any of the parameters: each rank would step with its own gradients."""
+    ids = set(map(id, parameters))
+    wrappers = wrapped_by("DistributedDataParallel")
+    return any(id(parameter) in ids for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:

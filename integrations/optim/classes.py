@@ -29,10 +29,10 @@ from halfstep.integrations.optim.step_plan import StepPlan, all_contiguous
 from halfstep.kernels import adam
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
+from halfstep.numerics.scaling.sharding import default_group, is_sharded, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, settle_gradients
 from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 
 _gradient = attrgetter("grad")
 # What dynamo does with the frames to come: None for nothing.
@@ -125,8 +125,9 @@ class Adam(CanonicalState, torch.optim.Adam):
     # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
     # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
 
-    # False, so that torch's scalers unscale in place and decide whether to call step().
-    _step_supports_amp_scaling = StepSupportsAmpScaling()
+    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
+    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
+    _step_supports_amp_scaling = False
     _stepping_in_backward: Any = None  # integrations/release.py
 
     def __init__(
@@ -170,6 +171,7 @@ class Adam(CanonicalState, torch.optim.Adam):
 
     def _begin(self) -> None:
         """Initialize the attributes that pickles and copies of an optimizer do not contain."""
+        watch_zero()
         self._plans = {}
         self._squares: torch.Tensor | None = None
         self._stepped_without_gradients = False
@@ -423,7 +425,7 @@ class Adam(CanonicalState, torch.optim.Adam):
         own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
         if default_group() is None or not own or any(map(is_sharded, own)):
             return
-        leaves = [one for one in instances("torch.distributed.tensor", "DTensor") if one.is_leaf and one.requires_grad]
+        leaves = [p for module in modules_of_fsdp2() for p in module.parameters() if is_sharded(p) and p.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in own}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:

@@ -36,9 +36,11 @@ from halfstep.kernels.streams import all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
+from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
+from halfstep.numerics.scaling.topology import NOWHERE, topology_of
 from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
+from halfstep.numerics.scaling.wrappers import is_zero
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
 # that.
@@ -107,7 +109,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 def _same_parameters(outer: Any, inner: Any) -> bool:
     groups, others = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
-    if groups is None or others is None or not callable(getattr(inner, "step", None)) or _is_zero(outer):
+    if groups is None or others is None or not callable(getattr(inner, "step", None)) or is_zero(outer):
         return False
     if groups is others:
         return True
@@ -115,14 +117,9 @@ def _same_parameters(outer: Any, inner: Any) -> bool:
     return len(own) == len(its) and all(map(is_, own, its))
 
 
-def _is_zero(optimizer: Any) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`. Does not import torch.distributed."""
-    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-
-
 def _stepping(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
-    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
+    return getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
@@ -531,7 +528,7 @@ class GradScaler(torch.amp.GradScaler):
         if len(self._per_optimizer_states) < 2:
             return overflow
         known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
-        if len({topology.ranks for topology in known}) < 2:
+        if len({topology.members for topology in known}) < 2:
             return overflow
         parameters = [parameter for topology in known for parameter in topology.parameters]
         self._joint = topology_of(parameters, self._joint, self._process_group)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.numerics.scaling.topology import is_sharded, local, sharded_like
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
     like = torch.empty_strided(shard.shape, shard.stride(), dtype=grad.dtype, device="meta")
     if not is_sharded(parameter):
         return FreedGradient(like, shard.device, remedy=remedy)
-    return sharded_like(parameter, _FreedShard(like, shard.device, remedy=remedy))
+    return Sharding(parameter).like(_FreedShard(like, shard.device, remedy=remedy))
 
 
 def is_stand_in(grad: torch.Tensor | None) -> bool:

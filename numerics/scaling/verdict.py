@@ -21,8 +21,9 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
+from halfstep.numerics.scaling.sharding import local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, Topology, local, settle_gradients, topology_of
+from halfstep.numerics.scaling.topology import NOWHERE, Topology, topology_of
 
 Kind = tuple[torch.device, int, bool]
 
@@ -239,10 +240,10 @@ class Checker:
     ) -> Mapping[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
         """Local values of the gradients and their places among `parameters`, by device, kind in the topology, and
         whether kernels support them. If a scaler asks, which must have all, one that was freed raises an error."""
-        kind_of = self.topology.kind_of
+        number_of = self.topology.number_of
         # The usual case needs no loop in Python, which for thousands of tensors takes longer than the step.
         if (
-            kind_of is None
+            number_of is None
             and set(map(type, grads)) == {torch.Tensor}
             and set(map(attrgetter("layout"), grads)) == {torch.strided}
         ):
@@ -264,7 +265,7 @@ class Checker:
                 values = grad._values()
             else:
                 values = local(grad)
-            kind = values.device, 0 if kind_of is None else kind_of[place], values.dtype in DTYPE_CODES
+            kind = values.device, 0 if number_of is None else number_of[place], values.dtype in DTYPE_CODES
             of_kind, where = kinds.setdefault(kind, ([], []))
             of_kind.append(values)
             where.append(place)
