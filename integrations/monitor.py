@@ -14,8 +14,9 @@ from halfstep.kernels.statistics import Grid, foreach_count_, width
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.host_copy import HostCopy
-from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.stand_ins import gradient_of
+from halfstep.numerics.scaling.wrappers import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
@@ -159,10 +160,9 @@ class AmpMonitor:
             self._collect(self._scale_of(optimizer))
 
     def _take_norm(self, optimizer: Any) -> None:
-        """Keep the sum of squares with which an optimizer of halfstep has just clipped, or a scaler has checked."""
-        decision, clips = getattr(optimizer, "_decision", None), getattr(optimizer, "max_grad_norm", None) is not None
-        own = getattr(optimizer, "_squares", None) if clips else None
-        self._squares = own if decision is None else decision.verdict.sum_of_squares
+        """Keep the sum of squares by which an optimizer of halfstep has just clipped, or a scaler has decided."""
+        verdict = getattr(optimizer, "last_verdict", None)
+        self._squares = None if verdict is None else verdict.sum_of_squares
         if self._squares is not None:
             self._squares_copy.take(self._squares)
 

@@ -311,8 +311,8 @@ class _OnHost(Adam):
         self.param_groups = []  # which follow those of the owner
 
     @property
-    def _checker(self) -> Checker:
-        return self._owner._checker
+    def checker(self) -> Checker:  # type: ignore[override]
+        return self._owner.checker
 
     def _limit(self) -> float | None:
         return self._owner._limit()
@@ -517,7 +517,7 @@ class _Offloaded(Adam):
         """Step the parameters of a bucket, and send their weights."""
         apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
-        self._on_host._step_part(number, [mirror.host for mirror in mirrors])
+        self._on_host.step_part(number, [mirror.host for mirror in mirrors])
         _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:

@@ -29,6 +29,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -44,12 +45,12 @@ from halfstep.integrations.buckets import (
     check_bucket_bytes,
 )
 from halfstep.integrations.optim.classes import Adam
-from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.kernels.unscale import Verdict
+from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
-from halfstep.numerics.scaling.wrappers import wrapped_by
+from halfstep.numerics.scaling.verdict import Checker, Decision, norm_of, parameters_of
+from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
 
 READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
@@ -170,22 +171,19 @@ class StepInBackward:
                 "call zero_grad(), or to accumulate, remove() and step after the backward"
             )
         self._verdict, self._stepped = None, False
-        checker = optimizer._checker if scaler is None else scaler._checker(optimizer)
-        checker.begin_parts()
-        self._checker = checker
+        self._checker = optimizer.checker if scaler is None else scaler.checker(optimizer)
+        self._checker.begin_parts()
         try:
             yield
         finally:
-            self._checker = None
-        verdict = checker.end_parts(None if scaler is None else scaler._decided)
+            checker, self._checker = self._checker, None
+        verdict = checker.end_parts() if scaler is None else scaler.end_parts(optimizer)
         if verdict is None:
             raise RuntimeError(
                 "Expected a backward in check(), but no parameter of the optimizer got a gradient: call backward() in "
                 "the context"
             )
         self._verdict = verdict
-        if scaler is not None:
-            scaler._keep(optimizer, checker, verdict)
 
     def state_dict(self) -> dict[str, float | None]:
         """What a resumed run needs with ``clipping="previous"``: the last sum of squares. Waits for the device."""
@@ -213,8 +211,7 @@ class StepInBackward:
         self._hooks = []
         for parameter in parameters_of(self._optimizer):
             remove_stand_in(parameter)
-        self._optimizer._forget()
-        self._optimizer._stepping_in_backward = None
+        self._optimizer.step_parts_by(None)
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
@@ -319,12 +316,7 @@ class StepInBackward:
     @torch.no_grad()
     def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
         """Check the gradients of some parameters."""
-        scaler = self._scaler
-        if scaler is None:
-            checker.add_part(parameters)
-        else:
-            scale, _ = scaler._check_scale_growth_tracker("check")
-            checker.add_part(parameters, Factor(scale, inverted=True))
+        checker.add_part(parameters, None if self._scaler is None else self._scaler.factor())
 
     def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
         """Update the parameters of a bucket."""
@@ -338,31 +330,28 @@ class StepInBackward:
             self._begin_norm()
             assert self._checker is not None
             self._add(self._checker, parameters)
-        optimizer._decision = self._decision()
-        try:
-            freed = list(map(self._steps.stand_in, parameters))
-            with self._steps.stepping(parameters, freed, optimizer.param_groups):
-                optimizer._step_part(part, parameters, freed)
-        finally:
-            optimizer._decision = None
+        freed = list(map(self._steps.stand_in, parameters))
+        step = partial(optimizer.step_part, part, parameters, freed)
+        with self._steps.stepping(parameters, freed, optimizer.param_groups):
+            decision = self._decision()
+            step() if decision is None else optimizer.apply(decision, step)
 
     def _decision(self) -> Decision | None:
         """The decision about the present step; None if it neither unscales nor clips."""
-        optimizer, scaler = self._optimizer, self._scaler
-        if scaler is not None:
-            state = scaler._per_optimizer_states[id(optimizer)]
-            return Decision(state["verdict"], scaler._scale, state.get("max_norm"))
-        return None if self._verdict is None else Decision(self._verdict, None, optimizer.max_grad_norm, skips=False)
+        if self._scaler is not None:
+            return self._scaler.decision(self._optimizer)
+        limit = self._optimizer.max_grad_norm
+        return None if self._verdict is None else Decision(self._verdict, None, limit, skips=False)
 
     def _refuse_without_check(self) -> None:
         """Raise unless a backward may step, or is checked."""
         if not self._checks or self._checker is not None:
             return
         self._refuse_without_hook()
+        optimizer, scaler = self._optimizer, self._scaler
         checked = self._verdict is not None and not self._stepped
-        if checked and self._scaler is not None:  # `update` or `unscale_` may have been called since
-            checked = self._scaler._per_optimizer_states[id(self._optimizer)].get("verdict") is self._verdict
-        if not checked:
+        # `update` or `unscale_` may have been called since.
+        if not checked or (scaler is not None and scaler.verdict_of(optimizer) is not self._verdict):
             raise RuntimeError(
                 "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
                 "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
@@ -396,7 +385,7 @@ class StepInBackward:
             return
         if self.clipping == "previous" and not self._ended:
             self._end_norm()
-        optimizer._decision = self._decision()
+        optimizer.decide(self._decision())
 
     def _end_norm(self) -> None:
         """Combine the norm of the gradients of this step, to which the next one clips."""
@@ -412,7 +401,7 @@ class StepInBackward:
 
     def _begin_norm(self) -> None:
         if self._checker is None:
-            self._checker, self._ended = self._optimizer._checker, False
+            self._checker, self._ended = self._optimizer.checker, False
             self._checker.begin_parts()
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
@@ -439,14 +428,13 @@ class StepInBackward:
             self._end_norm()
         if self._verdict is None:
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")
-        norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
-        return norm
+        return norm_of(self._verdict)
 
     def _after_step(self) -> None:
         self._steps.clear()  # a closure may have run a backward since the beginning
         if self.clipping is None:
             return
-        self._optimizer._decision, self._ended = None, False
+        self._ended = False
         if self._checks:
             self._verdict = None
 
@@ -568,9 +556,8 @@ def step_in_backward(
             "in it, also to scaler.step"
         )
     process_group = _checked_group(model, inner, process_group)
-    inner._forget()
-    inner._stepped_without_gradients = True  # steps without gradients are now usual
-    handle = inner._stepping_in_backward = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
+    handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
+    inner.step_parts_by(handle)
     return handle
 
 
@@ -623,7 +610,7 @@ def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
             "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
             "begun could not undo it"
         )
-    if scaler._write_back:
+    if scaler.write_back:
         raise ValueError(
             "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
         )
@@ -640,7 +627,7 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
             "in_backward='step' instead"
         )
     check_bucket_bytes(bucket_bytes)
-    if optimizer._stepping_in_backward is not None:
+    if optimizer.backward_handle is not None:
         raise ValueError("Expected optimizer not to step in the backward already: call remove() on the first handle")
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):

@@ -16,9 +16,9 @@ from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
 from halfstep.integrations.optim.options import is_stochastic, master_of
 from halfstep.integrations.optim.state import OptimizerState
 from halfstep.kernels.multi_tensor import has_memory
-from halfstep.numerics.scaling.scaler import unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.wrappers import unwrapped
 
 BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
 # Wrappers of modules, whose names in front of a parameter's name say nothing.
