@@ -1,25 +1,20 @@
 """Gradient release: the optimizer steps inside the backward, so that the gradients of a whole model never coexist.
 
 Without it, a bf16 gradient takes 2 bytes per parameter until the backward has ended. `step_in_backward` collects
-complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and frees the
-gradients. The bits are those of a step after the backward.
+complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and replaces these by
+`FreedGradient`, which raises an error if its numbers are needed. The bits are those of a step after the backward. At
+any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient; more if gradients become
+complete in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
 **Norms and overflows.** Clipping needs the norm of all gradients, and loss scaling must know whether all are finite,
 before the first parameter changes. With ``clipping="exact"`` or a scaler there are two backwards per step: one in which
-gradients are only checked and freed (`StepInBackward.check`), and one that steps, with the bits of clipping, unscaling
-and skipping after a backward. LOMO (Lv et al., 2023) clips in this way. ``clipping="previous"`` takes the norm of the
-last step instead, so that one backward is enough. It is an approximation: when gradients grow, the first large ones are
-not clipped.
+gradients are only checked and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
+``clipping="previous"`` takes the norm of the last step instead: when gradients grow, the first large ones are not
+clipped.
 
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks in one reduction before
-they are used. DistributedDataParallel does the same, but its buckets keep all gradients. The gradients of two buckets
-then exist: one in the reduction, and one that is being filled.
-
-**What code after the backward finds.** ``.grad`` is a `FreedGradient`, which raises an error if its numbers are needed.
-
-At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
-of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
-become complete in another order than in the first backward, more buckets are filled at the same time.
+**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as by
+DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one in the
+reduction, and one that is being filled.
 """
 
 from __future__ import annotations
@@ -96,7 +91,7 @@ class StepInBackward:
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by kind
+        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by key
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -108,7 +103,7 @@ class StepInBackward:
         before, after, steps = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step), self._steps
         self._hooks += [
             optimizer.register_load_state_dict_post_hook(lambda *_: steps.clear(failed=True)),
-            optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)),
+            optimizer.register_step_pre_hook(lambda _, *arguments: call_if_alive(before, *arguments)),
             optimizer.register_step_post_hook(lambda *_: call_if_alive(after)),
         ]
         self._reduction: BucketReduction | None = None
@@ -187,8 +182,8 @@ class StepInBackward:
 
     def state_dict(self) -> dict[str, float | None]:
         """What a resumed run needs with ``clipping="previous"``: the last sum of squares. Waits for the device."""
-        known = self._verdict if self.clipping == "previous" else None
-        return {"sum_of_squares": None if known is None else known.sum_of_squares.item()}
+        verdict = self._verdict if self.clipping == "previous" else None
+        return {"sum_of_squares": None if verdict is None else verdict.sum_of_squares.item()}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
         """Continue from what `state_dict` returned.
@@ -238,11 +233,11 @@ class StepInBackward:
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
 
-    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, kind: Any = None) -> Bucket:
-        """Put a parameter into the last bucket of its kind, or into a new one if that is full."""
-        bucket = self._last.get(kind)
+    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, key: Any = None) -> Bucket:
+        """Put a parameter into the last bucket with a key, or into a new one if that is full."""
+        bucket = self._last.get(key)
         if bucket is None or bucket.size >= self.bucket_bytes:
-            bucket = self._last[kind] = Bucket(len(self._buckets))
+            bucket = self._last[key] = Bucket(len(self._buckets))
             self._buckets.append(bucket)
         self._bucket_of[id(parameter)] = bucket
         bucket.members.append(parameter)
@@ -296,13 +291,15 @@ class StepInBackward:
         # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
         # streams also reuse the memory of the gradients, and read the parameters.
         streams = {(stream, parameter.device) for parameter, stream in bucket.arrived.values() if stream is not None}
-        others = [(stream, now) for stream, device in streams if (now := torch.cuda.current_stream(device)) != stream]
+        waits = [(stream, torch.cuda.current_stream(device)) for stream, device in streams]
         bucket.arrived = {}
-        for other, now in others:
-            now.wait_stream(other)
+        for stream, current in waits:
+            if stream != current:
+                current.wait_stream(stream)
         yield ready
-        for other, now in others:
-            other.wait_stream(now)
+        for stream, current in waits:
+            if stream != current:
+                stream.wait_stream(current)
 
     def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
         """Check gradients of a bucket, or update their parameters, and free them."""
@@ -373,7 +370,7 @@ class StepInBackward:
         optimizer = self._optimizer
         if self._checks:
             self._refuse_without_hook()
-        closure = any(one is not None for one in (*args[1:], *kwargs.values()))  # which runs a backward
+        closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))  # which runs a backward
         self._steps.check_step(optimizer.param_groups, [] if closure else parameters_of(optimizer))
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
@@ -472,11 +469,11 @@ def _has_accumulated(model: torch.nn.Module | None) -> bool:
     from halfstep.integrations.fsdp import parameter_groups
 
     return any(
-        getattr(one, "unsharded_accumulated_grad", None) is not None
-        or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        getattr(param, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
         for module in model.modules()
         for group in parameter_groups(module)
-        for one in group.fsdp_params
+        for param in group.fsdp_params
     )
 
 
@@ -572,12 +569,12 @@ def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
                 f"Expected parameter {index} of the optimizer to be a replica with process_group=, but it is sharded: "
                 "FSDP2 and HSDP average their gradients themselves, so leave process_group out"
             )
-    own = [
-        (name, tuple(one.shape), str(one.dtype), one.requires_grad)
-        for name, one in (*model.named_parameters(), *model.named_buffers())
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     of_ranks: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(of_ranks, own, group=group)
+    torch.distributed.all_gather_object(of_ranks, tensors, group=group)
     for rank, of_rank in enumerate(of_ranks):
         if of_rank != of_ranks[0]:
             differing = next(pair for pair in zip_longest(of_ranks[0], of_rank) if pair[0] != pair[1])

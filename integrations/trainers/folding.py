@@ -36,11 +36,11 @@ def folds(optimizer: Any) -> bool:
 
 def folds_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether the next step of an optimizer can clip: it is of halfstep and has all trainable ones of `parameters`."""
-    ids, others = (
+    ids, trained = (
         {id(parameter) for parameter in listed if parameter.requires_grad}
         for listed in (parameters_of(optimizer), parameters)
     )
-    return folds(optimizer) and bool(ids) and ids == others
+    return folds(optimizer) and bool(ids) and ids == trained
 
 
 def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> torch.Tensor:

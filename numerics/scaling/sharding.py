@@ -84,11 +84,11 @@ class Sharding:
     @property
     def ways(self) -> dict[int, int]:
         """Into how many parts each dimension is cut; empty for a plain tensor, or one that is whole on each rank."""
-        ways: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for placement, size in zip(self.placements, () if self.mesh is None else self.mesh.shape, strict=True):
             if size > 1 and (dim := getattr(placement, "dim", None)) is not None:
-                ways[dim] = ways.get(dim, 1) * size
-        return ways
+                counts[dim] = counts.get(dim, 1) * size
+        return counts
 
     def elements(self, where: str) -> tuple[int, int, int]:
         """Which elements of the whole this part has: the first one, how many follow one another, and the distance from
@@ -126,12 +126,12 @@ class Sharding:
 
         With `evenly`, columns must be cut into equal parts too: torch then cuts a tensor with a number per block alike.
         """
-        ways = self.ways
-        if self.is_flat or max(ways, default=0) == 0:
+        cuts = self.ways
+        if self.is_flat or max(cuts, default=0) == 0:
             return not self.is_flat
-        columns = -(-self.shape[1] // ways[1])  # of all ranks but the last
-        if max(ways) > 1 or (evenly and self.shape[1] % ways[1]):
+        if max(cuts) > 1 or (evenly and self.shape[1] % cuts[1]):
             return False
+        columns = -(-self.shape[1] // cuts[1])  # of all ranks but the last
         return columns * math.prod(self.shape[2:]) % span == 0
 
     def like(

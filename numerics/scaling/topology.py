@@ -173,8 +173,8 @@ def topology_of(
     world = default_group()
     if world is None:
         return NOWHERE
-    same = last.world is world and len(parameters) == len(last.parameters)
-    if same and all(map(is_, parameters, last.parameters)):
+    unchanged = last.world is world and len(parameters) == len(last.parameters)
+    if unchanged and all(map(is_, parameters, last.parameters)):
         return last
     return Topology(parameters, process_group if owner is None else zero_group_of(owner), world)
 

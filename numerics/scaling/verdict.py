@@ -146,10 +146,10 @@ class Combination:
 
 
 class _Part(NamedTuple):
-    """The check of one gradient: its index in `check`, its batch, and the stream of a GPU that ran it."""
+    """The check of one gradient: its position in `check`, its batch, and the stream of a GPU that ran it."""
 
     check: PartialCheck
-    index: int
+    position: int
     key: Key
     stream: torch.cuda.Stream | None
 
@@ -267,7 +267,7 @@ class Checker:
             streams.discard(current)
         for stream in streams:
             current.wait_stream(stream)
-        checks = [(part.check, part.index) for part in parts]
+        checks = [(part.check, part.position) for part in parts]
         whole = PartialCheck(
             [check.dtypes[index] for check, index in checks],
             [check.sums[index] for check, index in checks],
