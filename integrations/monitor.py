@@ -27,8 +27,7 @@ class AmpReport:
     """The result of an `AmpMonitor`.
 
     Attributes:
-        steps: number of steps so far.
-        collected: number of steps in which gradients were counted.
+        steps, collected: number of steps so far, and of those in which gradients were counted.
         scale: the present loss scale; 1 without a scaler.
         statistics: statistics of the gradients of all these steps together, at that scale.
         advice: advice on the loss scale; None if all gradients were 0.
@@ -42,13 +41,8 @@ class AmpReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
-        return {
-            "steps": self.steps,
-            "collected": self.collected,
-            "scale": self.scale,
-            "statistics": self.statistics.as_dict(),
-            "advice": self.advice and self.advice.as_dict(),
-        }
+        head = {name: getattr(self, name) for name in ("steps", "collected", "scale")}
+        return {**head, "statistics": self.statistics.as_dict(), "advice": self.advice and self.advice.as_dict()}
 
     def __str__(self) -> str:
         head = f"gradients of {self.collected} of {self.steps} steps"
@@ -121,15 +115,12 @@ class AmpMonitor:
     def attach(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> AmpMonitor:
         """Call `step` before each step of an optimizer, or of the one in a wrapper, until `detach`.
 
-        If there are several optimizers, attach one: another takes its place. Steps that the scaler skips without
-        calling the optimizer are not counted.
+        Another optimizer replaces the first. Steps that the scaler skips without calling the optimizer are not counted.
+        Returns the monitor.
 
         Args:
             optimizer: the optimizer. The norm of its gradients is among the `scalars` if it is of halfstep.
             scaler: the scaler, if the monitor was made without.
-
-        Returns:
-            The monitor.
         """
         self.detach()
         self._scaler = scaler or self._scaler
@@ -209,22 +200,15 @@ class AmpMonitor:
 
     def _total(self, device: torch.device) -> torch.Tensor:
         """A copy of the counts of all devices."""
-        total = self._zeros(device)
-        for counts in self._counts.values():
-            total += to_device(counts, device)
-        return total
+        return sum((to_device(counts, device) for counts in self._counts.values()), self._zeros(device))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, on the CPU, for a checkpoint. Waits for the device."""
-        return {
-            "format": self.format.name,
-            "names": list(self._parameters),
-            "steps": self._steps,
-            "collected": self._collected,
-            "counts": self._total(torch.device("cpu")),
-        }
+        counts = self._total(torch.device("cpu"))
+        head = {"format": self.format.name, "names": list(self._parameters)}
+        return {**head, "steps": self._steps, "collected": self._collected, "counts": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the counts that `state_dict` returned.

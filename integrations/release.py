@@ -261,14 +261,13 @@ class StepInBackward:
 
     def _complete(self, bucket: Bucket) -> None:
         """Use the gradients of a complete bucket, or reduce them first, when those of the buckets before it are."""
-        reduction = self._reduction
-        if reduction is None:
+        if self._reduction is None:
             with self._arrived(bucket) as ready:
                 self._use(bucket, ready)
             return
-        reduction.complete.add(bucket.part)
-        while reduction.following in reduction.complete:
-            self._reduce(reduction)
+        self._reduction.complete.add(bucket.part)
+        while self._reduction.following in self._reduction.complete:
+            self._reduce(self._reduction)
 
     def _reduce(self, reduction: BucketReduction) -> None:
         """Use the gradients of the bucket that is being reduced, and begin with those of the next one."""
@@ -304,16 +303,11 @@ class StepInBackward:
     def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
         """Check gradients of a bucket, or update their parameters, and free them."""
         if self._checks and self._checker is not None:
-            self._add(self._checker, ready)
+            self._checker.add_part(ready, None if self._scaler is None else self._scaler.factor())
             for parameter in ready:
                 parameter.grad = self._steps.stand_in(parameter)
         else:
             self._step(bucket.part, ready)
-
-    @torch.no_grad()
-    def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
-        """Check the gradients of some parameters."""
-        checker.add_part(parameters, None if self._scaler is None else self._scaler.factor())
 
     def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
         """Update the parameters of a bucket."""
@@ -324,9 +318,7 @@ class StepInBackward:
                 "step_in_backward with clipping='exact' or 'previous'"
             )
         if self.clipping == "previous":
-            self._begin_norm()
-            assert self._checker is not None
-            self._add(self._checker, parameters)
+            self._norm_parts().add_part(parameters)
         freed = list(map(self._steps.stand_in, parameters))
         step = partial(optimizer.step_part, part, parameters, freed)
         with self._steps.stepping(parameters, freed, optimizer.param_groups):
@@ -386,20 +378,19 @@ class StepInBackward:
 
     def _end_norm(self) -> None:
         """Combine the norm of the gradients of this step, to which the next one clips."""
-        self._begin_norm()
-        assert self._checker is not None
+        checker = self._norm_parts()
         left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
         if left:
-            self._add(self._checker, left)
-        verdict, self._checker = self._checker.end_parts(), None
-        if verdict is not None:
-            self._verdict = verdict
+            checker.add_part(left)
+        self._verdict, self._checker = checker.end_parts() or self._verdict, None
         self._ended = True
 
-    def _begin_norm(self) -> None:
+    def _norm_parts(self) -> Checker:
+        """The check of the gradients of this step with ``clipping="previous"``, begun if it was not."""
         if self._checker is None:
             self._checker, self._ended = self._optimizer.checker, False
             self._checker.begin_parts()
+        return self._checker
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
         """The 2-norm of the gradients of the backward that has stepped, for trainers. Call it on all ranks.
@@ -489,11 +480,8 @@ def step_in_backward(
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
     The training loop stays as it is: ``optimizer.step()`` updates the parameters that still have a gradient, usually
-    none, and calls its hooks; ``zero_grad()`` has nothing to free; schedulers follow ``step()`` as before. The weights
-    have the same bits as with a step after the backward.
-
-    Call this after the model is on its device and sharded. FSDP2, HSDP and tensor parallelism are supported; FSDP2
-    calls the steps after each reduction, on its stream.
+    none, and calls its hooks; schedulers follow it as before. The weights have the bits of a step after the backward.
+    Call this after the model is on its device and sharded, by FSDP2, HSDP or tensor parallelism.
 
     Args:
         model: the model whose backward steps.
@@ -508,29 +496,21 @@ def step_in_backward(
             finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
             and ``scaler.update`` follow the backward that steps.
         process_group: a group of ranks that train replicas of `model`, which DistributedDataParallel must not wrap.
-            Parameters and buffers are set to those of its first rank, and each bucket of gradients is averaged over the
-            ranks before it is used, in the order of the parameters from the last to the first. All ranks must run the
-            same backwards. Buffers, such as the statistics of batch norms, are not sent again.
+            Parameters and buffers become those of its first rank, and each bucket of gradients is averaged over the
+            ranks before it is used, from the last parameter to the first. All ranks must run the same backwards.
+            Buffers, such as the statistics of batch norms, are not sent again.
 
     Returns:
         A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
         `StepInBackward.remove`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer of halfstep, or has fp16 parameters and there is no `scaler`;
-            `scaler` is not an enabled scaler of halfstep, or is given with a wrapper around an optimizer.
-        ValueError: the optimizer clips and `clipping` is None, or `clipping` has another value than these, or no limit
-            to clip to; the scaler has ``write_back=True``, or is given with ``clipping="previous"``; the optimizer
-            steps in the backward already, or has parameters that are not in the model; the model is wrapped by
-            DistributedDataParallel, which keeps its gradients, or by FSDP1; this rank is not in `process_group`, its
-            ranks have other parameters, or parameters are sharded; or `bucket_bytes` is not a positive integer. Nothing
-            was changed.
+        TypeError, ValueError: an argument is not allowed, or does not fit the others. Nothing was changed.
 
     Note:
-        If the loss is scaled by a scaler that was not passed, ``scaler.step(optimizer)`` raises, since no gradient is
-        left to unscale. A step after each of several backwards of one iteration is rarely meant: use
-        `StepInBackward.accumulate` for all but the last. Reentrant activation checkpointing computes the gradient of a
-        parameter that several segments share in several parts, and each would be stepped: use ``use_reentrant=False``.
+        A step after each of several backwards of one iteration is rarely meant: use `StepInBackward.accumulate` for
+        all but the last. Reentrant activation checkpointing computes the gradient of a parameter that several segments
+        share in several parts, and each would be stepped: use ``use_reentrant=False``.
 
     Examples:
         >>> from halfstep.integrations.release import step_in_backward
