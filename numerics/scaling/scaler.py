@@ -327,10 +327,11 @@ class GradScaler(torch.amp.GradScaler):
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
-        inner = unwrapped(optimizer)
-        if inner is not optimizer:
-            return self._step_wrapper(optimizer, inner, *args, **kwargs)
-        inner = stepping(optimizer)
+        inner: Any = optimizer
+        if not isinstance(optimizer, StepsOnVerdict):
+            if (inner := unwrapped(optimizer)) is not optimizer:
+                return self._step_wrapper(optimizer, inner, *args, **kwargs)
+            inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
             if self._is_elsewhere(optimizer):
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
@@ -357,7 +358,8 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY and self.write_back:
             self.unscale_(optimizer)
         elif "verdict" not in state:
-            self._check(optimizer, self.factor())
+            assert self._scale is not None
+            self._check(optimizer, Factor(self._scale, inverted=True))
         verdict = state["verdict"]
         scale = self._scale if state["stage"] is OptState.READY else None
         return None if verdict is None else Decision(verdict, scale, state.get("max_norm"))
