@@ -37,7 +37,7 @@ from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.state import empty_entry, shards_blocks
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import CODE_KEYS, HELD, SCALE_KEYS
 
 T = TypeVar("T")

@@ -37,8 +37,8 @@ from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.sharding import is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import is_sharded, local
 from halfstep.numerics.state_layout import SCALE_KEYS
 from halfstep.numerics.statistics.updates import UpdateLoss, count_lost
 
