@@ -74,15 +74,15 @@ class _Process:
 
     def ended(self, checks: Mapping[str, Check]) -> str | None:
         """Why no further check of it passes, or an empty text when all are done; None while it works on one."""
-        status, now = self._process.poll(), time.monotonic()
+        status, time_now = self._process.poll(), time.monotonic()
         done = gpu_checks.records(self._file, self._offset)
         left = [name for name in self.left if name not in done]
         if len(left) < len(self.left):
-            self.left, self._since = left, now
+            self.left, self._since = left, time_now
         if status is not None:
             return f"its process ended with status {status}" if left else ""
-        slow = left and now > self._since + checks[left[0]].limit
-        return f"it took more than {now - self._since:.0f} s" if slow else None
+        slow = left and time_now > self._since + checks[left[0]].limit
+        return f"it took more than {time_now - self._since:.0f} s" if slow else None
 
     def kill(self) -> None:
         """End it, and what it has started."""

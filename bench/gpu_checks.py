@@ -127,10 +127,10 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether the bits are equal, or both are NaN."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     left, right = left.reshape(-1), right.reshape(-1)
-    same = left.view(integers) == right.view(integers)
+    equal = left.view(integers) == right.view(integers)
     if left.is_floating_point():
-        same |= left.float().isnan() & right.float().isnan()
-    return left.dtype == right.dtype and bool(same.all())
+        equal |= left.float().isnan() & right.float().isnan()
+    return left.dtype == right.dtype and bool(equal.all())
 
 
 @contextmanager
@@ -274,9 +274,9 @@ def compiles(provider: str) -> bool:
 
 def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
-    every = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
+    listed = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
     plain, compiled = {}, {}
-    for case in (every[index] for index in run.largest_first(every)):
+    for case in (listed[index] for index in run.largest_first(listed)):
         slow = {name: make for name, make in case.providers.items() if compiles(name)}
         quickly = {name: make for name, make in case.providers.items() if name not in slow}
         plain[f"time of {case.name}"] = replace(case, providers=quickly)
@@ -293,7 +293,7 @@ def checks(folder: Path, quick: bool) -> dict[str, Check]:
     """All checks by name, in their order."""
     before: dict[str, Run] = {
         **{f"bits of {group}": partial(bits, group, None) for group in GROUPS},
-        **{f"bits of steps {way}": partial(bits, "step", calls) for way, calls in WAYS.items()},
+        **{f"bits of steps {manner}": partial(bits, "step", calls) for manner, calls in WAYS.items()},
         **{f"kernels for the times of {group}": partial(_compile, group, quick) for group in GROUPS},
     }
     times = [(name, partial(_measured, case)) for name, case in timings(quick).items()]

@@ -221,9 +221,9 @@ def measure(
         result.gb_per_s = result.bytes_moved / 1e3 / result.p50_us
         result.copy_fraction = paired(copies[result.bytes_moved], times)
         rivals = [
-            paired(taken, times)
-            for (other, _), taken in zip(passed, samples, strict=False)
-            if other is not result and not (ours(other.provider) and ours(result.provider))
+            paired(rival_times, times)
+            for (rival, _), rival_times in zip(passed, samples, strict=False)
+            if rival is not result and not (ours(rival.provider) and ours(result.provider))
         ]
         result.speedup = min(rivals, default=None)
         result.rounds = len(times)

@@ -68,13 +68,13 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     groups = list(dict.fromkeys(options.groups)) or (() if options.module else GROUPS)
-    every = cases(groups, sizes_for(device.type, options.quick), options.module or ())
-    chosen = [case for case in every if not options.only or options.only in case.name]
+    listed = cases(groups, sizes_for(device.type, options.quick), options.module or ())
+    chosen = [case for case in listed if not options.only or options.only in case.name]
     if not chosen:
-        kinds = dict.fromkeys(f"{case.operation}, {case.dtype}" for case in every)
+        titles = dict.fromkeys(f"{case.operation}, {case.dtype}" for case in listed)
         raise UsageError(
-            f"--only {options.only!r} is in the name of none of {len(every)} cases, such as {every[0].name!r}; use a "
-            f"part of a name, which begins with {'; '.join(kinds)}"
+            f"--only {options.only!r} is in the name of none of {len(listed)} cases, such as {listed[0].name!r}; use a "
+            f"part of a name, which begins with {'; '.join(titles)}"
         )
     clock, start = CpuClock(time.thread_time) if options.processor_time else clock_for(device), time.monotonic()
     about = {**run_report.environment(device), "quick": options.quick, "left_out": 0}

@@ -35,14 +35,14 @@ class CpuClock:
     """Times calls on the CPU.
 
     Args:
-        now: returns the time in seconds: wall time, or the processor time of this process or thread.
+        read: returns the time in seconds: wall time, or the processor time of this process or thread.
         sample: length of a sample in seconds, so that the cost of reading the clock is negligible; 0 for one call.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter, sample: float = 1e-3) -> None:
-        self._now, self.sample = now, sample
+    def __init__(self, read: Callable[[], float] = time.perf_counter, sample: float = 1e-3) -> None:
+        self._now, self.sample = read, sample
 
     def seconds(self, call: Call) -> float:
         """The time of one call, for an estimate."""

@@ -296,10 +296,10 @@ def amd_inexact(llir: str, text: str) -> list[str]:
                 counts[next(filter(None, match.groups()))] += 1
     counts.update(f"{mode} {value}" for mode, value in _AMD_MODE.findall(text) if _AMD_MODES[mode] != int(value))
     counts.update(_AMD_SETS_MODE.findall(text))
-    for width, (kind, root, per_root) in _AMD_EXPANSIONS.items():
+    for width, (llvm_type, root, per_root) in _AMD_EXPANSIONS.items():
         divisions = len(re.findall(rf"^\s*v_div_fixup_{width}", text, re.MULTILINE))
         roots = len(re.findall(rf"^\s*{root}", text, re.MULTILINE))
-        conversions = sum(int(lanes or 1) for lanes, of in _LLVM_TO_INT64.findall(llir) if of == kind)
+        conversions = sum(int(lanes or 1) for lanes, of in _LLVM_TO_INT64.findall(llir) if of == llvm_type)
         fused = _AMD_FUSED.findall(text).count(width)
         integers = 2 * len(_LLVM_INT64_DIVISION.findall(llir)) if width == "f32" else 0
         expected = 5 * divisions + per_root * roots + conversions + integers

@@ -74,9 +74,9 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
     """The share of the warps of a multiprocessor that can be resident; None for a target without a GPU in `GPUS`."""
     if target not in _GPU_OF:
         return None
-    most, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
+    max_warps, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
     launch = {"threads": num_warps * lanes, "registers": registers, "shared_bytes": shared_bytes}
-    return resident(_GPU_OF[target], launch) * num_warps / most
+    return resident(_GPU_OF[target], launch) * num_warps / max_warps
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
@@ -107,20 +107,20 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
     threads = warps * lanes
     if threads > MOST_THREADS:
         row.problems.append(f"{warps} warps of {lanes} lanes are {threads} threads; at most {MOST_THREADS} are allowed")
-    most = most_shared(row.target)
-    if compiled.metadata.shared > most:
-        row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; at most {most} are allowed")
+    limit = most_shared(row.target)
+    if compiled.metadata.shared > limit:
+        row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; at most {limit} are allowed")
     if "ptx" in compiled.asm:
         text, usage = _disassembled(compiled.asm["cubin"])
         ptx = compiled.asm["ptx"]
         counted = machine_code.bulk(list(machine_code.ptx_accesses(ptx)), ttgir)
         emitted = machine_code.bulk(list(machine_code.sass_accesses(text, machine_code.ptx_shifted_lines(ptx))), ttgir)
-        taken = machine_code.sass_resources(text, usage)
+        resources = machine_code.sass_resources(text, usage)
         inexact = machine_code.ptx_inexact(ptx)
     else:
         text = compiled.asm["amdgcn"]
         counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), ttgir)
-        taken = machine_code.amd_resources(text)
+        resources = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
     elements = machine_code.tile_elements(ttgir)
     if variant.tile:
@@ -134,9 +134,9 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
     if emitted:
         row.access_bits = min(access.bits for access in emitted)
         row.operand_bits = {str(key): bits for key, bits in machine_code.operand_bits(emitted, ttgir).items()}
-    row.registers, row.spills, row.barriers = taken.registers, taken.spills, taken.barriers
+    row.registers, row.spills, row.barriers = resources.registers, resources.spills, resources.barriers
     row.shared_bytes = compiled.metadata.shared
-    row.occupancy = occupancy(row.target, taken.registers, compiled.metadata.shared, warps)
+    row.occupancy = occupancy(row.target, resources.registers, compiled.metadata.shared, warps)
     row.layout_conversions = machine_code.layout_conversions(ttgir)
     if row.spills:
         row.problems.append(f"{row.spills} spills")

@@ -250,7 +250,7 @@ class Job(NamedTuple):
     bound: float
     providers: Providers
     other_layouts: Mapping[str, str]
-    least: int = 1  # elements of the smallest tensor
+    smallest: int = 1  # elements of the smallest tensor
 
     def bytes_moved(self, layout_name: str, elements: int) -> int:
         """The bytes that a step of a layout reads and writes."""
@@ -275,7 +275,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
 
     def ours(state_dtype: Any) -> Providers:
         options: dict[str, dict[str, Any]] = {"halfstep": {}, "halfstep split24": {"master_weights": "split24"}}
-        return {name: partial(_halfstep, state_dtype=state_dtype, **more) for name, more in options.items()}
+        return {name: partial(_halfstep, state_dtype=state_dtype, **master) for name, master in options.items()}
 
     of_fp32: Providers = {
         "halfstep": _halfstep,
@@ -324,7 +324,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for job in _jobs(sizes):
         numbers = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
         for tensors, numel in [*numbers, *[(1, sizes.large)] * bool(sizes.large)]:
-            if numel < job.least:
+            if numel < job.smallest:
                 continue
             large = numel == sizes.large
             shape = (tensors, *rows_and_columns(numel))
@@ -336,7 +336,9 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 size={"tensors": tensors, "elements": elements},
                 axis="elements" if large else "tensors",
                 bytes_moved=job.bytes_moved(job.layout, elements),
-                layout_bytes={name: job.bytes_moved(other, elements) for name, other in job.other_layouts.items()},
+                layout_bytes={
+                    name: job.bytes_moved(layout_name, elements) for name, layout_name in job.other_layouts.items()
+                },
                 bound=job.bound,
                 error_unit="as a share of the update",
                 prepare=partial(prepare, shape=shape, dtype=job.dtype),

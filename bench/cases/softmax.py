@@ -74,10 +74,10 @@ def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxI
     return Prepared(call)
 
 
-def _compiled(way: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:
+def _compiled(prepare: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:
     # Otherwise the compiled backward frees or reuses the tensors that it saved, and cannot be called again.
     with torch._functorch.config.patch(donated_buffer=False):
-        return way(compiled(_torch, sizes), inputs)
+        return prepare(compiled(_torch, sizes), inputs)
 
 
 def _in_eps(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor) -> float:
@@ -102,7 +102,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         "forward": (_forward, _forward_error, 2),
         "backward": (_backward, _backward_error, 3),
     }
-    for direction, (way, error, passes) in directions.items():
+    for direction, (prepare, error, passes) in directions.items():
         for dtype_name, dtype in DTYPES.items():
             for columns in sizes.columns:
                 rows = max(1, sizes.elements // columns)
@@ -117,11 +117,11 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     error_unit="in eps",
                     prepare=partial(_prepare, rows=rows, columns=columns, dtype=dtype),
                     providers={
-                        "halfstep": partial(way, halfstep.softmax),
-                        "torch eager": partial(way, _torch),
-                        "torch.compile": partial(_compiled, way, sizes),
-                        "torch naive": partial(way, _textbook),
-                        "liger-kernel": partial(way, _liger),
+                        "halfstep": partial(prepare, halfstep.softmax),
+                        "torch eager": partial(prepare, _torch),
+                        "torch.compile": partial(_compiled, prepare, sizes),
+                        "torch naive": partial(prepare, _textbook),
+                        "liger-kernel": partial(prepare, _liger),
                     },
                     error=error,
                 )

@@ -59,9 +59,9 @@ class StepInputs(AdamInputs):
     @cached_property
     def truth(self) -> torch.Tensor:
         """The exact weights after the checked steps, with clipping and without the skipped step."""
-        taken = [factor for factor in FACTORS if math.isfinite(factor)]
-        clips = [min(1.0, self.max_norm / (abs(factor) * self.norm + 1e-6)) for factor in taken]
-        return self.exact([factor * clip for factor, clip in zip(taken, clips, strict=True)])
+        finite = [factor for factor in FACTORS if math.isfinite(factor)]
+        clips = [min(1.0, self.max_norm / (abs(factor) * self.norm + 1e-6)) for factor in finite]
+        return self.exact([factor * clip for factor, clip in zip(finite, clips, strict=True)])
 
 
 def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:

@@ -137,7 +137,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         ("check", checks, compiled_check, partial(_error, 1.0, 1.0), 1),
         ("unscale", unscales, {}, partial(_error, SCALE, 0.5), 2),
     )
-    for operation, functions, more, error, passes in jobs:
+    for operation, functions, compiled_ones, error, passes in jobs:
         for dtype_name, dtype in DTYPES.items():
             for tensors in sizes.tensors:
                 numel = sizes.elements // tensors
@@ -151,6 +151,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     bound=BOUNDS[dtype_name],
                     error_unit="relative to the answer",
                     prepare=partial(normal_tensors, tensors=tensors, numel=numel, dtype=dtype),
-                    providers={name: partial(_prepared, function) for name, function in functions.items()} | more,
+                    providers={name: partial(_prepared, function) for name, function in functions.items()}
+                    | compiled_ones,
                     error=error,
                 )

@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     rows: int
     columns: int
     queries: int
-    pieces: int = 1
+    splits: int = 1  # pieces
     span: int = 1
 
 
@@ -88,13 +88,13 @@ class Tile(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What a program handles of its rows; `begin`, `last` and `seen` are counted from the first boundary."""
+    """What a program handles of its rows; `begin`, `last` and `read` are counted from the first boundary."""
 
     head: Any  # columns before the first boundary
     body: Any  # columns in whole vectors
     begin: Any  # of the tile
     last: Any  # end of what is written
-    seen: Any  # end of what is read
+    read: Any  # end of what is read
     limit: Any  # the first column that `causal` drops
     longest: Any  # the largest `limit` of the program's rows
 
@@ -143,8 +143,8 @@ def _position(rows, form: tl.constexpr, tile: tl.constexpr):
             row = (row * tile.ROWS + tl.arange(0, tile.ROWS))[:, None, None]
             columns = tl.where(row < rows.rows, columns, 0)
     else:
-        row = tl.program_id(0) // rows.pieces
-        begin = tl.multiple_of(tl.program_id(0) % rows.pieces * rows.span, tl.constexpr(tile.VECTOR))
+        row = tl.program_id(0) // rows.splits
+        begin = tl.multiple_of(tl.program_id(0) % rows.splits * rows.span, tl.constexpr(tile.VECTOR))
     return row, columns, begin
 
 
@@ -168,10 +168,10 @@ def _span(rows, row, columns, begin, address, form: tl.constexpr, tile: tl.const
     last = body
     if form.STAGE != WHOLE:
         last = tl.minimum(body, begin + rows.span)
-    seen = last
+    read = last
     if form.CAUSAL:
-        seen = tl.minimum(last, limit - head)
-    return _Span(head, body, begin, last, seen, limit, longest)
+        read = tl.minimum(last, limit - head)
+    return _Span(head, body, begin, last, read, limit, longest)
 
 
 @jit
@@ -230,10 +230,10 @@ def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
 @jit
 def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
     """z of a tile, and its maximum over the vectors of each lane and `tops`."""
-    xs = _loaded(operands.x, 1, begin, span.seen, POLICY, tile)
+    xs = _loaded(operands.x, 1, begin, span.read, POLICY, tile)
     masks = xs
     if form.MASK != arithmetic.PLAIN:
-        masks = _loaded(operands.mask, operands.mask_step, begin, span.seen, "", tile)
+        masks = _loaded(operands.mask, operands.mask_step, begin, span.read, "", tile)
     zs = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
@@ -244,7 +244,7 @@ def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexp
                 top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * operands.scale
             else:
                 top = tl.max(z, axis=2, keep_dims=True)
-            tops = tl.where(_vectors(begin, part, tile) < span.seen, tl.maximum(tops, top), tops)
+            tops = tl.where(_vectors(begin, part, tile) < span.read, tl.maximum(tops, top), tops)
         else:
             z = tl.full(xs[part].shape, float("-inf"), tl.float32)
         zs += (z,)  # type: ignore[assignment]
@@ -269,7 +269,7 @@ def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
 @jit
 def _in_lanes(terms, begin, PART: tl.constexpr, span, tile: tl.constexpr):
     """The sums of a part over the vectors of each lane."""
-    return tl.where(_vectors(begin, PART, tile) < span.seen, tl.sum(terms, axis=2, keep_dims=True), 0.0)
+    return tl.where(_vectors(begin, PART, tile) < span.read, tl.sum(terms, axis=2, keep_dims=True), 0.0)
 
 
 @jit
@@ -333,21 +333,21 @@ def forward_row_kernel(
     rest = begin + tile.PARTS * tile.LANES * tile.VECTOR
     TRIP: tl.constexpr = trip.PARTS * trip.LANES * trip.VECTOR
     if form.STAGE == FINISH:
-        piece = tl.arange(0, form.PIECES)
-        pair = partial + 2 * (row * rows.pieces + piece)
-        tops = tl.load(pair, mask=piece < rows.pieces, other=arithmetic.LOWEST)
+        split = tl.arange(0, form.PIECES)
+        pair = partial + 2 * (row * rows.splits + split)
+        tops = tl.load(pair, mask=split < rows.splits, other=arithmetic.LOWEST)
         top = tl.max(tops, axis=0)
-        sums = tl.load(pair + 1, mask=piece < rows.pieces, other=0.0) * arithmetic.exponential(tops - top)
+        sums = tl.load(pair + 1, mask=split < rows.splits, other=0.0) * arithmetic.exponential(tops - top)
         total = tl.sum(sums, axis=0)
         es = _exponentials(zs, top, begin, span, form, tile)[0]
     else:
         if trip.PARTS > 0:
             m = tl.full((tile.ROWS, tile.LANES), arithmetic.LOWEST, tl.float32)
             s = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
-            for start in range(rest, span.seen, TRIP):
+            for start in range(rest, span.read, TRIP):
                 zs_, higher = _logits(operands, m[:, :, None], start, span, "evict_last", form, trip)
-                more = _exponentials(zs_, higher, start, span, form, trip)[1]
-                s = s * arithmetic.exponential(m - _per_lane(higher)) + _per_lane(more)
+                trip_sums = _exponentials(zs_, higher, start, span, form, trip)[1]
+                s = s * arithmetic.exponential(m - _per_lane(higher)) + _per_lane(trip_sums)
                 m = _per_lane(higher)
             tops = tl.maximum(tops, m[:, :, None])
         top = tl.max(tops, axis=1, keep_dims=True)
@@ -378,8 +378,8 @@ def forward_row_kernel(
 @jit
 def _summed(grad, y, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
     """Tiles of the gradient and of the result, and what the vectors of each lane add to the sum of their row."""
-    dys = _loaded(grad, 1, begin, span.seen, POLICY, tile)
-    ys = _loaded(y, 1, begin, span.seen, POLICY, tile)
+    dys = _loaded(grad, 1, begin, span.read, POLICY, tile)
+    ys = _loaded(y, 1, begin, span.read, POLICY, tile)
     sums = tl.full((tile.ROWS, tile.LANES, 1), 0.0, tl.float32)
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         term = arithmetic.summand(to_float32(dys[part]), to_float32(ys[part]), form.LOG)
@@ -422,14 +422,14 @@ def backward_row_kernel(grad, y, dx, partial, rows, scale, form: tl.constexpr, t
     rest = begin + tile.PARTS * tile.LANES * tile.VECTOR
     TRIP: tl.constexpr = trip.PARTS * trip.LANES * trip.VECTOR
     if form.STAGE == FINISH:
-        piece = tl.arange(0, form.PIECES)
-        total = tl.sum(tl.load(partial + row * rows.pieces + piece, mask=piece < rows.pieces, other=0.0), axis=0)
+        split = tl.arange(0, form.PIECES)
+        total = tl.sum(tl.load(partial + row * rows.splits + split, mask=split < rows.splits, other=0.0), axis=0)
     else:
         if trip.PARTS > 0:
-            more = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
-            for start in range(rest, span.seen, TRIP):
-                more += _per_lane(_summed(grad_body, y_body, start, span, "evict_last", form, trip)[2])
-            sums += more[:, :, None]
+            trip_sums = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
+            for start in range(rest, span.read, TRIP):
+                trip_sums += _per_lane(_summed(grad_body, y_body, start, span, "evict_last", form, trip)[2])
+            sums += trip_sums[:, :, None]
         total = tl.sum(sums, axis=1, keep_dims=True)
     if form.STAGE == PARTIAL:
         tl.store(partial + tl.program_id(0), tl.max(total))  # the one number that it holds
@@ -442,8 +442,8 @@ def backward_row_kernel(grad, y, dx, partial, rows, scale, form: tl.constexpr, t
             trips = tl.cdiv(span.last - rest, TRIP)
             for back in range(0, trips):
                 start = rest + (trips - 1 - back) * TRIP
-                read = _summed(grad_body, y_body, start, span, "evict_first", form, trip)
-                _store_gradient(dx_body, read[0], read[1], total, scale, start, span, form, trip)
+                operands = _summed(grad_body, y_body, start, span, "evict_first", form, trip)
+                _store_gradient(dx_body, operands[0], operands[1], total, scale, start, span, form, trip)
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -471,19 +471,19 @@ def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: in
     elements at both ends of a row needs a lane.
     """
     block = max(16, 1 << (columns - 1).bit_length())
-    most = max(1, per_thread // vector)  # parts
-    least = max(1, min(32, SHORT_RUN // vector, block // vector))
+    max_parts = max(1, per_thread // vector)
+    min_lanes = max(1, min(32, SHORT_RUN // vector, block // vector))
     if ends:
-        columns, least = columns // vector * vector, max(least, 2 * vector)
-    across = max(least, block // (most * vector))
+        columns, min_lanes = columns // vector * vector, max(min_lanes, 2 * vector)
+    across = max(min_lanes, block // (max_parts * vector))
     whole = -(-block // (across * vector))
     step = -(-whole // 4)  # a few numbers of parts are enough: a form is compiled for each
     parts = -(-columns // (across * vector * step)) * step
-    if across > least and most > 1 and columns <= (most + step) * vector * across // 2:
-        across, parts = across // 2, most + step
+    if across > min_lanes and max_parts > 1 and columns <= (max_parts + step) * vector * across // 2:
+        across, parts = across // 2, max_parts + step
     if across > 32:
         return Tile(parts, 1, across, vector), max(1, across // lanes)
-    rows = SHORT_WARPS * lanes // across * (1 << max(1, most // parts).bit_length() - 1)
+    rows = SHORT_WARPS * lanes // across * (1 << max(1, max_parts // parts).bit_length() - 1)
     return Tile(parts, rows, across, vector), SHORT_WARPS
 
 
@@ -516,7 +516,7 @@ def _begins(tensor: torch.Tensor, strides: Sequence[int]) -> list[int]:
 
 def _in_step(line: int, *begins: list[int]) -> bool:
     """Whether rows of all tensors begin equally far from multiples of `line` elements."""
-    return all((a - b) % line == 0 for other in begins[1:] for a, b in zip(begins[0], other, strict=True))
+    return all((a - b) % line == 0 for numbers in begins[1:] for a, b in zip(begins[0], numbers, strict=True))
 
 
 def _vector(line: int, columns: int, *begins: list[int]) -> tuple[int, bool]:
@@ -533,7 +533,7 @@ def _launch(
     kernel: Any,
     tensors: Sequence[torch.Tensor],  # of which the last is written
     rows: Rows,
-    others: Sequence[Any],  # arguments that come after `rows`
+    arguments: Sequence[Any],  # arguments that come after `rows`
     form: Form,
     vector: int,
     tile_limit: int,  # elements
@@ -541,43 +541,45 @@ def _launch(
     partials: int,  # numbers that each piece of a row leaves
 ) -> None:
     """Launch once for whole rows, or twice for rows in pieces."""
-    device, addresses, stages, pieces = tensors[-1].device, [*map(by_address, tensors)], (0,), 1
+    device, addresses, stages, splits = tensors[-1].device, [*map(by_address, tensors)], (0,), 1
     partial, columns, per_thread = addresses[-1], rows.columns, tile_limit // MOST_THREADS
     long = columns > tile_limit
     if long:
-        pieces, span = _pieces(rows.rows, columns, device)
-        rows, columns = rows._replace(pieces=pieces, span=span), held_columns(columns, tile_limit, loop)
-    if pieces > 1:
+        splits, span = _pieces(rows.rows, columns, device)
+        rows, columns = rows._replace(splits=splits, span=span), held_columns(columns, tile_limit, loop)
+    if splits > 1:
         stages, columns, per_thread = (1, 2), PIECE, PIECE // PIECE_THREADS
-        partial = torch.empty(partials * rows.rows * pieces, dtype=torch.float32, device=device)
+        partial = torch.empty(partials * rows.rows * splits, dtype=torch.float32, device=device)
     tile, warps = tile_shape(columns, vector, form.ENDS, per_thread, MOST_THREADS // most_warps(device))
     trip = tile._replace(PARTS=0)
     if long:
         tile = tile._replace(ROWS=1)
-        trip = tile if pieces > 1 else tile._replace(PARTS=max(1, loop // (tile.LANES * vector)))
+        trip = tile if splits > 1 else tile._replace(PARTS=max(1, loop // (tile.LANES * vector)))
     # More branches than in programs of whole short rows take registers that there are not.
-    form = form._replace(PIECES=1 if pieces == 1 else MOST_PIECES, DROPS=form.CAUSAL and not long and not form.ENDS)
-    sizes = (*rows, *(size for sizes in others if isinstance(sizes, Strides) for size in sizes))
+    form = form._replace(PIECES=1 if splits == 1 else MOST_PIECES, DROPS=form.CAUSAL and not long and not form.ENDS)
+    sizes = (*rows, *(size for sizes in arguments if isinstance(sizes, Strides) for size in sizes))
     wide = max(sizes) >= 2**31 and tuple(size >= 2**31 for size in sizes)
     for stage in stages:
         constants = {"form": form._replace(STAGE=stage), "tile": tile, "trip": trip, "num_warps": warps}
-        programs, arguments = -(-rows.rows * pieces // tile.ROWS), (*addresses, partial, rows, *others)
-        launch_kernel(kernel, device, programs, arguments, constants, wide, *(tensor.dtype for tensor in tensors))
+        programs, operands = -(-rows.rows * splits // tile.ROWS), (*addresses, partial, rows, *arguments)
+        launch_kernel(kernel, device, programs, operands, constants, wide, *(tensor.dtype for tensor in tensors))
 
 
 def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
     (a, b, c), columns, x = layout.sizes, layout.x.shape[-1], layout.x
-    mask, kind = mask_operand(x, layout.mask)
+    mask, mask_kind = mask_operand(x, layout.mask)
     begins = _begins(x, layout.x_strides)
     line = 16 // max(x.element_size(), y.element_size())
     vector, ends = _vector(line, columns, begins, _begins(y, layout.y_strides))
-    aligned = kind > 0 and layout.mask_strides[-1] == 1 and _in_step(vector, begins, _begins(mask, layout.mask_strides))
-    of_x = kind == 0 and not queries and scale >= 0
-    form = Form(kind, queries > 0, log, ends, FLAT=a * b == 1, OF_X=of_x, MASK_ALIGNED=aligned)
+    aligned = (
+        mask_kind > 0 and layout.mask_strides[-1] == 1 and _in_step(vector, begins, _begins(mask, layout.mask_strides))
+    )
+    of_x = mask_kind == 0 and not queries and scale >= 0
+    form = Form(mask_kind, queries > 0, log, ends, FLAT=a * b == 1, OF_X=of_x, MASK_ALIGNED=aligned)
     rows = Rows(a * b * c, columns, max(queries, 1))
     strides = Strides(b, c, *layout.x_strides[:-1], *layout.mask_strides)
-    loop = FORWARD_LOOP if vector == 8 and kind == 0 else FORWARD_LOOP // 2
+    loop = FORWARD_LOOP if vector == 8 and mask_kind == 0 else FORWARD_LOOP // 2
     tile = FORWARD_TILE if vector > 1 else FORWARD_TILE // 2
     _launch(forward_row_kernel, (x, mask, y), rows, (strides, float(scale)), form, vector, tile, loop, 2)
 

@@ -118,8 +118,8 @@ def _over_columns(tile, MAX: tl.constexpr, form: tl.constexpr):
         pairs = tl.reshape(part, (APART >> (done + 1), 2, SIDE << done, 2, 1 << (HALVINGS - done - 1)))
         first, second = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
         kept = tl.where(odd, second, first)
-        other = _from_neighbour(tl.where(odd, first, second), 1)
-        part = tl.maximum(kept, other) if MAX else kept + other
+        neighbour = _from_neighbour(tl.where(odd, first, second), 1)
+        part = tl.maximum(kept, neighbour) if MAX else kept + neighbour
     part = tl.reshape(part, (APART >> HALVINGS, 1 << HALVINGS, SIDE))
     return tl.max(part, axis=0) if MAX else tl.sum(part, axis=0)
 
@@ -133,8 +133,8 @@ def _to_columns(sums, form: tl.constexpr):
     odd = (tl.arange(0, 2) == 1)[None, :, None, None, None]
     for done in tl.static_range(HALVINGS):
         sums = tl.reshape(sums, (1 << done, 2, 1 << (HALVINGS - done - 1), SIDE, 1 << done))
-        other = _from_neighbour(sums, 1)
-        both = tl.join(tl.where(odd, other, sums), tl.where(odd, sums, other))
+        neighbour = _from_neighbour(sums, 1)
+        both = tl.join(tl.where(odd, neighbour, sums), tl.where(odd, sums, neighbour))
         sums = tl.permute(both, (0, 1, 2, 3, 5, 4))
     sums = tl.reshape(sums, (1, 1 << HALVINGS, SIDE << HALVINGS))
     whole = tl.broadcast_to(sums, (COLUMNS >> HALVINGS, 1 << HALVINGS, SIDE << HALVINGS))
@@ -220,7 +220,7 @@ def backward_strided_kernel(grad, y, dx, columns, inner, tiles, scale, form: tl.
             tl.store(_at(dx, start + lane), from_float32(result, element), mask=inside)
 
 
-def tile_shape(columns: int, across: int, one_pass: int, most: int = 32, run: int = 1) -> tuple[Form, int, int]:
+def tile_shape(columns: int, across: int, one_pass: int, max_warps: int = 32, run: int = 1) -> tuple[Form, int, int]:
     """The tile of a launch, its warps, and how many tiles lie side by side.
 
     A tile has 32 sums or more where there are as many, and all columns where `one_pass` elements hold them.
@@ -229,15 +229,15 @@ def tile_shape(columns: int, across: int, one_pass: int, most: int = 32, run: in
         columns: terms of a sum.
         across: sums that lie side by side.
         one_pass: elements that a tile of whole sums may have.
-        most: warps that a program may have.
+        max_warps: warps that a program may have.
         run: neighbours that a thread stores together; it exchanges their sums by halves.
     """
-    side, tall, lanes = 1 << (across - 1).bit_length(), 1 << (columns - 1).bit_length(), MOST_THREADS // most
+    side, tall, lanes = 1 << (across - 1).bit_length(), 1 << (columns - 1).bit_length(), MOST_THREADS // max_warps
     if tall * min(side, 32) > one_pass:
         width = min(side, 64)
         return Form(False, STRIDED_LOOP // width, width), 8, -(-across // width)
     width = min(side, max(32, 4096 // tall), 256)
-    warps = min(most, max(1, tall * width // (32 * EACH)))
+    warps = min(max_warps, max(1, tall * width // (32 * EACH)))
     form, columns_of_thread = Form(True, tall, width), tall * width // (warps * lanes * run)
     halvings = min(run, lanes * run // width).bit_length() - 1  # lanes of a warp that have the same sums
     if columns_of_thread and halvings > 0:
@@ -252,9 +252,9 @@ def _launch(
     # Triton compiles forms of their own for sizes that are 1, that 16 divides, and that need 64 bits, and for GPUs of
     # AMD for tensors of less than 2 GB.
     integers = [size for numbers in sizes[:-1] for size in (numbers if isinstance(numbers, tuple) else (numbers,))]
-    kinds = [(size == 1) + 2 * (size % 16 == 0) + 4 * (size >= 2**31) for size in integers]
+    specialized = [(size == 1) + 2 * (size % 16 == 0) + 4 * (size >= 2**31) for size in integers]
     small = [tensor.untyped_storage().nbytes() < 2**31 for tensor in tensors]
-    key = *alignments(tensors), *small, *(tensor.dtype for tensor in tensors), *kinds
+    key = *alignments(tensors), *small, *(tensor.dtype for tensor in tensors), *specialized
     constants = {"form": form, "num_warps": warps}
     launch_kernel(kernel, tensors[-1].device, programs, (*tensors, *sizes), constants, *key)
 
@@ -266,9 +266,9 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, columns: int, log: bo
     vectors = layout.x_strides[2] == 1 and c % 16 == 0
     run = 16 // y.element_size() if vectors else 1
     form, warps, tiles = tile_shape(columns, c, STRIDED_FORWARD, most_warps(y.device), run)
-    mask, kind = mask_operand(layout.x, layout.mask)
+    mask, mask_kind = mask_operand(layout.x, layout.mask)
     strides = [Strides(*steps) for steps in (layout.x_strides, layout.mask_strides, layout.y_strides)]
-    sizes, form = (columns, b, c, *strides, tiles, float(scale)), form._replace(MASK=kind, LOG=log)
+    sizes, form = (columns, b, c, *strides, tiles, float(scale)), form._replace(MASK=mask_kind, LOG=log)
     _launch(forward_strided_kernel, (layout.x, mask, y), a * b * tiles, sizes, form, warps)
 
 

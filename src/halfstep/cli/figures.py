@@ -25,18 +25,18 @@ def figure(width: float, height: float, layout: Any = "constrained") -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(MISSING) from error
-    made = Figure(figsize=(width, height), layout=layout, facecolor="white")
-    FigureCanvasAgg(made)
-    return made
+    drawing = Figure(figsize=(width, height), layout=layout, facecolor="white")
+    FigureCanvasAgg(drawing)
+    return drawing
 
 
-def save(made: Any, to: str | Path | IO[bytes], dpi: int = 110) -> None:
+def save(drawing: Any, to: str | Path | IO[bytes], dpi: int = 110) -> None:
     """Write a figure to a file in the format of its suffix, or as PNG to a stream. Text in SVG files stays text."""
     from matplotlib import rc_context
 
-    kind = Path(to).suffix.lower() if isinstance(to, (str, Path)) else ".png"
+    suffix = Path(to).suffix.lower() if isinstance(to, (str, Path)) else ".png"
     with rc_context({"svg.hashsalt": "halfstep", "svg.fonttype": "none"}):
-        made.savefig(to, format=kind[1:], dpi=dpi, metadata=_UNDATED.get(kind))
+        drawing.savefig(to, format=suffix[1:], dpi=dpi, metadata=_UNDATED.get(suffix))
 
 
 def tidy(axes: Any, grid: str, without: tuple[str, ...] = ("top", "right")) -> None:

@@ -26,10 +26,10 @@ def shortened(name: str, room: int) -> str:
     middle is omitted.
     """
     parts = name.split(".")
-    for place, part in enumerate(parts[:-1]):
+    for index, part in enumerate(parts[:-1]):
         if len(".".join(parts)) <= room:
             break
-        parts[place] = part if part.isdigit() else part[:1]
+        parts[index] = part if part.isdigit() else part[:1]
     short = ".".join(parts)
     if len(short) <= room:
         return short
@@ -56,20 +56,19 @@ def power(scale: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- statistics
 
 
-def statistics_table(found: Statistics, limit: int | None) -> str:
+def statistics_table(statistics: Statistics, limit: int | None) -> str:
     """The result of `Statistics.table`."""
-    rows = found.worst(limit)
+    rows, total = statistics.worst(limit), statistics.total
     head = ("tensor", "size", "zero", "flushed", "subn.", "normal", "overfl.", "err p99")
-    lines = [head, *(_cells(row) for row in rows), _cells(found.total)]
-    if not any(row.errors is not None for row in [*rows, found.total]):
+    lines = [head, *(_cells(row) for row in rows), _cells(total)]
+    if not any(row.errors is not None for row in [*rows, total]):
         lines = [line[:-1] for line in lines]
     text = rendered([Table(lines[0], lines[1:], range(1, len(lines[0])))], UNBROKEN)
-    if len(rows) < len(found):
-        text.insert(-1, f"... and {len(found) - len(rows)} more that lose no more")
-    total = found.total
+    if len(rows) < len(statistics):
+        text.insert(-1, f"... and {len(statistics) - len(rows)} more that lose no more")
     if total.infinite or total.nan:
         text.append(f"and {total.infinite:,} infinite, {total.nan:,} NaN before rounding")
-    return "\n".join([f"{found.format.name} at scale {found.scale:g}, shares in %", *text])
+    return "\n".join([f"{statistics.format.name} at scale {statistics.scale:g}, shares in %", *text])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -77,15 +76,15 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.errors is not None:
         low, high = row.error_quantile(0.99)
         error = "-" if math.isnan(low) else f"{high:.2g}"
-    shares = (percent(row.share(kind)) for kind in ("zero", "flushed", "subnormal", "normal", "overflow"))
+    shares = (percent(row.share(name)) for name in ("zero", "flushed", "subnormal", "normal", "overflow"))
     return shortened(row.name, 23), count(row.elements), *shares, error
 
 
-def picture(found: Statistics, advice: ScaleAdvice | None, path: str | Path) -> None:
+def picture(statistics: Statistics, advice: ScaleAdvice | None, path: str | Path) -> None:
     """Draw `Statistics.picture` or, with advice, `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
-    figures.save(results_picture.figure_of(found, advice), path)
+    figures.save(results_picture.figure_of(statistics, advice), path)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice
@@ -100,35 +99,30 @@ _VERDICTS = {
 
 def advice_text(advice: ScaleAdvice) -> str:
     """The result of ``str(advice)``."""
-    name, acceptable = advice.format.name, percent(advice.share)
-    total = advice.statistics.total
-    best = power(advice.scale)
+    name, acceptable, best = advice.format.name, percent(advice.share), power(advice.scale)
+    lines = [f"{name}: no scale is good enough; {best} loses least"]
     if advice.interval:
-        lines = [f"{name}: scale {best}; {_range(advice.low, advice.high)} nothing overflows and no more than"]
+        low, high = power(advice.low), power(advice.high)
+        scales = f"at {low}" if advice.low == advice.high else f"from {low} to {high}"
+        lines = [f"{name}: scale {best}; {scales} nothing overflows and no more than"]
         lines.append(f"  {acceptable} % of any gradient is flushed to zero")
-    else:
-        lines = [f"{name}: no scale is good enough; {best} loses least"]
     if advice.below:
         lost = f"{percent(advice.below.share)} % of {advice.below.name} flushed"
         lines.append(f"  at {power(advice.below.scale)}: {lost}")
     if advice.above:
         lines.append(f"  at {power(advice.above.scale)}: {advice.above.name} overflows")
+    subnormal, headroom = advice.statistics.total.share("subnormal"), math.log2(advice.high / advice.scale)
     lines.append(
-        f"  at {best}: {percent(advice.lost)} % flushed, {percent(total.share('subnormal'))} % subnormal, "
-        f"{math.log2(advice.high / advice.scale):.0f} bits of headroom"
+        f"  at {best}: {percent(advice.lost)} % flushed, {percent(subnormal)} % subnormal, "
+        f"{headroom:.0f} bits of headroom"
     )
     lines.append(_VERDICTS[advice.verdict].format(name=name))
-    for of, found in advice.updates.items():
-        lost_share = advice.updates_lost(of) or 0.0
-        worst = found[0]
+    for format_name, (worst, *_) in advice.updates.items():
+        lost_share = advice.updates_lost(format_name) or 0.0
         need = "keep fp32 masters" if lost_share > advice.share else "no master is needed"
-        lines.append(f"weights in {of} without a master lose {percent(lost_share)} % of updates: {need}")
+        lines.append(f"weights in {format_name} without a master lose {percent(lost_share)} % of updates: {need}")
         lines.append(f"  most of {worst.name}: {percent(worst.share)} %")
     return "\n".join([*lines, *advice.notes])
-
-
-def _range(low: float, high: float) -> str:
-    return f"at {power(low)}" if low == high else f"from {power(low)} to {power(high)}"
 
 
 # ----------------------------------------------------------------------------------------------------------- overflows
@@ -139,10 +133,10 @@ def overflow_text(report: OverflowReport) -> str:
     head = f"{report.skipped} of {report.steps} steps skipped"
     if not report.parameters:
         return head
-    width = max(len(one.name) for one in report.parameters)
+    width = max(len(overflow.name) for overflow in report.parameters)
     lines = [
-        f"  {one.name:{width}}  {overflow_kind(one):10}  first at step {one.first_step}, last at {one.last_step}"
-        for one in report.parameters
+        f"  {row.name:{width}}  {overflow_kind(row):10}  first at step {row.first_step}, last at {row.last_step}"
+        for row in report.parameters
     ]
     return "\n".join([f"{head}, the last one step {report.last_skipped}", *lines])
 

@@ -41,77 +41,71 @@ def _powers(axes: Any, ticks: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{value:.0f}}}$"))
 
 
-def zones(found: dict[int, int], form: Format, scale: float) -> tuple[dict[str, tuple[float, float]], float, float]:
-    """The exponents before scaling between which each kind lies, and the ends of an axis to draw `found` on."""
+def zones(exponents: dict[int, int], form: Format, scale: float) -> tuple[dict[str, tuple[float, float]], float, float]:
+    """The exponents before scaling between which each class lies, and the ends of an axis to draw `exponents` on."""
     shift = math.log2(scale)
+    first, subnormal, last = (form.emin - form.mantissa - 1 - shift, form.emin - shift, form.emax + 1 - shift)
     limits = {
-        "flushed": (-math.inf, form.emin - form.mantissa - 1 - shift),
-        "subnormal": (form.emin - form.mantissa - 1 - shift, form.emin - shift),
-        "normal": (form.emin - shift, form.emax + 1 - shift),
-        "overflow": (form.emax + 1 - shift, math.inf),
+        "flushed": (-math.inf, first),
+        "subnormal": (first, subnormal),
+        "normal": (subnormal, last),
+        "overflow": (last, math.inf),
     }
     # A format as wide as fp32 says nothing beyond the numbers that are there.
     if form.emax > 60:
-        return limits, *((min(found) - shift - 4, max(found) - shift + 5) if found else (-20 - shift, 5 - shift))
+        ends = (min(exponents) - 4, max(exponents) + 5) if exponents else (-20, 5)
+        return limits, ends[0] - shift, ends[1] - shift
     # The zones beyond both ends are wide enough for their names.
-    low = min([*found, form.emin - form.mantissa - 3]) - shift - 1
-    first, last = limits["flushed"][1], limits["overflow"][0]
-    high = max(max([*found, form.emax + 2]) - shift + 2, last + OUTER * (last - low))
+    low = min([*exponents, form.emin - form.mantissa - 3]) - shift - 1
+    high = max(max([*exponents, form.emax + 2]) - shift + 2, last + OUTER * (last - low))
     return limits, min(low, first - OUTER * (high - first)), high
 
 
-def draw_exponents(axes: Any, found: dict[int, int], total: int, form: Format, scale: float, what: str) -> None:
+def draw_exponents(axes: Any, exponents: dict[int, int], total: int, form: Format, scale: float, noun: str) -> None:
     """The share of elements of each exponent, as they were before scaling, coloured by what becomes of them.
 
     Args:
         axes: matplotlib's.
-        found: how many numbers have each exponent, scale included: `Row.exponents`.
+        exponents: how many numbers have each exponent, scale included: `Row.exponents`.
         total: how many elements there are.
-        form, scale: what they are held in, multiplied by what.
-        what: the elements' name, for the axis, such as ``"gradients"``.
+        form, scale: the format that holds them, multiplied by the scale.
+        noun: the elements' name, for the axis, such as ``"gradients"``.
     """
-    shift = math.log2(scale)
-    total = total or 1
-    limits, low, high = zones(found, form, scale)
-    for kind, (start, end) in limits.items():
-        if max(start, low) < min(end, high):
-            axes.axvspan(max(start, low), min(end, high), color=KINDS[kind][0], alpha=0.10, linewidth=0)
-        bars = {exponent - shift: number for exponent, number in found.items() if start <= exponent - shift < end}
-        shares = [100 * number / total for number in bars.values()]
-        axes.bar([*bars], shares, width=0.86, align="edge", color=KINDS[kind][0])
-    top = 100 * max(found.values(), default=0) / total or 1.0
+    shift, total = math.log2(scale), total or 1
+    limits, low, high = zones(exponents, form, scale)
+    top = 100 * max(exponents.values(), default=0) / total or 1.0
     axes.set_xlim(low, high)
     axes.set_ylim(0, top * 1.26)
-    for kind, (start, end) in limits.items():
-        start, end = max(start, low), min(end, high)
-        name = {"flushed": "flushed\nto zero"}.get(kind, kind)
-        if end - start > 0.0155 * max(map(len, name.split("\n"))) * (high - low):
-            where, ink = {"ha": "center", "va": "top", "clip_on": True}, INK.get(kind, KINDS[kind][0])
-            axes.text((start + end) / 2, top * 1.24, name, fontsize=10, color=ink, fontweight="bold", **where)
+    for name, (start, end) in limits.items():
+        colour = KINDS[name][0]
+        bars = {exponent - shift: number for exponent, number in exponents.items() if start <= exponent - shift < end}
+        axes.bar([*bars], [100 * n / total for n in bars.values()], width=0.86, align="edge", color=colour)
+        start, end, label = max(start, low), min(end, high), name.replace("flushed", "flushed\nto zero")
+        if start < end:
+            axes.axvspan(start, end, color=colour, alpha=0.10, linewidth=0)
+        if end - start > 0.0155 * max(map(len, label.split("\n"))) * (high - low):
+            style = {"ha": "center", "va": "top", "clip_on": True, "fontsize": 10, "fontweight": "bold"}
+            axes.text((start + end) / 2, top * 1.24, label, color=INK.get(name, colour), **style)
     _powers(axes, 9)
-    factor = _at(scale) if shift else ""
     axes.set(
-        xlabel=f"magnitude of the {what}" + (", unscaled" if shift else ""),
+        xlabel=f"magnitude of the {noun}" + (", unscaled" if shift else ""),
         ylabel="% of all",
-        title=f"Exponents of the {what} under the range of {form.name}{factor}",
+        title=f"Exponents of the {noun} under the range of {form.name}{_at(scale) if shift else ''}",
     )
     tidy(axes, "y")
 
 
 def draw_bars(axes: Any, rows: Sequence[Row], title: str) -> None:
     """Draw a bar per tensor, divided by what its elements become, with the first row on top."""
-    left = [0.0] * len(rows)
-    places = list(range(len(rows)))[::-1]
-    for kind, (colour, meaning) in KINDS.items():
-        names = ("infinite", "nan") if kind == "not finite" else (kind,)
+    left, heights = [0.0] * len(rows), list(range(len(rows)))[::-1]
+    for outcome, (colour, meaning) in KINDS.items():
+        names = ("infinite", "nan") if outcome == "not finite" else (outcome,)
         shares = [100 * sum(row.share(name) for name in names) for row in rows]
         if any(shares):
-            axes.barh(places, shares, left=left, color=colour, height=0.78, label=meaning)
+            axes.barh(heights, shares, left=left, color=colour, height=0.78, label=meaning)
         left = [start + share for start, share in zip(left, shares, strict=True)]
-    axes.set_yticks(places, [shortened(row.name, 34) for row in rows], fontsize=8, parse_math=False)
-    axes.set_xlim(0, 100)
-    axes.set_ylim(-0.6, max(len(rows), 1) - 0.4)
-    axes.set(title=title, xlabel="% of elements")
+    axes.set_yticks(heights, [shortened(row.name, 34) for row in rows], fontsize=8, parse_math=False)
+    axes.set(title=title, xlabel="% of elements", xlim=(0, 100), ylim=(-0.6, max(len(rows), 1) - 0.4))
     tidy(axes, "x")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14 - 0.6 / max(4, len(rows))))
@@ -122,15 +116,14 @@ def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
     exponents, curves = advice.exponents, advice.curves
     numbers = curves.numbers.clip(1)
     low, high, best = (math.log2(scale) for scale in (advice.low, advice.high, advice.scale))
-    flushed = 100 * (curves.flushed / numbers[:, None]).max(0)
-    overflow = 100 * (curves.overflow / numbers[:, None]).max(0)
     if low <= high:
         axes.axvspan(low, high, color=KINDS["normal"][0], alpha=0.12, linewidth=0, label="no more than accepted")
     floor = 1e-3
-    for kind, shares in (("flushed", flushed), ("overflow", overflow)):
-        shown = [share if share > 0 else math.nan for share in shares]
-        colour, meaning = KINDS[kind]
-        axes.plot(exponents, shown, color=colour, marker="o", markersize=3, label=f"{meaning}, worst tensor")
+    for outcome, counts in (("flushed", curves.flushed), ("overflow", curves.overflow)):
+        shares = 100 * (counts / numbers[:, None]).max(0)
+        colour, meaning = KINDS[outcome]
+        visible = [share if share > 0 else math.nan for share in shares]
+        axes.plot(exponents, visible, color=colour, marker="o", markersize=3, label=f"{meaning}, worst tensor")
         floor = min([floor, *(share / 2 for share in shares if share > 0)])
     axes.axvline(best, color="black", linewidth=1.4, label=f"scale $2^{{{best:.0f}}}$")
     if advice.share:
@@ -146,19 +139,20 @@ def draw_scales(axes: Any, advice: ScaleAdvice) -> None:
     tidy(axes, "y")
 
 
-def figure_of(found: Statistics, advice: ScaleAdvice | None = None) -> Any:
+def figure_of(statistics: Statistics, advice: ScaleAdvice | None = None) -> Any:
     """The figure of `Statistics.picture`, or with `advice` on its statistics, of `ScaleAdvice.picture`."""
-    worst, total = found.worst(BARS), found.total
+    worst, total, form = statistics.worst(BARS), statistics.total, statistics.format
     bars = 0.24 * max(4, len(worst))
     heights = [3.4, 1.4 + bars] if advice is None else [3.2, 2.6, 1.4 + bars]
-    made = figure(11, (4.6 if advice is None else 7.6) + bars)
-    upper, *middle, lower = made.subplots(len(heights), 1, height_ratios=heights)
-    what = "elements" if advice is None else "gradients"
-    draw_exponents(upper, total.exponents, total.elements, found.format, found.scale, what)
-    title = f"What {found.format.name} makes of each tensor"
+    drawing = figure(11, (4.6 if advice is None else 7.6) + bars)
+    upper, *middle, lower = drawing.subplots(len(heights), 1, height_ratios=heights)
+    noun = "elements" if advice is None else "gradients"
+    draw_exponents(upper, total.exponents, total.elements, form, statistics.scale, noun)
+    title = f"What {form.name} makes of each tensor"
     if advice is not None:
         draw_scales(middle[0], advice)
-        title = f"What {found.format.name} makes of each gradient{_at(found.scale)}"
-    more = "" if len(worst) == len(found) else f", the {len(worst)} worst of {len(found)}"
-    draw_bars(lower, worst, title + more)
-    return made
+        title = f"What {form.name} makes of each gradient{_at(statistics.scale)}"
+    if len(worst) < len(statistics):
+        title += f", the {len(worst)} worst of {len(statistics)}"
+    draw_bars(lower, worst, title)
+    return drawing

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from halfstep.cli.figures import figure, save, tidy
 
-# Colours of Okabe and Ito, which colour-blind readers can tell apart. The shapes differ too, for prints without colour.
+# Name, beginning of a case, colour and marker. The colours are those of Okabe and Ito, which colour-blind readers can
+# tell apart. The shapes differ too, for prints without colour.
 FAMILIES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("Adam", ("Adam",), "#0072b2", "o"),
     ("check, unscale", ("foreach_check", "foreach_unscale"), "#e69f00", "s"),
@@ -33,13 +34,7 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One GPU.
-
-    Attributes:
-        memory: bytes per second that copies reach.
-        issue: instructions per second.
-        limit: the largest allowed ratio of issue time to memory time.
-    """
+    """One GPU: bytes that copies reach and instructions per second, and the largest ratio of issue to memory time."""
 
     gpu: str
     memory: float
@@ -50,32 +45,26 @@ class Panel(NamedTuple):
 
 def family(name: str) -> int:
     """The index in `FAMILIES` of the family of a case."""
-    return next(at for at, (_, begins, _, _) in enumerate(FAMILIES) if name.startswith(begins))
+    return next(index for index, (_, prefixes, _, _) in enumerate(FAMILIES) if name.startswith(prefixes))
 
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
-    """Draw the panels to `path`, two side by side, with a legend in the place of the last one, or below.
+    """Draw the panels to `path`, two side by side, with a legend after the last one.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    down = -(-len(panels) // 2)
-    drawing = figure(14, 4.6 * down + 0.6)
+    drawing = figure(14, 4.6 * (len(panels) // 2 + 1) + 0.6)
     from matplotlib.lines import Line2D
 
-    grid = list(drawing.subplots(down, 2, squeeze=False).flat)
+    grid = list(drawing.subplots(len(panels) // 2 + 1, 2, squeeze=False).flat)
     for axes, panel in zip(grid, panels, strict=False):
         _draw_panel(axes, panel)
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", label=name)
-        for name, _, colour, marker in FAMILIES
-    ]
+    handles = [Line2D([], [], color=c, marker=marker, linestyle="none", label=name) for name, _, c, marker in FAMILIES]
     handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="most that issue may take"))
-    if len(panels) < len(grid):
-        grid[-1].set_axis_off()
-        grid[-1].legend(handles=handles, loc="upper left", frameon=False, fontsize=11)
-    else:
-        drawing.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    grid[-1].legend(handles=handles, loc="upper left", frameon=False, fontsize=11)
     drawing.suptitle(title, x=0.01, ha="left", fontsize=13)
     save(drawing, path)
 
@@ -91,27 +80,19 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
         axes.plot(point.per_byte, point.reached / panel.memory, marker=marker, color=colour, markersize=5)
     above = sorted(panel.points, key=lambda point: -point.per_byte)[:_NAMED]
     above = sorted((point for point in above if point.per_byte > ridge * panel.limit), key=lambda point: -point.reached)
-    for at, point in enumerate(above):
-        axes.annotate(
-            point.name,
-            (point.per_byte, point.reached / panel.memory),
-            xytext=(0.02, 0.62 - 0.068 * at),
-            textcoords="axes fraction",
-            fontsize=7.5,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkB": 3, "relpos": (1, 0.5)},
-        )
+    arrow = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "shrinkB": 3, "relpos": (1, 0.5)}
+    for index, point in enumerate(above):
+        corner, text = (point.per_byte, point.reached / panel.memory), (0.02, 0.62 - 0.068 * index)
+        axes.annotate(point.name, corner, text, textcoords="axes fraction", fontsize=7.5, va="center", arrowprops=arrow)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(lowest, highest)
     axes.set_ylim(0.01, 1.5)
     axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0], ["1 %", "3 %", "10 %", "30 %", "100 %"])
     axes.minorticks_off()
-    ticks = [each for each in (0.3, 1, 3, 10, 30, 100, 300) if lowest <= each <= highest]
-    axes.set_xticks(ticks, [f"{each:g}" for each in ticks])
+    ticks = [tick for tick in (0.3, 1, 3, 10, 30, 100, 300) if lowest <= tick <= highest]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     tidy(axes, "both")
-    axes.set_xlabel("instructions issued per byte of memory")
-    axes.set_ylabel("predicted part of what a copy reaches")
-    axes.set_title(
-        f"{panel.gpu}: {panel.memory / 1e12:.2f} TB/s, {panel.issue / 1e12:.1f} T instructions/s", loc="left"
-    )
+    axes.set(xlabel="instructions issued per byte of memory", ylabel="predicted part of what a copy reaches")
+    title = f"{panel.gpu}: {panel.memory / 1e12:.2f} TB/s, {panel.issue / 1e12:.1f} T instructions/s"
+    axes.set_title(title, loc="left")
