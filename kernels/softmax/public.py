@@ -38,7 +38,7 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
 
 
 def _checked(
-    x: Any, dim: Any, scale: Any, mask: Any, causal: bool, dtype: torch.dtype | None, log: bool
+    x: Any, dim: Any, scale: float, mask: Any, causal: bool, dtype: torch.dtype | None, log: bool
 ) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")

@@ -541,7 +541,8 @@ def _launch(
     partials: int,  # numbers that each piece of a row leaves
 ) -> None:
     """Launch once for whole rows, or twice for rows in pieces."""
-    device, addresses, stages, splits = tensors[-1].device, [*map(by_address, tensors)], (0,), 1
+    device, addresses, splits = tensors[-1].device, [*map(by_address, tensors)], 1
+    stages: Sequence[int] = (0,)
     partial, columns, per_thread = addresses[-1], rows.columns, tile_limit // MOST_THREADS
     long = columns > tile_limit
     if long:
