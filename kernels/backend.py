@@ -124,6 +124,11 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return function if triton is None else triton.jit(function, **options)
 
 
+def constexpr_function(function: Callable[..., Any]) -> Any:
+    """As `jit`, of functions of Python that kernels call with constants."""
+    return function if triton is None else triton.constexpr_function(function)
+
+
 EXACT = {"enable_fp_fusion": False}  # option of kernels that give the bits of the reference
 _HERE = nullcontext()
 _compiled: dict[tuple[Any, ...], Any] = {}  # forms of kernels, by what `launch_kernel` knows of them
