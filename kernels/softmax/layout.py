@@ -54,8 +54,8 @@ def outer_dimensions(x: torch.Tensor, mask: torch.Tensor | None, y: torch.Tensor
         if x.stride(-1) != 1 and columns != 1:
             x = x.contiguous()
         if mask is None and x.is_contiguous():
-            strides = 0, 0, columns, 1
-            return Layout(x, None, (1, 1, x.numel() // columns), strides, strides, strides)
+            rows = 0, 0, columns, 1
+            return Layout(x, None, (1, 1, x.numel() // columns), rows, rows, rows)
     full = x if mask is None else mask.expand(x.shape)
     while True:
         tensors = [tensor.movedim(dim, -1) for tensor in (x, full, y)]
