@@ -347,32 +347,38 @@ def write(
     path: Path, step: int, tree: dict[str, Any], tensors: dict[str, torch.Tensor], keep: int | None, ranks: Ranks
 ) -> Path:
     """Write a checkpoint, all `ranks` together: `tree` is that of the first, `tensors` are each rank's."""
-    writer = Writer(path, step, tree, keep)
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    unfinished: list[atomic.UnfinishedSave] = []  # on the first rank
+
+    def begin() -> Path | None:
+        if ranks.rank == 0:
+            unfinished.append(atomic.UnfinishedSave(path.parent))
+        return unfinished[0].path if unfinished else None
 
     def run() -> None:
+        content = {"format": atomic.FORMAT, "step": step, "world_size": ranks.size}
+        writer = Writer(folder, ranks.rank, ranks.size, content, tree)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        options: Any = {"process_group": ranks.group, "no_dist": ranks.group is None}
         try:
             with _quiet():
-                dcp.save(
-                    tensors,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=ranks.group,
-                    no_dist=ranks.group is None,
-                )
+                dcp.save(tensors, storage_writer=writer, planner=planner, **options)
         except BaseException:
             if writer.interrupt is not None:
                 raise writer.interrupt from None
             raise
+        for save in unfinished:
+            save.put_in_place(path)
+            if keep is not None:
+                atomic.prune(path.parent, step, keep)
 
+    advice = f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed"
     try:
-        with explained(
-            f"cannot write checkpoint {path}",
-            f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed",
-        ):
+        with explained(f"cannot write checkpoint {path}", advice):
+            folder: Any = ranks.together(begin)[0]
             ranks.together(run)
     finally:
-        writer.end()
+        for save in unfinished:
+            save.end()
     return path
 
 
