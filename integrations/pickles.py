@@ -139,11 +139,11 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
-def _check_expansion(content: Any, most: int) -> None:
+def _check_expansion(content: Any, limit: int) -> None:
     """Refuse containers that hold one another so often, or so deep, that looking at all values would take too long.
 
     Raises:
-        PickleError: they expand to more than `most` values, contain themselves, or are nested more than 100 deep.
+        PickleError: they expand to more than `limit` values, contain themselves, or are nested more than 100 deep.
     """
     counts: dict[int, float] = {}  # of the values in each container
 
@@ -158,7 +158,7 @@ def _check_expansion(content: Any, most: int) -> None:
             counts[id(value)] = 1 + sum(count(item, depth + 1) for item in items)
         return counts[id(value)]
 
-    if count(content, 0) > most:
+    if count(content, 0) > limit:
         raise PickleError("it has containers that contain themselves, or one another too often")
 
 

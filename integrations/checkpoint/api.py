@@ -145,9 +145,9 @@ def _is_flat(model: torch.nn.Module | None) -> bool:
     return model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: bool) -> dict[str, Any]:
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, as_held: bool) -> dict[str, Any]:
     """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
-    with saving(optimizer, "held" if held else "canonical"):
+    with saving(optimizer, "held" if as_held else "canonical"):
         return torch_state.get_optimizer_state_dict(model, optimizer)
 
 
@@ -282,7 +282,7 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
-    held = is_held(optimizer_state)
+    as_held = is_held(optimizer_state)
     if model is None:
         _only_with_model(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
@@ -296,7 +296,7 @@ def save(
             with _quiet():
                 parts["model"] = dict(torch_state.get_model_state_dict(model))
                 if optimizer is not None:
-                    parts["optimizer"] = _optimizer_state(model, optimizer, held)
+                    parts["optimizer"] = _optimizer_state(model, optimizer, as_held)
         parts["scaler"] = None if scaler is None else scaler.state_dict()
         parts["state"] = None if state is None else dict(state)
         tree: dict[str, Any] = {}
@@ -495,7 +495,7 @@ class _Load:
         if self.optimizer is not None:
             saved = unpack(tree["optimizer"], self._whole)
             check_optimizer_state(saved)
-            current = _optimizer_state(self.model, self.optimizer, held=True)
+            current = _optimizer_state(self.model, self.optimizer, as_held=True)
             check_groups(saved["param_groups"], current["param_groups"])
             parameters: dict[str, torch.Tensor] = {}
             if not self.flat:
@@ -504,8 +504,8 @@ class _Load:
             for name, entry in saved["state"].items():
                 for key, tensor in entry.items():
                     if isinstance(tensor, TensorName):
-                        held = current["state"].get(name, {}).get(key)
-                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), held)
+                        present = current["state"].get(name, {}).get(key)
+                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), present)
             for name, target in self.targets.items():
                 if target.device.type == "meta":
                     self.targets[name] = torch.empty_like(target, device="cpu")
@@ -519,7 +519,7 @@ class _Load:
         self.targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         return TensorName(name)
 
-    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, held: Any) -> Any:
+    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, present: Any) -> Any:
         """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
         target, label = self.targets[name], f"{key} of {owner}"
         size, dtype = target.shape, target.dtype
@@ -531,13 +531,13 @@ class _Load:
                 "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
                 "with optimizer_state='canonical'"
             )
-        if self.flat and isinstance(held, torch.Tensor | ShardedTensor):
-            if (held.size(), held.dtype) != (size, dtype):
+        if self.flat and isinstance(present, torch.Tensor | ShardedTensor):
+            if (present.size(), present.dtype) != (size, dtype):
                 raise CheckpointError(
-                    f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(held.size())} {held.dtype} in the "
-                    "optimizer; use the same model and optimizer"
+                    f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(present.size())} {present.dtype} "
+                    "in the optimizer; use the same model and optimizer"
                 )
-            return held  # the tensor that FSDP1 made for this purpose
+            return present  # the tensor that FSDP1 made for this purpose
         # Codes that cannot be sharded with their scales are read as a whole.
         coded = key in CODES.values() or key in SCALES.values()
         if parameter is None or (coded and not shards_blocks(parameter)):

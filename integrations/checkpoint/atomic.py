@@ -118,9 +118,9 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 def remedy(path: Path) -> str:
     """The remedy for a checkpoint that cannot be used, for a message."""
-    for _, other in reversed(checkpoints(path.parent)):
-        if other != path and is_good(other):
-            return f"{other} is good: continue from that, or delete the damaged one"
+    for _, candidate in reversed(checkpoints(path.parent)):
+        if candidate != path and is_good(candidate):
+            return f"{candidate} is good: continue from that, or delete the damaged one"
     return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
 
 
@@ -131,7 +131,7 @@ def missing(path: Path) -> CheckpointError:
             f"{path} is a file, as halfstep wrote checkpoints before, or of other code: make a folder of it with "
             f"python -m halfstep convert {path} FOLDER"
         )
-    present = ", ".join(str(other) for _, other in checkpoints(path.parent)) or "none"
+    present = ", ".join(str(present) for _, present in checkpoints(path.parent)) or "none"
     return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
 
 
@@ -239,11 +239,11 @@ def _digest_of_file(path: Path) -> str:
 
 def _origin(path: Path, digest: str) -> str:
     """The origin of a file with a wrong digest, for a message."""
-    for _, other in checkpoints(path.parent):
+    for _, neighbour in checkpoints(path.parent):
         with contextlib.suppress(CheckpointError):
-            for name, record in read_manifest(other)["files"].items():
+            for name, record in read_manifest(neighbour)["files"].items():
                 if record["sha256"] == digest:
-                    return f"it is {name} of {other.name}"
+                    return f"it is {name} of {neighbour.name}"
     return "it was changed or damaged, or is of another checkpoint"
 
 

@@ -104,8 +104,8 @@ class TorchReader(Reader):
             dtype = fields["properties"].state[0]
             for record in fields["chunks"]:
                 chunk = ChunkStorageMetadata(record.state["offsets"], record.state["sizes"])
-                index, needed = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
-                self._chunks[index] = chunk.sizes, self._range(stored[index], needed)
+                index, size = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
+                self._chunks[index] = chunk.sizes, self._range(stored[index], size)
                 chunks[chunk.offsets, chunk.sizes] = chunk
             properties = TensorProperties(dtype=dtype)
             tensors[name] = TensorStorageMetadata(properties, fields["size"], list(chunks.values()))
@@ -113,14 +113,14 @@ class TorchReader(Reader):
         self._set_metadata(tensors, sum((self.path / name).stat().st_size for name in files))
         self.tree = self._tree(root.get("planner_data") or {})
 
-    def _range(self, info: dict[str, Any], needed: int) -> tuple[str, int, int]:
+    def _range(self, info: dict[str, Any], size: int) -> tuple[str, int, int]:
         """File, offset and length of an entry, which exist."""
         name, offset, length = info["relative_path"], info["offset"], info["length"]
         if not atomic.is_name(name) or not (self.path / name).is_file():
             raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
         if info.get("transform_descriptors"):
             raise CheckpointError("its files are compressed or encrypted: save it without that")
-        if min(offset, length - needed) < 0 or offset + length > (self.path / name).stat().st_size:
+        if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
         return name, offset, length
 

@@ -120,11 +120,9 @@ class Writer(dcp.StorageWriter):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
         offsets, end = {}, 0
         for item in items:
-            chunk, dtype, key = (
-                item.tensor_data.chunk,
-                item.tensor_data.properties.dtype,
-                _file_and_key(item.index.fqn)[1],
-            )  # type: ignore[union-attr]
+            assert item.tensor_data is not None
+            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+            key = _file_and_key(item.index.fqn)[1]
             begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
             header[key] = {"dtype": NAMES[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
             offsets[key] = {"saved_offsets": list(chunk.offsets)}
@@ -218,15 +216,15 @@ class Reader:
 
     def _set_metadata(self, tensors: dict[str, Any], available: int) -> None:
         """Raise unless the parts of each tensor lie within it, do not overlap and cover it, and all fit the files."""
-        needed = 0
+        required = 0
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorStorageMetadata):
-                needed += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+                required += math.prod(tensor.size) * tensor.properties.dtype.itemsize
                 if problem := _problem_of_chunks(tensor.size, tensor.chunks):
                     shape = list(tensor.size)[:16]
                     raise CheckpointError(f"its tensor {name[:100]!r} of shape {shape} has {problem}")
-        if needed > available:
-            raise CheckpointError(f"its tensors need {needed:,} bytes, and its files have {available:,}")
+        if required > available:
+            raise CheckpointError(f"its tensors need {required:,} bytes, and its files have {available:,}")
         self.metadata = dcp_metadata.Metadata(tensors)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
@@ -307,9 +305,9 @@ def _narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
 def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str | None:
     """What prevents parts from making up a tensor of this size; None if they do."""
     for chunk in (*chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), size)):
-        spans = list(zip(chunk.offsets, chunk.sizes, size, strict=False))
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
-            min(begin, length) < 0 or begin + length > limit for begin, length, limit in spans
+            min(begin, length) < 0 or begin + length > limit
+            for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=False)
         ):
             return "a part that extends beyond it"
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
@@ -321,9 +319,9 @@ def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> 
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
-        for other in active:
-            spans = zip(other.offsets, other.sizes, chunk.offsets, chunk.sizes, strict=True)
+        active = [before for before in active if before.offsets[along] + before.sizes[along] > chunk.offsets[along]]
+        for before in active:
+            spans = zip(before.offsets, before.sizes, chunk.offsets, chunk.sizes, strict=True)
             if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
                 return "parts that overlap"
         active.append(chunk)

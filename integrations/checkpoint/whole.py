@@ -57,10 +57,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         >>> torch.equal(model.weight, saved.weight)
         True
     """
-    own = model.state_dict()
-    check_model(state, own)
+    present = model.state_dict()
+    check_model(state, present)
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in present.items():
             value.copy_(scatter(state[name], value))
 
 
@@ -90,12 +90,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     by_number = dict(zip(numbers, parameters, strict=True))
 
     def sharded(number: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-        parameter, sharded = by_number[number], dict(decode(entry, f"state of parameter {number}"))
+        parameter, sharded = by_number[number], decode(dict(entry), f"state of parameter {number}")
         for key, value in sharded.items():
             # Codes are decoded with their scales before they are sharded; remainders may be in pairs of bytes.
-            whole = key in (*CODES.values(), *SCALES.values())
+            coded = key in (*CODES.values(), *SCALES.values())
             shapes = parameter.shape, (*parameter.shape, 2)
-            if isinstance(value, torch.Tensor) and value.shape in shapes and not whole:
+            if isinstance(value, torch.Tensor) and value.shape in shapes and not coded:
                 sharded[key] = scatter(value, parameter)
         return sharded
 
@@ -110,19 +110,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
-def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
-    """Raise unless a saved state dict of a model has the same tensors as `own`.
+def check_model(saved: Any, present: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
+    """Raise unless a saved state dict of a model has the same tensors as `present`.
 
     Args:
         saved: tensors by name. With `listed`, names of tensors instead of these, whose metadata it returns.
-        own: what the model has now.
+        present: what the model has now.
 
     Raises:
         CheckpointError: a name, shape or dtype differs.
     """
-    if not isinstance(saved, Mapping) or saved.keys() != own.keys():
+    if not isinstance(saved, Mapping) or saved.keys() != present.keys():
         names = saved.keys() if isinstance(saved, Mapping) else set()
-        differing = ", ".join(sorted(map(str, names ^ own.keys()))[:5])
+        differing = ", ".join(sorted(map(str, names ^ present.keys()))[:5])
         raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
 
     def described(value: Any) -> str:
@@ -132,7 +132,7 @@ def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any]
         dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
         return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
 
-    for name, value in own.items():
+    for name, value in present.items():
         if described(saved[name]) != described(value):
             raise CheckpointError(
                 f"{name} is {described(saved[name])} in the checkpoint and {described(value)} in the model; load it "
@@ -140,21 +140,23 @@ def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any]
             )
 
 
-def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
     """Raise unless the groups of two optimizers have the same parameters by name, in any order.
 
     Raises:
         CheckpointError: they do not.
     """
-    names, own_names = ([list(group["params"]) for group in groups] for groups in (saved, own))
+    names, present_names = ([list(group["params"]) for group in groups] for groups in (saved, present))
     if not all(type(name) is str for group in names for name in group):
         raise CheckpointError("its optimizer's groups are not lists of parameters")
-    if sorted(map(sorted, names)) == sorted(map(sorted, own_names)):
+    if sorted(map(sorted, names)) == sorted(map(sorted, present_names)):
         return
-    differing = sorted(set(chain(*names)) ^ set(chain(*own_names)))
+    differing = sorted(set(chain(*names)) ^ set(chain(*present_names)))
     problem = f"{', '.join(differing[:5])} on one side only"
     if not differing:
-        problem = f"{list(map(len, names))} parameters there, {list(map(len, own_names))} here, or in another division"
+        problem = (
+            f"{list(map(len, names))} parameters there, {list(map(len, present_names))} here, or in another division"
+        )
     raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {problem}; make it as it was made")
 
 

@@ -196,7 +196,7 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
             {} if isinstance(inner, torch.optim.Optimizer) else _inside(inner),
         ]
         parts = [part for part in tree_leaves(contents) if hasattr(part, "param_groups")]
-        parts = [part for part in parts if not any(part is other for other in outer)]
+        parts = [part for part in parts if not any(part is container for container in outer)]
         if not parts:
             yield inner
     elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer or (), Iterable):
@@ -271,10 +271,10 @@ def nonfinite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(extremes.isnan().any()) else "Inf" if bool(extremes.isinf().any()) else ""
 
 
-def sample(tensor: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
-    """A copy of at most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
+def sample(tensor: torch.Tensor, limit: int = 1 << 16) -> torch.Tensor:
+    """A copy of at most `limit` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
     shard: torch.Tensor = torch.atleast_1d(local(tensor).detach())
-    step = -(-shard.numel() // most) or 1
+    step = -(-shard.numel() // limit) or 1
     indices = torch.arange(0, shard.numel(), step, dtype=torch.int64, device=shard.device)
     return shard[torch.unravel_index(indices, shard.shape)]
 
