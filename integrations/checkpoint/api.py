@@ -35,10 +35,10 @@ from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.storage import Writer
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state
-from halfstep.integrations.optim.checkpoints import CanonicalState, saving
-from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
-from halfstep.integrations.optim.state import CODES, SCALES
-from halfstep.numerics.scaling.topology import local
+from halfstep.integrations.optim.classes import LayoutOptimizer, saving
+from halfstep.integrations.optim.state import empty_entry, shards_blocks
+from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.state_layout import CODE_KEYS, HELD, SCALE_KEYS
 
 T = TypeVar("T")
 UNTOUCHED = "; earlier checkpoints are untouched"
@@ -523,7 +523,7 @@ class _Load:
         """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
         target, label = self.targets[name], f"{key} of {owner}"
         size, dtype = target.shape, target.dtype
-        ours = isinstance(self.optimizer, CanonicalState) and not self.flat
+        ours = isinstance(self.optimizer, LayoutOptimizer) and not self.flat
         if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat):
             unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
             raise CheckpointError(
@@ -539,7 +539,7 @@ class _Load:
                 )
             return present  # the tensor that FSDP1 made for this purpose
         # Codes that cannot be sharded with their scales are read as a whole.
-        coded = key in CODES.values() or key in SCALES.values()
+        coded = key in CODE_KEYS or key in SCALE_KEYS
         if parameter is None or (coded and not shards_blocks(parameter)):
             return target
         empty = empty_entry(parameter, key, size, dtype)
@@ -567,7 +567,7 @@ class _Load:
             options = torch_state.StateDictOptions(strict=False)
             loaded = unpack(tree["optimizer"], self.targets.__getitem__)
             torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
-            if isinstance(self.optimizer, CanonicalState):
+            if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
             self.scaler.load_state_dict(unpack(tree["scaler"], self._copied))

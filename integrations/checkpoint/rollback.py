@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 
 
 def _remembered(value: Any, depth: int, numbers: bool = True) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.integrations.optim.state import CODES, SCALES
+from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
 def gather(state: Any) -> Any:
@@ -93,7 +93,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         parameter, sharded = by_number[number], decode(dict(entry), f"state of parameter {number}")
         for key, value in sharded.items():
             # Codes are decoded with their scales before they are sharded; remainders may be in pairs of bytes.
-            coded = key in (*CODES.values(), *SCALES.values())
+            coded = key in CODE_KEYS or key in SCALE_KEYS
             shapes = parameter.shape, (*parameter.shape, 2)
             if isinstance(value, torch.Tensor) and value.shape in shapes and not coded:
                 sharded[key] = scatter(value, parameter)

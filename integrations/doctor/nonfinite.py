@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.findings import dtype_name
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 
 
 class NonFinite:

@@ -32,14 +32,14 @@ from halfstep.integrations.doctor.setup import (
     sample,
     size_of,
 )
-from halfstep.integrations.optim.state import SCALES
 from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.sharding import is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.state_layout import SCALE_KEYS
 from halfstep.numerics.statistics.updates import UpdateLoss, count_lost
 
 # The moments that torch's optimizers keep, in the parameter's dtype, before their first step shows them.
@@ -115,7 +115,7 @@ def _values(setup: Setup) -> Iterator[Finding]:
     for entry in setup.entries:
         tensors += [(entry.name, "weights", entry.parameter)] * (id(entry.parameter) not in setup.names)
         tensors += [(entry.name, key, value) for key, value in entry.state.items()]
-        tensors += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALES.values()]
+        tensors += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALE_KEYS]
     names_by_role: dict[str, list[str]] = defaultdict(list)
     for name, role, tensor in tensors:
         value = nonfinite(tensor)

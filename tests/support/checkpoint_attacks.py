@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.checkpoint import atomic as files
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.optim.classes import saving
 
 MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
 CANARY = "halfstep_canary"

@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent, printable
 
@@ -84,11 +83,10 @@ def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | N
     readable = all(file.suffix == ".safetensors" and file.is_file() for file in files)
     if not readable or sum(file.stat().st_size for file in files) > SMALL:
         return None
-    with Importing():
-        import numpy as np
-        from safetensors import SafetensorError, deserialize
+    import numpy as np
+    from safetensors import SafetensorError, deserialize
 
-        from halfstep.numerics.statistics.counts import of_arrays
+    from halfstep.numerics.statistics.counts import of_arrays
 
     names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
     try:
@@ -110,9 +108,8 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
     if counted is not None:
         files = list(map(str, options.files))
         return counted, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
-    with Importing():
-        from halfstep.integrations.tensor_files import TensorFileError, read_all
-        from halfstep.numerics.statistics.counts import statistics
+    from halfstep.integrations.tensor_files import TensorFileError, read_all
+    from halfstep.numerics.statistics.counts import statistics
 
     checkpoint = read_all(options.files)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
@@ -202,8 +199,7 @@ def _inspect(options: argparse.Namespace) -> None:
     counts, left_out, files, lines = _count(options)
     advice = None
     if options.advise:
-        with Importing():
-            from halfstep.numerics.statistics.advice import advise_scale
+        from halfstep.numerics.statistics.advice import advise_scale
 
         advice = advise_scale(counts, options.format)
     if options.out is not None:
