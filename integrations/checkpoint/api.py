@@ -85,8 +85,7 @@ class Ranks:
     def together(self, function: Callable[[], T]) -> list[T]:
         """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
 
-        KeyboardInterrupt and other exceptions that end a program are raised again on their rank, after the other ranks
-        know of them.
+        Exceptions that end a program are raised again on their rank, after the other ranks know of them.
         """
         result: Any = None
         error: str | None = None
@@ -124,11 +123,7 @@ def _quiet() -> Iterator[None]:
 
 
 def is_held(optimizer_state: str) -> bool:
-    """Whether an optimizer's state is to be saved as it is held.
-
-    Raises:
-        ValueError: `optimizer_state` is neither ``"canonical"`` nor ``"held"``.
-    """
+    """Whether an optimizer's state is to be saved as it is held. Raises ValueError for an unknown form."""
     if optimizer_state not in ("canonical", "held"):
         raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
     return optimizer_state == "held"
@@ -472,13 +467,9 @@ class _Load:
         self.reader.verify(ranks.rank, ranks.size)
 
     def prepare(self) -> None:
-        """Compare the checkpoint with model and optimizer, and create tensors to read it into. Collective under FSDP1.
-
-        Raises:
-            CheckpointError: it is of another model, or of an optimizer with other groups.
-        """
+        """Compare the checkpoint with model and optimizer, and make tensors to read it into. Collective under FSDP1."""
         tree = self.reader.tree
-        self.state = unpack(tree.get("state"), self._copied) or {}
+        self.state = unpack(tree.get("state"), self.reader.copy) or {}
         if not isinstance(self.state, dict):
             raise CheckpointError(f"its state is a {type(self.state).__name__}")
         if self.model is None:
@@ -509,9 +500,6 @@ class _Load:
             for name, target in self.targets.items():
                 if target.device.type == "meta":
                     self.targets[name] = torch.empty_like(target, device="cpu")
-
-    def _copied(self, name: str) -> torch.Tensor:
-        return self.reader.tensor(name).clone()
 
     def _whole(self, name: str) -> TensorName:
         """A tensor that is read whole, unless it belongs to the state of a parameter that is sharded."""
@@ -570,7 +558,7 @@ class _Load:
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(unpack(tree["scaler"], self._copied))
+            self.scaler.load_state_dict(unpack(tree["scaler"], self.reader.copy))
 
 
 def _read_target(value: Any) -> Any:

@@ -150,11 +150,7 @@ def is_name(name: Any) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint, whose ``files`` are names in the folder.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """The content of the manifest of a checkpoint, which is intact and whose ``files`` are names in the folder."""
     try:
         data = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
         content = json.loads(data.decode())["content"]
@@ -183,15 +179,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint whose files are all as it says.
+    """The content of the manifest of a checkpoint. Raises CheckpointError unless its files are as it says.
 
-    Args:
-        path: the folder.
-        share, shares: the sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`;
-            0: of none.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
+    The sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`; of none for 0.
     """
     try:
         content = read_manifest(path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.numerics.scaling.sharding import local
 
 
@@ -77,3 +80,16 @@ class Rollback:
             set_model_state_dict(self.model, self.objects, options=StateDictOptions(strict=False))
         for attributes in self.attributes:
             _restored(attributes)
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
+    rollback = Rollback(None, optimizer)
+    try:
+        yield
+    except BaseException as error:
+        rollback.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error

@@ -228,11 +228,7 @@ class Reader:
         self.metadata = dcp_metadata.Metadata(tensors)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare the bytes of every `shares`-th file, beginning with `share`, with their hash.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+        """Raise unless the bytes of every `shares`-th file, beginning with `share`, have their hash."""
         atomic.verify(self.path, share, shares)
 
     def _read(self, index: MetadataIndex) -> Any:
@@ -243,11 +239,7 @@ class Reader:
         return self._opened[name].get_tensor(key)
 
     def listed(self, name: str) -> TensorStorageMetadata:
-        """The size, dtype and parts of a tensor.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
+        """The size, dtype and parts of a tensor."""
         entry = self.metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"it has no tensor {name[:200]}")
@@ -258,10 +250,11 @@ class Reader:
         entry = self.listed(name)
         if len(entry.chunks) == 1:
             return self._chunk(MetadataIndex(name, entry.chunks[0].offsets))
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        for chunk in entry.chunks:
-            _narrowed(whole, chunk.offsets, chunk.sizes).copy_(self._chunk(MetadataIndex(name, chunk.offsets)))
-        return whole
+        self.read_into(whole := {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")})
+        return whole[name]
+
+    def copy(self, name: str) -> torch.Tensor:
+        return self.tensor(name).clone()
 
     def _chunk(self, index: MetadataIndex) -> torch.Tensor:
         """One part of a tensor, of the size and dtype that are listed."""
@@ -279,11 +272,7 @@ class Reader:
         return values
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Read tensors by name into others of the same size, of which each rank has its parts.
-
-        Raises:
-            CheckpointError: a tensor cannot be read, or is not as listed.
-        """
+        """Read tensors by name into others of the same size, of which each rank has its parts."""
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(targets, self.metadata, is_coordinator=True)
         items = planner.create_local_plan().items
@@ -292,14 +281,9 @@ class Reader:
             interrupts.poll()
             chunk = self._chunk(index)
             for item in reads:
-                values = _narrowed(chunk, item.storage_offsets, item.lengths)
+                spans = zip(item.storage_offsets, item.lengths, strict=True)
+                values = chunk[tuple(slice(begin, begin + length) for begin, length in spans)]
                 planner.resolve_tensor(item).detach().copy_(values)
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, begin, length)
-    return tensor
 
 
 def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str | None:

@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.rollback import Rollback
+from halfstep.integrations.checkpoint.rollback import unchanged_on_error
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
@@ -99,26 +99,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 sharded[key] = scatter(value, parameter)
         return sharded
 
-    rollback = Rollback(None, optimizer)
-    try:
+    with unchanged_on_error(optimizer):
         entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
         optimizer.load_state_dict({**state, "state": entries})
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
 def check_model(saved: Any, present: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
-    """Raise unless a saved state dict of a model has the same tensors as `present`.
+    """Raise unless a saved state dict of a model has the same names, shapes and dtypes as the `present` one.
 
-    Args:
-        saved: tensors by name. With `listed`, names of tensors instead of these, whose metadata it returns.
-        present: what the model has now.
-
-    Raises:
-        CheckpointError: a name, shape or dtype differs.
+    With `listed`, `saved` has the names of tensors in a checkpoint, whose metadata it returns.
     """
     if not isinstance(saved, Mapping) or saved.keys() != present.keys():
         names = saved.keys() if isinstance(saved, Mapping) else set()
@@ -141,11 +130,7 @@ def check_model(saved: Any, present: Mapping[str, Any], listed: Callable[[str], 
 
 
 def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
-    """Raise unless the groups of two optimizers have the same parameters by name, in any order.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """Raise unless the groups of two optimizers have the same parameters by name, in any order."""
     names, present_names = ([list(group["params"]) for group in groups] for groups in (saved, present))
     if not all(type(name) is str for group in names for name in group):
         raise CheckpointError("its optimizer's groups are not lists of parameters")
@@ -161,11 +146,7 @@ def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> 
 
 
 def check_optimizer_state(state: Any) -> None:
-    """Raise unless `state` has the structure of an ``optimizer.state_dict()``.
-
-    Raises:
-        CheckpointError: it has another structure.
-    """
+    """Raise unless `state` has the structure of an ``optimizer.state_dict()``."""
     entries, groups = (state.get(key) if isinstance(state, Mapping) else None for key in ("state", "param_groups"))
     if not (
         isinstance(entries, Mapping)
