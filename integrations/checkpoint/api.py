@@ -313,29 +313,34 @@ def save(
         if not asynchronous:
             return write(path, step, tree, tensors, keep, ranks)
         with torch.no_grad():
-            copies = {name: _staged(tensor) for name, tensor in tensors.items()}
+            copies = {name: _on_cpu(tensor, copy=True) for name, tensor in tensors.items()}
         pending = PendingSave(_writer.submit(write, path, step, tree, copies, keep, ranks), path)
         _pending.append(pending)
         return pending
 
 
-def _staged(value: Any) -> Any:
-    """A copy on the CPU, which later steps do not change. torch's own stager refuses the shards of FSDP1."""
-    if isinstance(value, ShardedTensor):
+def _on_cpu(value: Any, copy: bool) -> Any:
+    """A tensor on the CPU, sharded like `value`: a copy, which later steps do not change, or memory to read into.
 
-        def on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    torch's own stager refuses the shards of FSDP1.
+    """
+    if isinstance(value, ShardedTensor):
+        if not copy:
+            return value  # FSDP1 made it for this purpose
+
+        def moved(shard: ShardMetadata) -> ShardMetadata:
             rank = 0 if shard.placement is None else shard.placement.rank()
             return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/cpu")
 
         metadata = value.metadata()
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(_staged(shard.tensor), on_cpu(shard.metadata)) for shard in value.local_shards()],
-            dataclasses.replace(metadata, shards_metadata=list(map(on_cpu, metadata.shards_metadata))),
+            [Shard(_on_cpu(shard.tensor, copy), moved(shard.metadata)) for shard in value.local_shards()],
+            dataclasses.replace(metadata, shards_metadata=list(map(moved, metadata.shards_metadata))),
             process_group=value._process_group,
         )
     if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
-        return DTensor(_staged(value.to_local()), value._spec, requires_grad=False)
-    return value.detach().to("cpu", copy=True)
+        return DTensor(_on_cpu(value.to_local(), copy), value._spec, requires_grad=False)
+    return value.detach().to("cpu", copy=True) if copy else torch.empty_like(value, device="cpu", requires_grad=False)
 
 
 def write(
@@ -482,7 +487,7 @@ class _Load:
         check_model(saved, self.current, self.reader.listed)
         for name, value in self.current.items():
             if isinstance(value, torch.Tensor | ShardedTensor):
-                self.targets[saved[name]] = _read_target(value)
+                self.targets[saved[name]] = _on_cpu(value, copy=False)
         if self.optimizer is not None:
             saved = unpack(tree["optimizer"], self._whole)
             check_optimizer_state(saved)
@@ -559,12 +564,3 @@ class _Load:
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
             self.scaler.load_state_dict(unpack(tree["scaler"], self.reader.copy))
-
-
-def _read_target(value: Any) -> Any:
-    """A tensor for one entry of the model's state: on the CPU, sharded like the entry."""
-    if isinstance(value, ShardedTensor):  # of FSDP1; already a copy
-        return value
-    if isinstance(value, DTensor):
-        return DTensor(_read_target(value.to_local()), value._spec, requires_grad=False)
-    return torch.empty_like(value, device="cpu", requires_grad=False)
