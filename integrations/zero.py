@@ -16,8 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from halfstep.integrations.checkpoint.api import is_held
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.rollback import unchanged_on_error
-from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
+from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather, unchanged_on_error
 from halfstep.integrations.optim.classes import saving
 
 

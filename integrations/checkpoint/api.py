@@ -31,10 +31,9 @@ from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
 from halfstep.integrations.checkpoint.importing import open_checkpoint
-from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.storage import Writer
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
-from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state
+from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.state import empty_entry, shards_blocks
 from halfstep.numerics.scaling.sharding import local
@@ -283,7 +282,7 @@ def save(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
         )
     _finish_pending()
-    path = Path(folder) / atomic.name_of(step)
+    path = Path(folder) / f"step-{step:08d}"
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
         parts: dict[str, Any] = {"step": step}

@@ -76,11 +76,6 @@ def explained(subject: str, advice: str = "") -> Iterator[None]:
 # -------------------------------------------------------------------------------------------- checkpoints of a folder
 
 
-def name_of(step: int) -> str:
-    """The name of the checkpoint of a step."""
-    return f"step-{step:08d}"
-
-
 def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
     """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder.
 

@@ -1,23 +1,26 @@
 """State dicts of whole tensors, for checkpoints without a model and for state from elsewhere.
 
 `gather` collects sharded tensors (DTensors of FSDP2) as complete tensors on the CPU, and `scatter` shards them for the
-mesh of the run that loads them.
+mesh of the run that loads them. The checks here compare what was saved with what loads it, and `Rollback` restores
+model, optimizer and scaler if loading fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.rollback import unchanged_on_error
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
@@ -202,3 +205,88 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
         entry = state.get(index) or {"step": 0.0, "exp_avg": zeros, "exp_avg_sq": zeros}
         state[index] = {**entry, "master": master}
     return {**state_dict, "state": state}
+
+
+# ------------------------------------------------------------------------------------------------------------ rollback
+
+
+def _remembered(value: Any, depth: int, numbers: bool = True) -> tuple[Any, Any]:
+    """An object and its content: `depth` levels of dicts and lists, and the numbers in tensors of one element."""
+    if isinstance(value, dict) and depth:
+        return value, {key: _remembered(item, depth - 1, numbers) for key, item in value.items()}
+    if isinstance(value, list) and depth:
+        return value, [_remembered(item, depth - 1, numbers) for item in value]
+    if isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
+        return value, value.detach().clone()
+    return value, None
+
+
+def _restored(remembered: tuple[Any, Any]) -> Any:
+    """The same object with its remembered content."""
+    value, content = remembered
+    if isinstance(content, dict):
+        content = {key: _restored(item) for key, item in content.items()}
+        value.clear()
+        value.update(content)
+    elif isinstance(content, list):
+        value[:] = map(_restored, content)
+    elif isinstance(content, torch.Tensor):
+        value.detach().copy_(content)
+    return value
+
+
+class Rollback:
+    """The state of model, optimizer and scaler before a load.
+
+    Loading replaces the tensors of an optimizer without changing them, so references to them suffice. For the model,
+    `exchange` swaps old and new values, so that the old ones need no more memory. Only FSDP1, which writes its flat
+    parameters itself, requires a copy.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any = None) -> None:
+        self.model = model
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
+        self.objects: dict[str, Any] = {}
+        getattr(optimizer, "state", None)  # reading it waits for what an offloaded optimizer still steps
+        owners = [owner for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler) if owner is not None]
+        # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
+        self.attributes = [
+            (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
+            for owner in owners
+        ]
+
+    def copy(self) -> None:
+        """Copy the model's tensors, if they will be written by other means than `exchange`."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.replaced.append((local(tensor.detach()), local(tensor.detach()).clone()))
+
+    def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Swap the values of `live` and `fresh`."""
+        old = live.clone()
+        live.copy_(fresh)
+        fresh.copy_(old)
+        self.replaced.append((live, fresh))
+
+    def put_back(self) -> None:
+        """Restore model, optimizer and scaler with the same bits."""
+        for live, old in reversed(self.replaced):
+            live.copy_(old)
+        if self.objects:
+            assert self.model is not None
+            set_model_state_dict(self.model, self.objects, options=StateDictOptions(strict=False))
+        for attributes in self.attributes:
+            _restored(attributes)
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
+    rollback = Rollback(None, optimizer)
+    try:
+        yield
+    except BaseException as error:
+        rollback.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
