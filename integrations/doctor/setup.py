@@ -177,11 +177,7 @@ class Setup:
 
 
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection.
-
-    Raises:
-        TypeError: there is something else.
-    """
+    """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection."""
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
         outer = (*outer, inner)
@@ -212,11 +208,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _scaler_of(scaler: Any, optimizer: Any) -> Any:
-    """The loss scaler in an object of a library that has one; None if it has none.
-
-    Raises:
-        TypeError: the object is of another kind.
-    """
+    """The loss scaler in an object of a library that has one; None if it has none."""
     if scaler is None:  # that of a wrapper of the optimizer, such as mmengine's AmpOptimWrapper
         return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
     inner = scaler
