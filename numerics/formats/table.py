@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from halfstep.kernels.formats import BY_NAME as KERNEL_FORMATS
+
 Kind = Literal["ieee", "fn", "fnuz", "finite", "scale", "integer"]
 FORMAT_KINDS: dict[str, str] = {
     "ieee": "the largest exponent is reserved for infinity and NaN",
@@ -293,34 +295,41 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     return result
 
 
+def _of_kernels(name: str, title: str, aliases: tuple[str, ...], *columns: Any) -> Format:
+    """A row whose bits and torch dtype are in the table of the kernels; `columns` are those after the dtype."""
+    row = KERNEL_FORMATS[name]
+    bits: Any = row.exponent, row.mantissa, row.bias, row.kind
+    return Format(name, title, *bits, aliases, row.torch, *columns)
+
+
 _ROWS = (
     Format(
         "fp64", "IEEE 754 binary64, double precision", 11, 52, 1023, "ieee", ("float64", "double", "binary64", "f64"),
         "float64", "float64", None, ("NVIDIA A100", "AMD MI200"),
     ),
-    Format(
-        "fp32", "IEEE 754 binary32, single precision", 8, 23, 127, "ieee",
-        ("float32", "single", "float", "binary32", "f32"), "float32", "float32", None, ("AMD MI100",),
+    _of_kernels(
+        "fp32", "IEEE 754 binary32, single precision", ("float32", "single", "float", "binary32", "f32"),
+        "float32", None, ("AMD MI100",),
     ),
     Format(
         "tf32", "TensorFloat-32", 8, 10, 127, "ieee", ("tensorfloat32",), None, None, None,
         ("NVIDIA A100", "AMD MI300"), container=32,
     ),
-    Format(
-        "fp16", "IEEE 754 binary16, half precision", 5, 10, 15, "ieee", ("float16", "half", "binary16", "f16"),
-        "float16", "float16", None, ("NVIDIA V100", "AMD MI100"),
+    _of_kernels(
+        "fp16", "IEEE 754 binary16, half precision", ("float16", "half", "binary16", "f16"),
+        "float16", None, ("NVIDIA V100", "AMD MI100"),
     ),
-    Format(
-        "bf16", "bfloat16", 8, 7, 127, "ieee", ("bfloat16", "bfloat", "brainfloat16"), "bfloat16", None, "bfloat16",
+    _of_kernels(
+        "bf16", "bfloat16", ("bfloat16", "bfloat", "brainfloat16"), None, "bfloat16",
         ("Google TPU v2", "NVIDIA A100", "AMD MI100"),
     ),
-    Format(
-        "e4m3fn", "OCP FP8 E4M3", 4, 3, 7, "fn", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"),
-        "float8_e4m3fn", None, "float8_e4m3fn", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
+    _of_kernels(
+        "e4m3fn", "OCP FP8 E4M3", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"), None, "float8_e4m3fn",
+        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
-    Format(
-        "e5m2", "OCP FP8 E5M2", 5, 2, 15, "ieee", ("float8_e5m2", "fp8_e5m2"),
-        "float8_e5m2", None, "float8_e5m2", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
+    _of_kernels(
+        "e5m2", "OCP FP8 E5M2", ("float8_e5m2", "fp8_e5m2"), None, "float8_e5m2",
+        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
     Format(
         "e4m3fnuz", "FP8 E4M3 without infinity and negative zero", 4, 3, 8, "fnuz",

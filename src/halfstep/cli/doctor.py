@@ -45,7 +45,7 @@ def _shown(diagnosis: Diagnosis) -> list[Any]:
 
 def _run(options: argparse.Namespace) -> int:
     from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
-    from halfstep.integrations.doctor.stored import examine_checkpoint
+    from halfstep.integrations.doctor.rules import examine_checkpoint
     from halfstep.integrations.tensor_files import read_all
 
     machine = Machine.here()
