@@ -400,8 +400,8 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
     elif form.signed:
         midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    codes = (None if side is None else code_of(side, form) for side in (below, above))
-    return Neighbours(number, False, below, above, midpoint, nearest, *codes, code, step, previous, following)
+    first, second = (None if side is None else code_of(side, form) for side in (below, above))
+    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
 # ------------------------------------------------------------------------------------------------------ exact numbers

@@ -295,11 +295,14 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     return result
 
 
-def _of_kernels(name: str, title: str, aliases: tuple[str, ...], *columns: Any) -> Format:
-    """A row whose bits and torch dtype are in the table of the kernels; `columns` are those after the dtype."""
+def _of_kernels(
+    name: str, title: str, aliases: tuple[str, ...], numpy: str | None, ml_dtypes: str | None, hardware: tuple[str, ...]
+) -> Format:
+    """A row whose bits and torch dtype are in the table of the kernels."""
     row = KERNEL_FORMATS[name]
-    bits: Any = row.exponent, row.mantissa, row.bias, row.kind
-    return Format(name, title, *bits, aliases, row.torch, *columns)
+    kind: Any = row.kind
+    fields = (row.exponent, row.mantissa, row.bias)
+    return Format(name, title, *fields, kind, aliases, row.torch, numpy, ml_dtypes, hardware)
 
 
 _ROWS = (

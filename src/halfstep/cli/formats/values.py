@@ -169,7 +169,7 @@ class Stored:
             return "nan" if self.value != self.value else "infinity"
         if self.value == 0:
             return "zero"
-        return "subnormal" if abs(self.value) < self.format.min_normal else "normal"
+        return "subnormal" if abs(Fraction(self.value)) < self.format.min_normal else "normal"
 
     @cached_property
     def shortest(self) -> str:
@@ -292,7 +292,7 @@ class Encoded:
         if overflows(number, format):
             return "overflow"
         if 2 * Fraction(number) == sum(self.ends):
-            return "tie_up" if format.mantissa == 0 and abs(number) >= format.min_normal else "tie"
+            return "tie_up" if format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal else "tie"
         return "nearer"
 
     def as_dict(self) -> dict[str, Any]:
@@ -323,12 +323,12 @@ def overflows(number: Number, format: Format) -> bool:
     """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
-    if abs(number) <= format.max or (format.kind == "scale" and number < 0):
-        return format.kind == "scale" and number < 0
-    negative = number < 0
+    negative, magnitude = number < 0, abs(Fraction(number))
+    if magnitude <= format.max or (format.kind == "scale" and negative):
+        return format.kind == "scale" and negative
     threshold = overflow_threshold(format, negative)
-    if abs(number) != threshold:
-        return abs(number) > threshold
+    if magnitude != threshold:
+        return magnitude > threshold
     # A tie goes to the even one of the largest number and what would come next; up where there is one significant bit.
     return format.mantissa == 0 or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
 
@@ -558,7 +558,7 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
         return [*why, where, f"Rounding {_DIRECTIONS[rounding]} does not overflow here: {kept}."]
     if rounding != "odd":
         taken = f"Rounding {_DIRECTIONS[rounding]} takes {_TAKEN[rounding]}: {value}."
-    elif format.mantissa == 0 and abs(number) >= format.min_normal:
+    elif format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal:
         taken = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
     else:
         taken = f"Rounding to odd takes the one whose last bit is 1, {stored.bits}: {value}."
