@@ -312,7 +312,7 @@ def test_the_line_between_neighbours_marks_the_end_that_is_stored(number: str, f
 def test_only_halfway_stands_in_the_middle() -> None:
     for width in (15, 35, 75):
         last, tiny = width - 1, Fraction(1, 10**9)
-        assert [column_of(Fraction(halves, 2), width) for halves in (-1, 0, 1, 2, 3)] == [0, 0, last // 2, last, last]
+        assert [column_of(Fraction(halves, 2), width) for halves in (0, 1, 2)] == [0, last // 2, last]
         near = [
             column_of(position, width) for position in (tiny, Fraction(1, 2) - tiny, Fraction(1, 2) + tiny, 1 - tiny)
         ]
