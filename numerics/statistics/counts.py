@@ -270,24 +270,24 @@ class Statistics(Sequence[Row]):
         """The same counts with another scale, for gradients that were already scaled when they were counted."""
         return Statistics(self.names, self._dtypes, self.format, scale, self.counts)
 
-    def __add__(self, other: Statistics) -> Statistics:
+    def __add__(self, addend: Statistics) -> Statistics:
         """Add the counts of two statistics by name, such as those of two ranks or of two steps.
 
         Raises:
             ValueError: they have different formats or scales, or only one has errors.
         """
-        if (self.format, self.scale, self.counts.shape[1:]) != (other.format, other.scale, other.counts.shape[1:]):
+        if (self.format, self.scale, self.counts.shape[1:]) != (addend.format, addend.scale, addend.counts.shape[1:]):
             raise ValueError(
                 f"Expected statistics of the same format, scale and choice of errors, {self.format.name} at "
-                f"{self.scale}, but got {other.format.name} at {other.scale}"
+                f"{self.scale}, but got {addend.format.name} at {addend.scale}"
             )
-        dtypes = dict(zip((*other.names, *self.names), (*other._dtypes, *self._dtypes), strict=True))
-        names = list(dict.fromkeys((*self.names, *other.names)))
+        dtypes = dict(zip((*addend.names, *self.names), (*addend._dtypes, *self._dtypes), strict=True))
+        names = list(dict.fromkeys((*self.names, *addend.names)))
         counts = np.zeros((len(names), self.counts.shape[1]), dtype=np.int64)
-        for addend in (self, other):
-            rows = [names.index(name) for name in addend.names]
-            largest = np.maximum(counts[rows, -1], addend.counts[:, -1])
-            counts[rows] += addend.counts
+        for summand in (self, addend):
+            rows = [names.index(name) for name in summand.names]
+            largest = np.maximum(counts[rows, -1], summand.counts[:, -1])
+            counts[rows] += summand.counts
             if counts.shape[1] > CELLS:
                 counts[rows, -1] = largest
         return Statistics(names, [dtypes[name] for name in names], self.format, self.scale, counts)

@@ -104,15 +104,15 @@ class _Parser(command_line.Parser):
 
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words, with -f repeated before each name of a format that follows it."""
-        many = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
+        options = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
         repeated: list[str] = []
         naming = False  # after -f and a name; not after --, where no word starts with "-"
         for word in super().prepared(words):
             if word.startswith("-"):
-                naming = word in many
+                naming = word in options
             elif command_line.is_number(word.strip()):
                 naming = False
-            elif naming and repeated[-1] not in many:
+            elif naming and repeated[-1] not in options:
                 repeated.append("-f")
             repeated.append(word)
         return repeated
