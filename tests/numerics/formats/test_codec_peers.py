@@ -1,9 +1,12 @@
 """The codec beside ml_dtypes and gfloat: every code, and every value and midpoint with the floats around them.
 
-What each of them does otherwise is in tests/cli/formats/test_implementations.py and docs/lookup.md.
+The rules of what torch, numpy and ml_dtypes do otherwise are tested in tests/cli/formats/test_implementations.py.
 """
 
 from __future__ import annotations
+
+import math
+from fractions import Fraction
 
 import codec_oracle as oracle
 import ml_dtypes
@@ -77,6 +80,30 @@ def test_every_code_and_threshold_in_gfloat(name: str) -> None:
         for overflow in ("inf", "saturate") if form.has_infinity or form.has_nan else ("saturate",):
             theirs = gfloat.round_ndarray(IN_GFLOAT[name], values, mode, overflow == "saturate")
             assert_same(codec.round_to(values, name, rounding, overflow=overflow), theirs)
+
+
+def test_what_other_libraries_make_of_numbers() -> None:
+    """The table in docs/comparison.md: each of these results is not the nearest number of the format."""
+    tiny, double, integer = float(np.float32(1.01 * 2.0**-127)), 1 + 2.0**-8 + 2.0**-40, 2**24 + 2**16 + 1
+    text = "1.00390625000000000000000001"
+    for value, name, theirs in (
+        (tiny, "e8m0fnu", torch.tensor(tiny).to(torch.float8_e8m0fnu)),
+        (tiny, "e8m0fnu", np.float32(tiny).astype(ml_dtypes.float8_e8m0fnu)),
+        (2.0**-130, "e8m0fnu", gfloat.round_float(IN_GFLOAT["e8m0fnu"], 2.0**-130)),
+        (1 + 2.0**-11 + 2.0**-40, "fp16", torch.tensor(1 + 2.0**-11 + 2.0**-40, dtype=torch.float64).half()),
+        (double, "bf16", np.float64(double).astype(ml_dtypes.bfloat16)),
+        (integer, "bf16", torch.tensor(integer).bfloat16()),
+        (integer, "bf16", np.array(integer).astype(ml_dtypes.bfloat16)),
+        (text, "bf16", np.float64(text).astype(ml_dtypes.bfloat16)),
+        ("1.00048828125000000000000001", "fp16", np.float16("1.00048828125000000000000001")),
+    ):
+        nearest = oracle.value_of(oracle.rounded(Fraction(value), name, "nearest"), name)
+        assert codec.round_to(value, name) == nearest != float(theirs), (value, name)
+    nan = np.array([math.nan], np.float32).astype(ml_dtypes.float4_e2m1fn)
+    assert nan.view(np.uint8).tolist() == [0x8], "-0; we raise"
+    saturated = float(torch.tensor(1e9).to(torch.float8_e4m3fn)) == 448
+    assert saturated == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12))
+    assert math.isnan(float(np.float32(1e9).astype(ml_dtypes.float8_e4m3fn)))
 
 
 def test_the_word_of_an_element_is_that_of_the_kernels() -> None:
