@@ -152,7 +152,17 @@ def decode(codes: Any, format: Any) -> Any:
     return values if isinstance(codes, np.ndarray) else values[()]
 
 
-def round_to(values: Any, format: Any, rounding: str = "nearest", **options: Any) -> Any:
+def round_to(
+    values: Any,
+    format: Any,
+    rounding: str = "nearest",
+    *,
+    overflow: str = "inf",
+    nan: str = "canonical",
+    subnormals: bool = True,
+    seed: int | None = None,
+    offset: int = 0,
+) -> Any:
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
@@ -165,7 +175,8 @@ def round_to(values: Any, format: Any, rounding: str = "nearest", **options: Any
         >>> halfstep.round_to(torch.tensor([0.1]), "fp16")
         tensor([0.1000])
     """
-    result = decode(encode(values, format, rounding, **options), format)
+    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals}
+    result = decode(encode(values, format, rounding, **options, seed=seed, offset=offset), format)
     if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
         return result.to(values.dtype)
     return result
