@@ -1306,7 +1306,7 @@ def _native_launch(batch: Batch, groups: torch.Tensor, control: Control) -> part
     table, function = batch.table, native.functions("adam").halfstep_adam
     numbers = control.grad_scale, control.found_inf, control.sum_of_squares
     places = *checked_addresses((batch.groups, groups, batch.hyper)), *[n if n is None else address(n) for n in numbers]
-    return partial(function, *table.places, table.tensors, table.chunks, *places, *batch.codes, threads())
+    return partial(function, *table.addresses, *places, *batch.codes, threads())
 
 
 def launch(batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:

@@ -314,8 +314,8 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
 def _of_kernels(name: str, title: str, aliases: tuple[str, ...], *columns: Any) -> Format:
     """A row whose bits and torch dtype are in the table of the kernels; `columns` are those after the dtype."""
     row = KERNEL_FORMATS[name]
-    bits: Any = row.exponent, row.mantissa, row.bias, row.kind
-    return Format(name, title, *bits, aliases, row.torch, *columns)
+    fields: tuple[Any, ...] = row.exponent, row.mantissa, row.bias, row.kind, aliases, row.torch
+    return Format(name, title, *fields, *columns)
 
 
 _ROWS = (
