@@ -117,13 +117,21 @@ def _private_cache() -> Path | None:
     return None if danger else folder
 
 
-@functools.cache
+_temporary: Path | None = None
+
+
 def _temporary_folder() -> Path:
     """A folder of this process that no other user can write to. It is removed when the process ends."""
-    folder, process = Path(tempfile.mkdtemp(prefix="halfstep-")), os.getpid()
-    # Not by a process forked from this one.
-    atexit.register(lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
-    return folder
+    global _temporary
+    if _temporary is None or not _temporary.is_dir():  # the system may delete temporary folders
+        _temporary = Path(tempfile.mkdtemp(prefix="halfstep-"))
+        atexit.register(_remove, _temporary, os.getpid())
+    return _temporary
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a process forked from it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
