@@ -315,7 +315,6 @@ def check_kernel(
 ):
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     address = tl.load(column + _GRAD_ROW * tensors)
-    flag = flags + tl.load(column + _FLAG_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
     factor = 1.0
     if SCALED == 1:
@@ -340,7 +339,7 @@ def check_kernel(
             tl.store(at, stored, mask=offsets < left)
         # Lanes beyond the end hold 0 * factor, which is NaN if the factor is infinite.
         y = tl.where(offsets < left, y, 0.0)
-    _check_block(y, flag, sums + tl.program_id(0), CHUNK)
+    _check_block(y, flags + tl.load(column + _FLAG_ROW * tensors), sums + tl.program_id(0), CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
