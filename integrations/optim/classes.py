@@ -199,6 +199,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         copies of them in other memory. The state of a parameter is on the device of its target."""
         return parameters
 
+    def _update_targets(self) -> None:
+        """Make targets that are copies hold the values of their parameters, before state is read or written."""
+
     def _bucket(self, parameter: torch.Tensor) -> int:
         """Different launches update the parameters of different buckets."""
         return 0
@@ -264,12 +267,12 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
-        kinds = set(map(type, grads))
-        if not kinds <= {torch.Tensor, type(None)}:
+        types = set(map(type, grads))
+        if not types <= {torch.Tensor, type(None)}:
             settle_gradients(parameters)
             grads = gradients_of(parameters)
-            kinds = set(map(type, grads))
-        if type(None) in kinds:
+            types = set(map(type, grads))
+        if type(None) in types:
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
@@ -339,13 +342,13 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        needed: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
+        inputs: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
-            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            if batch.device not in needed:
+            of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
+            if batch.device not in inputs:
                 table = plan.group_table(batch.device, groups, limit, changed)
-                needed[batch.device] = table, _control_on(control, batch.device)
-            writes.append((batch.parameters, batch.prepare(own, contiguous, *needed[batch.device])))
+                inputs[batch.device] = table, _control_on(control, batch.device)
+            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, *inputs[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
@@ -362,10 +365,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _limit(self) -> float | None:
         """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""
-        own, decision = self.max_grad_norm, self._decision
+        limit, decision = self.max_grad_norm, self._decision
         if decision is None or decision.max_norm is None:
-            return own
-        return decision.max_norm if own is None else min(own, decision.max_norm)
+            return limit
+        return decision.max_norm if limit is None else min(limit, decision.max_norm)
 
     def _control(self, limit: float | None) -> adam.Control:
         """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
@@ -400,15 +403,16 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         In this case they have no gradients, while DTensors of the same shapes do. The search runs once, when no
         parameter has a gradient, and only in a process group.
         """
-        own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
-        if default_group() is None or not own or any(map(is_sharded, own)):
+        trained = [p for p in parameters_of(self) if p.requires_grad and not is_lazy(p)]
+        if default_group() is None or not trained or any(map(is_sharded, trained)):
             return
-        leaves = [one for one in instances("torch.distributed.tensor", "DTensor") if one.is_leaf and one.requires_grad]
+        tensors = instances("torch.distributed.tensor", "DTensor")
+        leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
-        shapes = {parameter.shape for parameter in own}
+        shapes = {parameter.shape for parameter in trained}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
             warnings.warn(
-                f"none of the {len(own)} parameters of this optimizer has a gradient, while DTensors of the same "
+                f"none of the {len(trained)} parameters of this optimizer has a gradient, while DTensors of the same "
                 "shapes do: the model was sharded after the optimizer was made, so that it trains nothing; make the "
                 "optimizer after fully_shard",
                 UserWarning,
@@ -468,6 +472,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             for p, master in optimizer.masters().items():  # after each step
                 average[p].lerp_(master, 1 - decay)
         """
+        self._update_targets()
         self._plans.note_agreed()
         return _Masters(self)
 
@@ -498,12 +503,14 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         Raises:
             ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
         """
-        own = {id(parameter) for parameter in parameters_of(self)}
+        self._update_targets()
+        all_parameters = parameters_of(self)
+        ids = set(map(id, all_parameters))
         if parameters is None:
-            parameters = parameters_of(self)
+            parameters = all_parameters
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for index, parameter in enumerate(chosen):
-            if id(parameter) not in own:
+            if id(parameter) not in ids:
                 raise ValueError(
                     f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
                     f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
@@ -550,6 +557,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             ['step', 'exp_avg', 'exp_avg_sq', 'master']
         """
         check_format(self.state_dict_format)
+        self._update_targets()
         self._plans.note_agreed()
         # Hooks see what is saved, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
@@ -562,17 +570,17 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 continue
             full = "master" in state and not is_remainder(state["master"])
             written = self._master(parameter, compare=True) if full else None
-            held = self.state_dict_format == "held" and not getattr(parameter, "_fsdp_flattened", False)
-            packed["state"][index] = saved_state(state, self._targets([parameter])[0], written, held)
+            canonical = self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False)
+            packed["state"][index] = saved_state(state, self._targets([parameter])[0], written, canonical)
         # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
         # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
         # there are remainders, so that a load notices if these are missing.
         for group in packed["param_groups"]:
             group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
-            kind = group["master_weights"]
+            master = group["master_weights"]
             if any(REMAINDER in packed["state"].get(index, {}) for index in group["params"]):
-                group["master_weights"] = "split" if kind == "auto" else kind
-            elif kind in ("split", "split24"):
+                group["master_weights"] = "split" if master == "auto" else master
+            elif master in ("split", "split24"):
                 group["master_weights"] = "auto"
         for hook in list(hooks.values()):
             replaced = hook(self, packed)
@@ -636,6 +644,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Convert loaded masters of another layout now, and not in the first step. Load these parameters first."""
+        self._update_targets()
         loaded = set(map(id, parameters))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -682,6 +691,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state, without hooks."""
+        self._update_targets()
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         for group in groups:
             self._check(group)

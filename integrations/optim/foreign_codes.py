@@ -77,11 +77,11 @@ def _of_bitsandbytes(state: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, where: str) -> torch.Tensor:
     scales = scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales
-    each = _in_groups(codes, scales.float(), (_GROUP,), where)
+    of_elements = _in_groups(codes, scales.float(), (_GROUP,), where)
     scaled = codes.flatten().float() / maximum
     if maximum == 127:
-        return (scaled / (2.0 - scaled.abs()) * each).view(codes.shape)
-    return (scaled * each).square().view(codes.shape)
+        return (scaled / (2.0 - scaled.abs()) * of_elements).view(codes.shape)
+    return (scaled * of_elements).square().view(codes.shape)
 
 
 def _of_torchao(value: Any) -> Any:

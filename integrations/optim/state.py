@@ -124,43 +124,43 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
 
     All ranks decide alike.
     """
-    ways = cuts(parameter)
-    if max(ways, default=0) == 0:
+    divisors = cuts(parameter)
+    if max(divisors, default=0) == 0:
         return True
-    inner = math.prod(parameter.shape[2:])
-    return max(ways) == 1 and parameter.shape[1] % ways[1] == 0 and parameter.shape[1] // ways[1] * inner % SPAN == 0
+    columns, inner = parameter.shape[1], math.prod(parameter.shape[2:])
+    return max(divisors) == 1 and columns % divisors[1] == 0 and columns // divisors[1] * inner % SPAN == 0
 
 
 def saved_state(
-    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, held: bool
+    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool
 ) -> dict[str, Any]:
     """One parameter's state under the names of a checkpoint, with its full master.
 
-    With `held`, nothing is copied but moments in 8 bits whose blocks torch does not shard like the parameter: they
-    become fp32 on the CPU, as all of a canonical state. On a GPU, pieces of one tensor are then allocated.
+    A `canonical` state is fp32 on the CPU; on a GPU, a few rows of one tensor are allocated. Otherwise nothing is
+    copied but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on the CPU too.
     """
     saved: dict[str, Any] = {}
     codes: dict[str, Any] = {}
     for key, value in state.items():
         coded = key in MOMENTS and value.dtype == torch.uint8
-        if coded and held and shards_blocks(parameter):
+        if coded and not canonical and shards_blocks(parameter):
             codes |= {f"{key}_codes": value, f"{key}_scale": _in_bytes(state[f"{key}_scale"])}
         elif coded:
             decoded = partial(decode, signed=MOMENTS[key])
             values = _converted_on_cpu(parameter, decoded, value, state[f"{key}_scale"])
-            (codes if held else saved)[key] = values
-        elif key in MOMENTS and not held and value.dtype != torch.float32:
+            (saved if canonical else codes)[key] = values
+        elif key in MOMENTS and canonical and value.dtype != torch.float32:
             saved[key] = _converted_on_cpu(parameter, torch.Tensor.float, value)
         elif key not in SCALE_KEYS and key != "master":
-            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) and not held else value
+            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) and canonical else value
     remainder = state.get("master")
     if master is not None:
-        saved["master"] = master if held else _on_cpu(master)
+        saved["master"] = _on_cpu(master) if canonical else master
     elif isinstance(remainder, torch.Tensor) and parameter.dtype == torch.bfloat16:  # without which it is useless
-        if held:
-            saved[REMAINDER] = _in_bytes(remainder)
-        else:
+        if canonical:
             saved["master"] = _converted_on_cpu(parameter, join_master, parameter.detach(), remainder)
+        else:
+            saved[REMAINDER] = _in_bytes(remainder)
     return saved | codes
 
 
@@ -180,9 +180,9 @@ def _converted_on_cpu(
     host = shard.device if shard.device.type in HOST else torch.device("cpu")
     values = torch.empty_like(shard, dtype=torch.float32, device=host)
     rows = rows_of_a_piece(shard)
-    pieces = zip(*(torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands)), strict=True)
-    for target, *piece in pieces:
-        target.copy_(convert(*piece))
+    chunks = (torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands))
+    for target, *chunk in zip(*chunks, strict=True):
+        target.copy_(convert(*chunk))
     if not is_sharded(parameter):
         return values
     spec: Any = parameter._spec  # type: ignore[attr-defined]
@@ -274,8 +274,8 @@ def loaded_state(
             state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter)
         else:
             state[moment] = _copy(parameter, value, layout.dtypes[moment])
-    known = {*state, *MOMENTS, *SCALE_KEYS, "master"}
-    state |= {key: moved(value, parameter.device) for key, value in source.items() if key not in known}
+    named = {*state, *MOMENTS, *SCALE_KEYS, "master"}
+    state |= {key: moved(value, parameter.device) for key, value in source.items() if key not in named}
     if "master" not in source:
         if layout.master is not None:
             state["master"] = new("master", layout.dtypes["master"], parameter)
@@ -362,8 +362,8 @@ def fitted_state(
                     fitted |= encoded(key, shard.float(), parameter)
                 else:
                     fitted[key] = value.to(dtype)
-    same = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())
-    return (state if same else fitted), weight
+    unchanged = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())
+    return (state if unchanged else fitted), weight
 
 
 def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -69,7 +69,7 @@ def position_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
     # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
     # equal.
     interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
-    uneven = any(dim in interleaved and whole[dim] % ways for dim, ways in cuts(parameter).items())
+    uneven = any(dim in interleaved and whole[dim] % divisor for dim, divisor in cuts(parameter).items())
     if tuple(shape) == part and 0 in part:
         return 0, 1, 1
     first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
@@ -97,11 +97,11 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
             f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
             f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
         )
-    ways = cuts(parameter)
-    if max(ways, default=0) == 0:
+    divisors = cuts(parameter)
+    if max(divisors, default=0) == 0:
         return
     # All shards but the last have this size, so that all ranks decide alike.
-    if max(ways) > 1 or -(-parameter.shape[1] // ways[1]) * math.prod(parameter.shape[2:]) % SPAN:
+    if max(divisors) > 1 or -(-parameter.shape[1] // divisors[1]) * math.prod(parameter.shape[2:]) % SPAN:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         raise ValueError(
             f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
@@ -476,14 +476,14 @@ def _batches(
     parameters = parameters_of(optimizer)
     rows = [row for row, group in enumerate(groups) for _ in group["params"]]
     numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    launches: dict[tuple[Any, ...], list[int]] = {}
     members: dict[int, Member] = {}
     noise: dict[int, tuple[int, ...]] = {}
-    seen: set[int] = set()
+    stepped: set[int] = set()
     for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
-        if id(target) in seen:  # torch has warned; two updates of a parameter in one launch would race
+        if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
             continue
-        seen.add(id(target))
+        stepped.add(id(target))
         number = numbers_of[id(target)]
         parameter, row = parameters[number], rows[number]
         group, where = groups[row], f"parameter {index} with a gradient (group {row})"
@@ -517,11 +517,11 @@ def _batches(
         if variant.stochastic:
             noise[index] = (number, *position_of(target, where), group["seed"])
         members[index] = Member(parameter, target, state, row)
-        kind = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
-        kinds.setdefault(kind, []).append(index)
+        launch = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
+        launches.setdefault(launch, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, variant, layout, addressable), indices in kinds.items():
+    for (_, _, variant, layout, addressable), indices in launches.items():
         of_launch, keys = [members[index] for index in indices], _operand_keys(optimizer, layout)
         further: dict[int, list[int]] = {}
         if variant.stochastic:
