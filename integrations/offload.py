@@ -43,8 +43,8 @@ from halfstep.integrations.optim.state import moved
 from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.sharding import is_sharded
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
-from halfstep.numerics.scaling.topology import is_sharded
 from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
@@ -441,7 +441,7 @@ class _Offloaded(LayoutOptimizer):
         """Step the parameters of a bucket, and send their weights."""
         apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
-        self._step_part(number, [mirror.parameter for mirror in mirrors])
+        self.step_part(number, [mirror.parameter for mirror in mirrors])
         _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:

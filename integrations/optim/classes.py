@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,15 +43,17 @@ from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
-from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, local, settle_gradients
-from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
+from halfstep.numerics.scaling.scaler import MAX_NORM
+from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
+from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
 _gradient = attrgetter("grad")
+LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -91,9 +94,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
-    # False, so that torch's scalers unscale in place and decide whether to call step().
-    _step_supports_amp_scaling = StepSupportsAmpScaling()
-    _stepping_in_backward: Any = None  # integrations/release.py
+    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
+    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
+    _step_supports_amp_scaling = False
+    backward_handle: Any = None  # what steps parts of the parameters in the backward: integrations/release.py
     state_dict_format: Literal["held", "canonical"]
 
     def __init__(
@@ -111,6 +115,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             )
         self.max_grad_norm, self.state_dict_format = max_grad_norm, state_dict_format
         self._plans = StepPlans()
+        watch_zero()
         Optimizer.__init__(self, params, options)
 
     # ---------------------------------------------------------------------------------------------------------- rule
@@ -142,6 +147,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("state_dict_format", "held")
         self._plans = StepPlans()
+        watch_zero()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -212,6 +218,39 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         squares = self._plans.squares
         return None if squares is None else squares.sqrt().float()
 
+    @torch._disable_dynamo
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip all gradients together to a 2-norm in the next step, without a scaler; nothing is written.
+
+        The gradients are read once, for the norm, and must not change before the step, which an overflow does not skip.
+        If the backward has stepped, it has clipped to ``max_grad_norm``, which must be `max_norm` then.
+
+        Args:
+            max_norm: a number above 0. Infinity only computes the norm.
+
+        Returns:
+            The norm before clipping, over all ranks: 0-dim fp32, on the device of the gradients. NaN if it is not
+            known, since the backward has stepped without clipping.
+
+        Raises:
+            ValueError: `max_norm` is not above 0.
+            RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
+        """
+        only_norm = max_norm == math.inf
+        max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
+        if self.backward_handle is not None:
+            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
+            return norm
+        parameters = parameters_of(self)
+        if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
+            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
+        refuse_freed(parameters, "clipping")
+        verdict = self.checker.verdict()
+        if verdict is None:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        self.decide(Decision(verdict, None, max_norm, skips=False))
+        return norm_of(verdict)
+
     # ---------------------------------------------------------------------------------------------------------- step
 
     @overload
@@ -257,6 +296,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             self._update_parameters()
         finally:
             torch._C._set_grad_enabled(enabled)
+        if not self._lasts and self._decision is not None:
+            self.decide(None)
 
     def _update_parameters(self) -> None:
         groups, limit = self.param_groups, self._limit()
@@ -282,7 +323,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             self._plans.stepped_without_gradients = True
             self._control(limit)
             if first_at_rest:
-                self._checker.verdict(keep=False)
+                self.checker.verdict(keep=False)
             return
         self._advance(WHOLE, parameters, grads, limit, changed, first_at_rest)
 
@@ -295,11 +336,23 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 self._check(group)
         return changed
 
+    def step_parts_by(self, handle: Any) -> None:
+        """Let an object step parts of the parameters by `step_part`; None: `step` updates all of them again."""
+        self._forget()
+        self.backward_handle = handle
+        self._plans.stepped_without_gradients |= handle is not None  # such steps are now usual
+
     @torch.no_grad()
-    def _step_part(
+    def step_part(
         self, part: int, parameters: list[torch.Tensor], freed: Iterable[torch.Tensor | None] = repeat(None)
     ) -> None:
-        """Update the parameters of a part, whose ``.grad`` becomes `freed`. Only a decision made elsewhere clips."""
+        """Update some of the parameters, without hooks. It clips, unscales and skips as decided elsewhere, or not.
+
+        Args:
+            part: a number of at least 0 of these parameters, whose launches are kept under it.
+            parameters: those to update, each with a gradient.
+            freed: what their ``.grad`` becomes.
+        """
         parameters = self._targets(parameters)
         limit = None if self._decision is None else self._limit()
         changed = self._check_changed_options(part, limit)
@@ -338,7 +391,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             plan = self._plans.of_part[part] = StepPlan(self, parameters, grads)
         control = adam.Control() if part != WHOLE and self._decision is None else self._control(limit)
         if first_at_rest:
-            verdict = self._checker.verdict(keep=False)
+            verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
@@ -372,8 +425,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _control(self, limit: float | None) -> adam.Control:
         """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
-        decision = self._decision
-        squares = None
+        decision, squares = self._decision, None
+        self.last_verdict = None if decision is None else decision.verdict
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
             scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         else:
@@ -385,8 +438,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             return adam.Control(scale, found_inf)
         if squares is None:
             factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
-            verdict = self._checker.verdict(factor)
+            verdict = self.checker.verdict(factor)
             squares = None if verdict is None else verdict.sum_of_squares
+            self.last_verdict = verdict if decision is None else decision.verdict
         self._plans.squares = squares
         return adam.Control(scale, found_inf, squares)
 
@@ -406,8 +460,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         trained = [p for p in parameters_of(self) if p.requires_grad and not is_lazy(p)]
         if default_group() is None or not trained or any(map(is_sharded, trained)):
             return
-        tensors = instances("torch.distributed.tensor", "DTensor")
-        leaves = [tensor for tensor in tensors if tensor.is_leaf and tensor.requires_grad]
+        leaves = [p for module in modules_of_fsdp2() for p in module.parameters() if is_sharded(p) and p.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in trained}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from halfstep.integrations.optim.state import like
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import REMAINDER
 
 BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the entry under which 0.45 and later save what the table below names

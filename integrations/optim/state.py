@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from halfstep.integrations.optim.options import plain_number
 from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
-from halfstep.numerics.scaling.topology import cuts, is_sharded, local, sharded_like
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.state_layout import (
     CODE_KEYS,
     HELD,
@@ -41,13 +40,13 @@ def is_remainder(master: torch.Tensor) -> bool:
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
-    return sharded_like(parameter, values) if is_sharded(parameter) else values
+    return Sharding(parameter).like(values)
 
 
 def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The scales of the local blocks of a parameter, sharded like the parameter."""
     shape = torch.Size(shape_of(next(iter(SCALE_KEYS)), parameter.shape))
-    return sharded_like(parameter, scales, shape) if is_sharded(parameter) else scales
+    return Sharding(parameter).like(scales, shape)
 
 
 def new(key: str, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
@@ -124,11 +123,7 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
 
     All ranks decide alike.
     """
-    divisors = cuts(parameter)
-    if max(divisors, default=0) == 0:
-        return True
-    columns, inner = parameter.shape[1], math.prod(parameter.shape[2:])
-    return max(divisors) == 1 and columns % divisors[1] == 0 and columns // divisors[1] * inner % SPAN == 0
+    return Sharding(parameter).keeps_blocks(SPAN, evenly=True)
 
 
 def saved_state(
@@ -183,24 +178,12 @@ def _converted_on_cpu(
     chunks = (torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands))
     for target, *chunk in zip(*chunks, strict=True):
         target.copy_(convert(*chunk))
-    if not is_sharded(parameter):
-        return values
-    spec: Any = parameter._spec  # type: ignore[attr-defined]
-    return _with_spec(values, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=torch.float32)))
+    return Sharding(parameter).moved(values)
 
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:
-    shard = local(values)
-    if shard.device.type in HOST:
-        return values
-    return _with_spec(shard.cpu(), values._spec) if is_sharded(values) else shard.cpu()  # type: ignore[attr-defined]
-
-
-def _with_spec(shard: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor whose shard stays on the CPU: DTensor.from_local would move it to the device of the mesh."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(shard, spec, requires_grad=False)
+    sharding = Sharding(values)
+    return values if sharding.local.device.type in HOST else sharding.moved(sharding.local.cpu())
 
 
 def _in_bytes(values: torch.Tensor) -> torch.Tensor:
@@ -211,15 +194,13 @@ def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
-    if not is_sharded(values):
-        return pairs
-    return sharded_like(values, pairs, torch.Size((*values.shape, 2)), (*(2 * stride for stride in values.stride()), 1))
+    strides = (*(2 * stride for stride in values.stride()), 1)
+    return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
 
 
 def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
     """The inverse of `_in_bytes` for 16-bit integers."""
-    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
-    return sharded_like(pairs, values, pairs.shape[:-1]) if is_sharded(pairs) else values
+    return Sharding(pairs).like(local(pairs).contiguous().view(torch.int16).squeeze(-1), pairs.shape[:-1])
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -228,7 +209,7 @@ def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torc
     if key == "step" or size not in (whole, (*whole, 2)):
         return None
     values = shard.new_empty((*shape_of(key, shard.shape), *size[len(whole) :]), dtype=dtype)
-    return sharded_like(parameter, values, size) if is_sharded(parameter) else values
+    return Sharding(parameter).like(values, size)
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

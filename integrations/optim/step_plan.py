@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,7 +22,7 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
 )
 from halfstep.kernels.streams import all_to_device, upload
-from halfstep.numerics.scaling.topology import cuts, is_sharded, local
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
@@ -57,56 +56,22 @@ def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
     return values.stride() == order.stride() or (values.is_contiguous() and order.is_contiguous())
 
 
-def position_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
-    """The position of a local part in the whole parameter: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table."""
-    if not is_sharded(parameter):
-        return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    whole, part = tuple(parameter.shape), tuple(local(parameter).shape)
-    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
-    # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
-    # equal.
-    interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
-    uneven = any(dim in interleaved and whole[dim] % divisor for dim, divisor in cuts(parameter).items())
-    if tuple(shape) == part and 0 in part:
-        return 0, 1, 1
-    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
-    inner = [dim for dim, size in enumerate(whole) if dim != first and part[dim] != size]
-    if tuple(shape) != part or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
-        raise ValueError(
-            f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
-            f"rounding='stochastic', but got placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}: "
-            "shard evenly, or use rounding='nearest'"
-        )
-    base = sum(start * math.prod(whole[dim + 1 :]) for dim, start in enumerate(offset))
-    if not inner:
-        return base, math.prod(part), math.prod(part)
-    return base, math.prod(part[inner[0] :]), math.prod(whole[inner[0] :])
-
-
 def check_blocks(parameter: torch.Tensor, where: str) -> None:
     """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
     remedy = (
         "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
         "its own"
     )
-    if getattr(parameter, "_fsdp_flattened", False):
+    sharding = Sharding(parameter)
+    if sharding.is_flat:
         raise ValueError(
             f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
             f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
         )
-    divisors = cuts(parameter)
-    if max(divisors, default=0) == 0:
-        return
-    # All shards but the last have this size, so that all ranks decide alike.
-    if max(divisors) > 1 or -(-parameter.shape[1] // divisors[1]) * math.prod(parameter.shape[2:]) % SPAN:
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if not sharding.keeps_blocks(SPAN):
         raise ValueError(
             f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
-            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and placements {tuple(placements)} on a mesh "
-            f"of shape {tuple(mesh.shape)}: {remedy}"
+            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and {sharding}: {remedy}"
         )
 
 
@@ -515,7 +480,7 @@ def _batches(
                 )
             variant = replace(variant, stochastic=False)
         if variant.stochastic:
-            noise[index] = (number, *position_of(target, where), group["seed"])
+            noise[index] = (number, *Sharding(target).elements(where), group["seed"])
         members[index] = Member(parameter, target, state, row)
         launch = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
         launches.setdefault(launch, []).append(index)
