@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
+from halfstep.integrations.optim.masters import Masters
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     Group,
@@ -34,15 +35,13 @@ from halfstep.integrations.optim.state import (
     is_remainder,
     like,
     loaded_state,
-    rows_of_a_piece,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, Agreed, StepPlan, StepPlans, all_contiguous, as_written
+from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous, control_on, skipping_zeros
 from halfstep.kernels import adam
-from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master
-from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.kernels.unscale import Factor, Verdict
+from halfstep.kernels.streams import capturing
+from halfstep.kernels.unscale import Factor
 from halfstep.numerics.scaling.scaler import MAX_NORM
 from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
@@ -56,28 +55,6 @@ _gradient = attrgetter("grad")
 LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
-    a step on the CPU needs."""
-    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
-    if all(map(is_, numbers, repeat(None))):
-        return control
-    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
-
-
-def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
-    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
-
-    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
-    """
-    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
-    nothing = (verdict.sum_of_squares == 0).float()
-    if control.found_inf is not None:
-        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
-        nothing = torch.maximum(nothing, found_inf)
-    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
@@ -157,7 +134,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._plans.note_agreed()
         state: dict[Any, Any] = defaultdict(dict, self.state)
-        for parameter in self._with_full_master():
+        for parameter, *_ in self._full_masters():
             state[parameter] = {**state[parameter], "master": self._master(parameter)}
         options = {"max_grad_norm": self.max_grad_norm, "state_dict_format": self.state_dict_format}
         return {**Optimizer.__getstate__(self), "state": state, **options}
@@ -204,6 +181,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """The tensors that are stepped for parameters, which have their gradients: the parameters themselves, or
         copies of them in other memory. The state of a parameter is on the device of its target."""
         return parameters
+
+    def _target(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._targets([parameter])[0]
 
     def _update_targets(self) -> None:
         """Make targets that are copies hold the values of their parameters, before state is read or written."""
@@ -384,7 +364,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             plan = StepPlan(self, parameters, grads, recording)
         elif (
             plan is None
-            or (changed and not plan.has_layouts_of(groups))
+            or (changed and not plan.has_layouts_of(self))
             or not plan.describes(self, parameters, grads, contiguous)
         ):
             self._forget(part)
@@ -393,14 +373,14 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
-            control = _skipping_zeros(control, verdict)
+            control = skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
         inputs: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
             of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             if batch.device not in inputs:
                 table = plan.group_table(batch.device, groups, limit, changed)
-                inputs[batch.device] = table, _control_on(control, batch.device)
+                inputs[batch.device] = table, control_on(control, batch.device)
             writes.append((batch.parameters, batch.prepare(of_launch, contiguous, *inputs[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
@@ -474,42 +454,29 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- masters
 
+    def _full_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Parameters with a full master, their targets, and the masters."""
+        for parameter in parameters_of(self):
+            master = self.state[parameter].get("master") if parameter in self.state else None
+            if isinstance(master, torch.Tensor) and master.dtype == torch.float32:
+                yield parameter, self._target(parameter), master
+
     def _agree(self) -> None:
         """Store that all parameters and their full masters hold the same weights now."""
-        targets = self._targets(self._with_full_master())
-        self._plans.agreed = {id(target): Agreed.now(target) for target in targets}
-
-    def _with_full_master(self) -> list[torch.Tensor]:
-        masters = ((p, self.state[p].get("master")) for p in parameters_of(self) if p in self.state)
-        return [p for p, master in masters if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
-
-    def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The local values of a full master whose parameter other code wrote; None if no code did.
-
-        With `compare`, None too if the parameter has the same values as before. This waits for the device.
-        """
-        (target,) = self._targets([parameter])
-        weight, master = local(target.detach()), local(self.state[parameter]["master"])
-        agreed = self._plans.agreed.get(id(target))
-        comparable = weight.device == master.device and weight.shape == master.shape
-        if agreed is None or not comparable or not agreed.may_be_written(target):
-            return None
-        if compare and has_memory(weight) and _rounds_to(master, weight):
-            return None
-        return as_written(weight, master)
+        self._plans.agreed.clear()
+        self._plans.agreed.note(target for _, target, _ in self._full_masters())
 
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
+        """The present fp32 master; None for fp32 parameters. Changes nothing. `Agreements.written` explains `compare`.
 
         So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
-        state = self.state[parameter] if parameter in self.state else {}
-        (target,), master = self._targets([parameter]), state.get("master")
+        target, master = self._target(parameter), self.state.get(parameter, {}).get("master")
         if target.dtype == torch.float32 or not isinstance(master, torch.Tensor):
             return None
         if is_remainder(master):
             return like(target, join_master(local(target.detach()), local(master)))
-        written = self._master_if_written(parameter, compare)
+        written = self._plans.agreed.written(target, master, compare)
         return master if written is None else like(target, written)
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
@@ -527,20 +494,18 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """
         self._update_targets()
         self._plans.note_agreed()
-        return _Masters(self)
+        return Masters(self)
 
     @torch.no_grad()
     def _take_outside_writes(self, recording: bool = False) -> None:
         """Update the full masters of all parameters that other code wrote, including those without a gradient."""
         self._plans.note_agreed()
-        for parameter in self._with_full_master():
-            written = self._master_if_written(parameter)
-            if written is None:
-                continue
-            local(self.state[parameter]["master"]).copy_(written)
-            if not recording:  # a captured copy runs in each replay, and may run again
-                (target,) = self._targets([parameter])
-                self._plans.agreed[id(target)] = Agreed.now(target)
+        for _, target, master in self._full_masters():
+            written = self._plans.agreed.written(target, master)
+            if written is not None:
+                local(master).copy_(written)
+                if not recording:  # a captured copy runs in each replay, and may run again
+                    self._plans.agreed.note([target])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -570,11 +535,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 )
         self._plans.note_agreed()
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
-            state = self.state[parameter] if parameter in self.state else {}
-            if "master" in state:
+            if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
                 master.zero_() if is_remainder(master) else master.copy_(local(target.detach()))
-            self._plans.agreed[id(target)] = Agreed.now(target)
+        self._plans.agreed.note(self._targets(chosen))
 
     # --------------------------------------------------------------------------------------------------------- state
 
@@ -588,13 +552,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         * the remainder of a split master as ``master_remainder``.
 
         Integers of 16 bits, which NCCL and gloo do not transfer, are shown as pairs of bytes in one more dimension.
-
         `load_state_dict` loads it into every layout, with the same bits. As in torch, the tensors are those of the
         optimizer, which the next step changes.
 
-        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns. So it is, in each format, for
-        the parameters that FullyShardedDataParallel has flattened, since its ``optim_state_dict`` allows one dtype per
-        parameter.
+        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns; so it is always for parameters
+        that FullyShardedDataParallel has flattened, whose ``optim_state_dict`` allows one dtype per parameter.
 
         Raises:
             ValueError: the attribute `state_dict_format` is neither ``"held"`` nor ``"canonical"``.
@@ -624,10 +586,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             full = "master" in state and not is_remainder(state["master"])
             written = self._master(parameter, compare=True) if full else None
             canonical = self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False)
-            packed["state"][index] = saved_state(state, self._targets([parameter])[0], written, canonical)
-        # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
-        # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
-        # there are remainders, so that a load notices if these are missing.
+            packed["state"][index] = saved_state(state, self._target(parameter), written, canonical)
+        # The layout is not loaded. It is saved because code that loads flat checkpoints expects every option: dtypes as
+        # text, which all readers support, and split masters only with remainders, so that a load notices missing ones.
         for group in packed["param_groups"]:
             group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
             master = group["master_weights"]
@@ -672,27 +633,25 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         Other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, may have assigned codes and remainders under
         the names of a checkpoint, moments in other dtypes, and masters of other kinds.
         """
-        (target,), layout, state = self._targets([parameter]), self._layout(parameter, group), self.state.get(parameter)
-        weight = None
-        if state is not None and any(key in state for key in (REMAINDER, *CODE_KEYS)):
+        target, layout, state = self._target(parameter), self._layout(parameter, group), self.state.get(parameter) or {}
+        if any(key in state for key in (REMAINDER, *CODE_KEYS)):
             where, final = "state of parameter with a gradient", bool(self._plans.recorded)
             state, weight = loaded_state(state, target, layout, where, final=final)
             self._set_state(parameter, state, weight)
         written = None
-        if state is not None and "master" in state and not is_remainder(state["master"]):
-            written = self._master_if_written(parameter)
-        fitted, weight = fitted_state(state or {}, target, layout, written)
+        if "master" in state and not is_remainder(state["master"]):
+            written = self._plans.agreed.written(target, state["master"])
+        fitted, weight = fitted_state(state, target, layout, written)
         if fitted is not state:
-            if "master" in fitted and "master" not in (state or {}):
-                self._plans.agreed[id(target)] = Agreed.now(target)
+            if "master" in fitted and "master" not in state:
+                self._plans.agreed.note([target])
             self._set_state(parameter, fitted, weight)
         return fitted
 
     def _set_state(self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor | None) -> None:
         self.state[parameter] = state
         if weight is not None:
-            (target,) = self._targets([parameter])
-            local(target.detach()).copy_(weight)
+            local(self._target(parameter).detach()).copy_(weight)
 
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -709,10 +668,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
 
-        The model may be loaded before or after: what `state_dict` or `canonical_state_dict` saved has the same bits in
-        both orders. There are two exceptions, for which load the model first: a full master that is loaded into a split
-        layout, where the weights halfway between two bf16 numbers would differ, and a load after a step was captured
-        in a CUDA graph, into another layout.
+        The model may be loaded before or after, with the same bits. There are two exceptions, for which load the model
+        first: a full master that is loaded into a split layout, where the weights halfway between two bf16 numbers
+        would differ, and a load after a step was captured in a CUDA graph, into another layout.
 
         States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded by their rules. flashoptim's
         masters belong to the present parameters: load the model first. Under sharding, pass such states to
@@ -755,7 +713,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 fresh[index] = saved
             elif saved:
                 parameter, group, saved_group = owners[index]
-                where, (target,) = f"state of parameter {index}", self._targets([parameter])
+                where, target = f"state of parameter {index}", self._target(parameter)
                 entries = with_our_names(where, target, saved, saved_group)
                 layout, final = self._layout(parameter, group), bool(self._plans.recorded)
                 fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
@@ -767,7 +725,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for parameter in loaded:
             writes += self._in_place(parameter, fresh[parameter])
         writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups))
-        writes.append(partial(self._plans.__dict__.update, agreed={}))
+        writes.append(partial(self._plans.agreed.clear))
         self._commit(WHOLE, [(list(loaded), writes)])
         self._agree()
 
@@ -789,35 +747,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 calls.append(partial(local(tensor).copy_, local(value)))
                 state[key] = tensor
         return calls
-
-
-class _Masters(Mapping[torch.Tensor, torch.Tensor]):
-    """What `masters` returns. A split master is joined when it is looked up."""
-
-    def __init__(self, optimizer: LayoutOptimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = dict.fromkeys(parameters_of(optimizer))
-
-    @torch.no_grad()
-    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._parameters:
-            raise KeyError("not a parameter of this optimizer")
-        master = self._optimizer._master(parameter)
-        (target,) = self._optimizer._targets([parameter])
-        return target.detach().float() if master is None else master
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a full master rounds to its parameter everywhere. Needs memory for a few rows of them only."""
-    rows = rows_of_a_piece(parameter)
-    pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
-    return all(torch.equal(values.to(weight.dtype), weight) for values, weight in pairs)
 
 
 def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:

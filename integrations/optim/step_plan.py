@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from halfstep.integrations.optim.masters import Agreed, Agreements, as_written, version_of
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
 from halfstep.integrations.optim.state import fitted_state, like, scales_like
+from halfstep.kernels import adam
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
@@ -22,13 +24,13 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
 )
 from halfstep.kernels.streams import all_to_device, upload
+from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:
     from halfstep.integrations.optim.classes import LayoutOptimizer
-    from halfstep.kernels import adam
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
@@ -75,34 +77,26 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
         )
 
 
-def version_of(parameter: torch.Tensor) -> int:
-    """A number that grows with every write to a parameter, through its DTensor or its local part."""
-    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+def control_on(control: adam.Control, device: torch.device) -> adam.Control:
+    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
+    a step on the CPU needs."""
+    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
+    if all(map(is_, numbers, repeat(None))):
+        return control
+    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
 
 
-def _address_of(values: torch.Tensor) -> int:
-    return values.data_ptr() if has_memory(values) else 0
+def skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
+    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
 
-
-class Agreed(NamedTuple):
-    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
-
-    version: int
-    address: int
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, parameter: torch.Tensor) -> Agreed:
-        return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
-
-    def may_be_written(self, parameter: torch.Tensor) -> bool:
-        """Whether other code may have written the parameter since. A change of dtype does not count."""
-        return parameter.dtype == self.dtype and self != Agreed.now(parameter)
-
-
-def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
-    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
+    """
+    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
+    nothing = (verdict.sum_of_squares == 0).float()
+    if control.found_inf is not None:
+        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
+        nothing = torch.maximum(nothing, found_inf)
+    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
 class StepPlans:
@@ -110,7 +104,7 @@ class StepPlans:
 
     Attributes:
         of_part: the plans of the last step, of all parameters (`WHOLE`) and of each part that is stepped on its own.
-        agreed: by the target's id, when it and its full master last held the same weight.
+        agreed: when targets and their full masters last held the same weights.
         recorded: state tensors that CUDA graphs write to, by their id.
         squares: the sum of squares of the gradients in the last step that clipped.
         stepped_without_gradients: whether a step found no gradient.
@@ -118,7 +112,7 @@ class StepPlans:
 
     def __init__(self) -> None:
         self.of_part: dict[int, StepPlan] = {}
-        self.agreed: dict[int, Agreed] = {}
+        self.agreed = Agreements()
         self.recorded: dict[int, torch.Tensor] = {}
         self.squares: torch.Tensor | None = None
         self.stepped_without_gradients = False
@@ -328,8 +322,7 @@ class StepPlan:
         self.batches = _batches(optimizer, targets, grads, recording)
         self.limit: float | None = None
         self._kernels, self._columns = optimizer._kernels, optimizer._columns
-        self._compiled_for = partial(_compiled_options, optimizer)
-        self._compiled = self._compiled_for(optimizer.param_groups)
+        self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._grads = _dtypes_and_types(grads)
         # Other code may clear or replace the state to start again.
@@ -364,9 +357,9 @@ class StepPlan:
             and all([batch.still_describes() for batch, _ in self.batches])
         )
 
-    def has_layouts_of(self, groups: list[Group]) -> bool:
-        """Whether the launches are compiled for the options of these groups."""
-        return self._compiled_for(groups) == self._compiled
+    def has_layouts_of(self, optimizer: LayoutOptimizer) -> bool:
+        """Whether the launches are compiled for the options of its groups."""
+        return _compiled_options(optimizer) == self._compiled
 
     def group_table(
         self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
@@ -416,9 +409,10 @@ def _dtypes_and_types(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set
 _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
 
 
-def _compiled_options(optimizer: LayoutOptimizer, groups: list[Group]) -> list[tuple[Any, ...]]:
+def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    return [(_layout_options(group), optimizer._moments(group), optimizer._variant(group)) for group in groups]
+    groups, moments, variant = optimizer.param_groups, optimizer._moments, optimizer._variant
+    return [(_layout_options(group), moments(group), variant(group)) for group in groups]
 
 
 def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:

@@ -102,7 +102,12 @@ class Layout:
 
 
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
-_OURS = {"scalars": 4, "amsgrad": True, "moments_allowed": ("fp32", "bf16", "8bit"), "source": "integrations/optim"}
+_OURS: dict[str, Any] = {
+    "scalars": 4,
+    "amsgrad": True,
+    "moments_allowed": ("fp32", "bf16", "8bit"),
+    "source": "integrations/optim",
+}
 _TORCH = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
 _FOREACH = {**_TORCH, "note": "foreach, torch's default on a GPU, allocates the square root of exp_avg_sq"}
 _FUSED_BF16 = {
