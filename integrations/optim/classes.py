@@ -47,7 +47,7 @@ from halfstep.numerics.scaling.sharding import default_group, is_sharded, local,
 from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
 from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
-from halfstep.numerics.state_layout import CODE_KEYS, REMAINDER, StateLayout
+from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
@@ -117,6 +117,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """The columns of the kernels' table of groups but the norm: numbers, or tensors with one element."""
         raise NotImplementedError
 
+    @staticmethod
+    def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's saved state with what `torch.optim` leaves out of it."""
+        return state
+
     # --------------------------------------------------------------------------------------------------------- groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -160,7 +165,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
+        positive = not all(MOMENTS[moment] for moment in self._moments(added))
+        if positive and added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
             warnings.warn(
                 f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
                 "half the distance of two codes, so that second moments stop changing; leave rounding out, or use "
@@ -714,7 +720,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             elif saved:
                 parameter, group, saved_group = owners[index]
                 where, target = f"state of parameter {index}", self._target(parameter)
-                entries = with_our_names(where, target, saved, saved_group)
+                entries = self._translated(with_our_names(where, target, saved, saved_group), target)
                 layout, final = self._layout(parameter, group), bool(self._plans.recorded)
                 fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
                 loaded[parameter] = target, weight

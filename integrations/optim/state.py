@@ -236,7 +236,7 @@ def loaded_state(
         if key not in source:
             raise ValueError(
                 f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: "
-                "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
+                "the checkpoint is of another optimizer or of other options, or is a flat one, which needs "
                 "state_dict_format='canonical'"
             )
     state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
