@@ -47,8 +47,7 @@ class Rollback:
         self.model = model
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
         self.objects: dict[str, Any] = {}
-        getattr(optimizer, "state", None)  # reading it waits for what an offloaded optimizer still steps
-        owners = [owner for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler) if owner is not None]
+        owners = [owner for owner in (optimizer, scaler) if owner is not None]
         # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
         self.attributes = [
             (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
