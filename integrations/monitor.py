@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep.kernels.statistics import Grid, foreach_count_, width
+from halfstep.kernels.cells import width
+from halfstep.kernels.statistics import foreach_count_
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.host_copy import HostCopy
@@ -93,7 +94,7 @@ class AmpMonitor:
             raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
         self.format = formats[format]
         self.every = every
-        self._grid = Grid(*grid_of(self.format))
+        self._grid = grid_of(self.format)
         self._parameters = _trained(model_or_named_parameters)
         module = isinstance(model_or_named_parameters, torch.nn.Module)
         self._model = model_or_named_parameters if module else None  # until its parameters are those of a step

@@ -39,7 +39,7 @@ from halfstep.integrations.buckets import (
     call_if_alive,
     check_bucket_bytes,
 )
-from halfstep.integrations.optim.classes import Adam
+from halfstep.integrations.optim.adam import Adam
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from halfstep.integrations.checkpoint.api import is_held
-from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.optim.classes import saving
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[Any]:

@@ -177,17 +177,3 @@ def topology_of(
     if unchanged and all(map(is_, parameters, last.parameters)):
         return last
     return Topology(parameters, process_group if owner is None else zero_group_of(owner), world)
-
-
-# For modules that import these from here.
-from halfstep.numerics.scaling.sharding import checked_group, local, settle_gradients  # noqa: E402, F401
-
-
-def cuts(tensor: Any) -> dict[int, int]:
-    return Sharding(tensor).ways
-
-
-def sharded_like(
-    parameter: Any, shard: torch.Tensor, shape: torch.Size | None = None, stride: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    return Sharding(parameter).like(shard, shape, stride)

@@ -334,7 +334,7 @@ class Checker:
                 self._verdicts[key] = out
         tally = None if step is None else self._tally(slots, device, step, recording)
         in_memory = None if supported else False
-        return check(batch[0], factor, write=write, out=out, tally=tally, places=batch[1], in_memory=in_memory)
+        return check(batch[0], factor, write=write, out=out, tally=tally, slots=batch[1], in_memory=in_memory)
 
     def _tally(self, slots: int, device: torch.device, step: torch.Tensor, recording: bool) -> Tally | None:
         """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""

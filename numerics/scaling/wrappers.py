@@ -2,11 +2,13 @@
 
 A parameter does not know its module, nor the local optimizer of a `ZeroRedundancyOptimizer` the outer one. torch calls
 global hooks when a module becomes part of another one, and before each optimizer steps: what is needed of the wrappers
-is noted there, without keeping them alive. Modules that were wrapped before halfstep was imported are not known.
+is noted there, without keeping them alive. Since `import halfstep` does not import this module, modules may have been
+wrapped before: these are looked for once, when it is imported.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from operator import is_
@@ -32,6 +34,10 @@ def _note_module(outer: torch.nn.Module, name: str, inner: Any) -> None:
 
 
 register_module_module_registration_hook(_note_module)
+if torch.distributed.is_available() and torch.distributed.is_initialized():
+    for wrapper in gc.get_objects():
+        if issubclass(type(wrapper), torch.nn.Module):
+            _note_module(wrapper, _ATTRIBUTES[0], None)
 
 
 def wrapped_by(name: str) -> list[Any]:
