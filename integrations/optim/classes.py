@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -41,43 +40,19 @@ from halfstep.integrations.optim.step_plan import WHOLE, Agreed, StepPlan, StepP
 from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master
-from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.scaler import MAX_NORM
+from halfstep.kernels.streams import capturing
+from halfstep.numerics.scaling.decision import StepsOnVerdict, control_on, skipping_zeros
 from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
-from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
-from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
+from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
 _gradient = attrgetter("grad")
-LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
-    a step on the CPU needs."""
-    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
-    if all(map(is_, numbers, repeat(None))):
-        return control
-    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
-
-
-def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
-    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
-
-    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
-    """
-    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
-    nothing = (verdict.sum_of_squares == 0).float()
-    if control.found_inf is not None:
-        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
-        nothing = torch.maximum(nothing, found_inf)
-    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
@@ -94,10 +69,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
-    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
-    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
-    _step_supports_amp_scaling = False
-    backward_handle: Any = None  # what steps parts of the parameters in the backward: integrations/release.py
     state_dict_format: Literal["held", "canonical"]
 
     def __init__(
@@ -208,45 +179,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def _bucket(self, parameter: torch.Tensor) -> int:
         """Different launches update the parameters of different buckets."""
         return 0
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The 2-norm of the unscaled gradients before clipping in the last step that clipped: 0-dim, on the device."""
-        squares = self._plans.squares
-        return None if squares is None else squares.sqrt().float()
-
-    @torch._disable_dynamo
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip all gradients together to a 2-norm in the next step, without a scaler; nothing is written.
-
-        The gradients are read once, for the norm, and must not change before the step, which an overflow does not skip.
-        If the backward has stepped, it has clipped to ``max_grad_norm``, which must be `max_norm` then.
-
-        Args:
-            max_norm: a number above 0. Infinity only computes the norm.
-
-        Returns:
-            The norm before clipping, over all ranks: 0-dim fp32, on the device of the gradients. NaN if it is not
-            known, since the backward has stepped without clipping.
-
-        Raises:
-            ValueError: `max_norm` is not above 0.
-            RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
-        """
-        only_norm = max_norm == math.inf
-        max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
-        if self.backward_handle is not None:
-            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
-            return norm
-        parameters = parameters_of(self)
-        if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
-            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
-        refuse_freed(parameters, "clipping")
-        verdict = self.checker.verdict()
-        if verdict is None:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        self.decide(Decision(verdict, None, max_norm, skips=False))
-        return norm_of(verdict)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -390,14 +322,14 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
-            control = _skipping_zeros(control, verdict)
+            control = skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
         needed: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
             own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             if batch.device not in needed:
                 table = plan.group_table(batch.device, groups, limit, changed)
-                needed[batch.device] = table, _control_on(control, batch.device)
+                needed[batch.device] = table, control_on(control, batch.device)
             writes.append((batch.parameters, batch.prepare(own, contiguous, *needed[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
@@ -412,41 +344,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             batch.finish()
         if changed or not plan.knows_options:
             plan.stepped(groups, limit)
-
-    def _limit(self) -> float | None:
-        """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""
-        own, decision = self.max_grad_norm, self._decision
-        if decision is None or decision.max_norm is None:
-            return own
-        return decision.max_norm if own is None else min(own, decision.max_norm)
-
-    def _control(self, limit: float | None) -> adam.Control:
-        """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
-        decision, squares = self._decision, None
-        self.last_verdict = None if decision is None else decision.verdict
-        if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
-        else:
-            scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
-            # Gradients that were unscaled in place may have changed since, so their sum is computed again.
-            if decision.scale is not None or decision.max_norm is not None:
-                squares = decision.verdict.sum_of_squares
-        if limit is None:
-            return adam.Control(scale, found_inf)
-        if squares is None:
-            factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
-            verdict = self.checker.verdict(factor)
-            squares = None if verdict is None else verdict.sum_of_squares
-            self.last_verdict = verdict if decision is None else decision.verdict
-        self._plans.squares = squares
-        return adam.Control(scale, found_inf, squares)
-
-    def _number(self, value: Any) -> torch.Tensor | None:
-        """A number that other code has set, as a tensor."""
-        if value is None or isinstance(value, torch.Tensor):
-            return value
-        device = next((parameter.device for parameter in parameters_of(self)), None)
-        return torch.full((), float(value), dtype=torch.float32, device=device)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.

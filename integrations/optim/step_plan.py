@@ -112,7 +112,6 @@ class StepPlans:
         of_part: the plans of the last step, of all parameters (`WHOLE`) and of each part that is stepped on its own.
         agreed: by the target's id, when it and its full master last held the same weight.
         recorded: state tensors that CUDA graphs write to, by their id.
-        squares: the sum of squares of the gradients in the last step that clipped.
         stepped_without_gradients: whether a step found no gradient.
     """
 
@@ -120,7 +119,6 @@ class StepPlans:
         self.of_part: dict[int, StepPlan] = {}
         self.agreed: dict[int, Agreed] = {}
         self.recorded: dict[int, torch.Tensor] = {}
-        self.squares: torch.Tensor | None = None
         self.stepped_without_gradients = False
 
     def forget(self, part: int | None = None) -> None:
@@ -328,7 +326,7 @@ class StepPlan:
         self.batches = _batches(optimizer, targets, grads, recording)
         self.limit: float | None = None
         self._kernels, self._columns = optimizer._kernels, optimizer._columns
-        self._compiled_for = partial(_compiled_options, optimizer)
+        self._compiled_for = partial(_compiled_options, type(optimizer))  # which is not kept alive
         self._compiled = self._compiled_for(optimizer.param_groups)
         self._options_of = itemgetter(*optimizer.defaults)
         self._grads = _dtypes_and_types(grads)
@@ -416,7 +414,7 @@ def _dtypes_and_types(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set
 _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
 
 
-def _compiled_options(optimizer: LayoutOptimizer, groups: list[Group]) -> list[tuple[Any, ...]]:
+def _compiled_options(optimizer: type[LayoutOptimizer], groups: list[Group]) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
     return [(_layout_options(group), optimizer._moments(group), optimizer._variant(group)) for group in groups]
 
