@@ -293,6 +293,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
         else:
             state |= {moment: codes, scale_key: scales}
     if REMAINDER in saved:
+        if "master" in saved:  # of other code; the remainder counts
+            _check_floating(saved["master"], "master", parameter, where)
         remainder = _checked(saved, REMAINDER, parameter.shape, *_REMAINDERS, where=where)
         if parameter.dtype == torch.bfloat16:
             state["master"] = remainder
