@@ -41,13 +41,14 @@ def test_a_decision_is_about_one_step() -> None:
     verdict = optimizer.checker.verdict()
     assert verdict is not None
     verdict.found_inf.fill_(1.0)
+    optimizer.decide(Decision(verdict, None, None))
     for skips in (True, False):
         before = parameter.detach().clone()
-        optimizer.decide(Decision(verdict, None, None) if skips else None)
         optimizer.step()
         assert torch.equal(parameter, before) == skips
+    optimizer.decide(Decision(verdict, None, None, skips=False))
     optimizer.step()
-    assert optimizer.state[parameter]["step"] == 2 and optimizer.last_verdict is None
+    assert optimizer.state[parameter]["step"] == 2 and optimizer.last_verdict is verdict
 
 
 def test_clipping_without_a_scaler_is_that_of_torch_in_the_next_step_only() -> None:
