@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
+from halfstep.numerics.scaling.sharding import Sharding
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
@@ -38,10 +39,7 @@ def gather(state: Any) -> Any:
 
 def scatter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor` on the device of `like`, and sharded over its mesh if `like` is a DTensor. The dtype is unchanged."""
-    if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    # Every rank has read the same file, so each takes its shard and nothing is sent.
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return Sharding(like).distributed(tensor.to(like.device))  # every rank has read the same file
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:

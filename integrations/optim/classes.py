@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,22 +36,20 @@ from halfstep.integrations.optim.state import (
     loaded_state,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous, control_on, skipping_zeros
+from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous
 from halfstep.kernels import adam
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import capturing
-from halfstep.kernels.unscale import Factor
-from halfstep.numerics.scaling.scaler import MAX_NORM
+from halfstep.numerics.scaling.decision import StepsOnVerdict, control_on, skipping_zeros
 from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
-from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
-from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
+from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
 _gradient = attrgetter("grad")
-LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -71,10 +68,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
-    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
-    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
-    _step_supports_amp_scaling = False
-    backward_handle: Any = None  # what steps parts of the parameters in the backward: integrations/release.py
     state_dict_format: Literal["held", "canonical"]
 
     def __init__(
@@ -197,45 +190,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def _bucket(self, parameter: torch.Tensor) -> int:
         """Different launches update the parameters of different buckets."""
         return 0
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The 2-norm of the unscaled gradients before clipping in the last step that clipped: 0-dim, on the device."""
-        squares = self._plans.squares
-        return None if squares is None else squares.sqrt().float()
-
-    @torch._disable_dynamo
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip all gradients together to a 2-norm in the next step, without a scaler; nothing is written.
-
-        The gradients are read once, for the norm, and must not change before the step, which an overflow does not skip.
-        If the backward has stepped, it has clipped to ``max_grad_norm``, which must be `max_norm` then.
-
-        Args:
-            max_norm: a number above 0. Infinity only computes the norm.
-
-        Returns:
-            The norm before clipping, over all ranks: 0-dim fp32, on the device of the gradients. NaN if it is not
-            known, since the backward has stepped without clipping.
-
-        Raises:
-            ValueError: `max_norm` is not above 0.
-            RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
-        """
-        only_norm = max_norm == math.inf
-        max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
-        if self.backward_handle is not None:
-            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
-            return norm
-        parameters = parameters_of(self)
-        if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
-            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
-        refuse_freed(parameters, "clipping")
-        verdict = self.checker.verdict()
-        if verdict is None:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        self.decide(Decision(verdict, None, max_norm, skips=False))
-        return norm_of(verdict)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -401,41 +355,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             batch.finish()
         if changed or not plan.knows_options:
             plan.stepped(groups, limit)
-
-    def _limit(self) -> float | None:
-        """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""
-        limit, decision = self.max_grad_norm, self._decision
-        if decision is None or decision.max_norm is None:
-            return limit
-        return decision.max_norm if limit is None else min(limit, decision.max_norm)
-
-    def _control(self, limit: float | None) -> adam.Control:
-        """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
-        decision, squares = self._decision, None
-        self.last_verdict = None if decision is None else decision.verdict
-        if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
-        else:
-            scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
-            # Gradients that were unscaled in place may have changed since, so their sum is computed again.
-            if decision.scale is not None or decision.max_norm is not None:
-                squares = decision.verdict.sum_of_squares
-        if limit is None:
-            return adam.Control(scale, found_inf)
-        if squares is None:
-            factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
-            verdict = self.checker.verdict(factor)
-            squares = None if verdict is None else verdict.sum_of_squares
-            self.last_verdict = verdict if decision is None else decision.verdict
-        self._plans.squares = squares
-        return adam.Control(scale, found_inf, squares)
-
-    def _number(self, value: Any) -> torch.Tensor | None:
-        """A number that other code has set, as a tensor."""
-        if value is None or isinstance(value, torch.Tensor):
-            return value
-        device = next((parameter.device for parameter in parameters_of(self)), None)
-        return torch.full((), float(value), dtype=torch.float32, device=device)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.

@@ -284,12 +284,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
         codes = _checked(saved, key, parameter.shape, torch.uint8, where=where)
         scales = _checked(saved, scale_key, shape_of(scale_key, parameter.shape), _SCALES[scale_key], where=where)
         if is_sharded(parameter) and not is_sharded(codes):
-            from torch.distributed.tensor import distribute_tensor
-
             whole = decode(codes, scales, signed=MOMENTS[moment]).to(values.device)
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            # Every rank has the same codes, so nothing is sent.
-            state[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            state[moment] = Sharding(parameter).distributed(whole)  # every rank has the same codes
         else:
             state |= {moment: codes, scale_key: scales}
     if REMAINDER in saved:

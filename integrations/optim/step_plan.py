@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,6 @@ import torch
 from halfstep.integrations.optim.masters import Agreed, Agreements, as_written, version_of
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
 from halfstep.integrations.optim.state import fitted_state, like, scales_like
-from halfstep.kernels import adam
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
@@ -24,13 +23,13 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
 )
 from halfstep.kernels.streams import all_to_device, upload
-from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:
     from halfstep.integrations.optim.classes import LayoutOptimizer
+    from halfstep.kernels import adam
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
@@ -77,28 +76,6 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
         )
 
 
-def control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
-    a step on the CPU needs."""
-    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
-    if all(map(is_, numbers, repeat(None))):
-        return control
-    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
-
-
-def skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
-    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
-
-    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
-    """
-    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
-    nothing = (verdict.sum_of_squares == 0).float()
-    if control.found_inf is not None:
-        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
-        nothing = torch.maximum(nothing, found_inf)
-    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
-
-
 class StepPlans:
     """What an optimizer keeps from one step to the next. Pickles and copies of the optimizer do not contain it.
 
@@ -106,7 +83,6 @@ class StepPlans:
         of_part: the plans of the last step, of all parameters (`WHOLE`) and of each part that is stepped on its own.
         agreed: when targets and their full masters last held the same weights.
         recorded: state tensors that CUDA graphs write to, by their id.
-        squares: the sum of squares of the gradients in the last step that clipped.
         stepped_without_gradients: whether a step found no gradient.
     """
 
@@ -114,7 +90,6 @@ class StepPlans:
         self.of_part: dict[int, StepPlan] = {}
         self.agreed = Agreements()
         self.recorded: dict[int, torch.Tensor] = {}
-        self.squares: torch.Tensor | None = None
         self.stepped_without_gradients = False
 
     def forget(self, part: int | None = None) -> None:
