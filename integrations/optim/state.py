@@ -40,7 +40,7 @@ def is_remainder(master: torch.Tensor) -> bool:
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
-    return Sharding(parameter).like(values)
+    return Sharding(parameter).like(values) if is_sharded(parameter) else values
 
 
 def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -194,13 +194,16 @@ def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
+    if not is_sharded(values):
+        return pairs
     strides = (*(2 * stride for stride in values.stride()), 1)
     return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
 
 
 def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
     """The inverse of `_in_bytes` for 16-bit integers."""
-    return Sharding(pairs).like(local(pairs).contiguous().view(torch.int16).squeeze(-1), pairs.shape[:-1])
+    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
+    return Sharding(pairs).like(values, pairs.shape[:-1]) if is_sharded(pairs) else values
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
