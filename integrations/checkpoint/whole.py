@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.scaling.sharding import Sharding, local
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
@@ -41,10 +41,7 @@ def gather(state: Any) -> Any:
 
 def scatter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor` on the device of `like`, and sharded over its mesh if `like` is a DTensor. The dtype is unchanged."""
-    if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    # Every rank has read the same file, so each takes its shard and nothing is sent.
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return Sharding(like).distributed(tensor.to(like.device))  # every rank has read the same file
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -247,8 +244,7 @@ class Rollback:
         self.model = model
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
         self.objects: dict[str, Any] = {}
-        getattr(optimizer, "state", None)  # reading it waits for what an offloaded optimizer still steps
-        owners = [owner for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler) if owner is not None]
+        owners = [owner for owner in (optimizer, scaler) if owner is not None]
         # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
         self.attributes = [
             (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
