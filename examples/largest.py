@@ -108,14 +108,14 @@ def main() -> int:
     options = parser.parse_args()
 
     blocks = fitting(options.width, int(options.memory * 2**30))
-    made = planned(options.width, blocks)
-    print(f"{blocks} blocks, {made.parameters:,} parameters; planned: {made.totals.peak / 2**20:,.0f} MiB")
+    fits = planned(options.width, blocks)
+    print(f"{blocks} blocks, {fits.parameters:,} parameters; planned: {fits.totals.peak / 2**20:,.0f} MiB")
 
     train(64, 1, 1, 1)  # loads what the first step needs
     before = resident("VmRSS")
     losses = train(options.width, blocks, options.steps, options.batch)
-    taken = resident("VmHWM") - before
-    print(f"the process took {taken / 2**20:,.0f} MiB, with activations")
+    used = resident("VmHWM") - before
+    print(f"the process took {used / 2**20:,.0f} MiB, with activations")
     print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     return 0 if losses[-1] < 0.9 * losses[0] else 1
 
