@@ -166,9 +166,11 @@ def ticks(low: float, high: float, limit: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
-def drawing(title: str, bottom: int, parts: Iterable[str], attributes: str = "", caption: str = "") -> str:
-    svg = f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">'
-    return f"<figure{attributes}><h2>{text(title)}</h2>{svg}{''.join(parts)}</svg><figcaption>{caption}</figcaption></figure>"
+def drawing(title: str, bottom: int, parts: Iterable[str], caption: str = "", attributes: str = "") -> str:
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">{"".join(parts)}'
+    )
+    return f"<figure{attributes}><h2>{text(title)}</h2>{svg}</svg><figcaption>{caption}</figcaption></figure>"
 
 
 def label(x: float, y: float, anchor: str, words: str) -> str:
@@ -220,7 +222,7 @@ def chart(
     shown = json.dumps({"left": LEFT, "right": RIGHT, "width": WIDTH, "first": first, "last": last, "curves": data})
     keys = (f'<span class="{LOOKS[a]}">{text(a)} <output>{text(b[-1][2])}</output></span>' for a, b in curves)
     caption = f"<output>step {last:.0f}</output>{''.join(keys)}"
-    return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], f" data-curves='{escape(shown)}'", caption)
+    return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], caption, f" data-curves='{escape(shown)}'")
 
 
 def charts(content: dict[str, Any]) -> list[str]:
