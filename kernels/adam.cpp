@@ -15,7 +15,6 @@ constexpr float MAX = 3.4028234663852886e38f;
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, FIRST, SECOND, TOP, STEP, STREAM, BASE, INNER, INNER_WHOLE, SEED,
                FIRST_SCALES, SECOND_SCALES, TOP_SCALES, COLUMNS };
-constexpr int32_t CODED = 3;  // the dtype code of moments in 8 bits
 enum { GROUP_COLUMNS = 8, HYPER_COLUMNS = 10 };
 
 struct Hyper { float gscale, decay, w1, w2, root, eps, step_size, skip, beta1, beta2; };

@@ -96,6 +96,7 @@ from halfstep.kernels.block_codes import (
     widened_packed,
 )
 from halfstep.kernels.block_instructions import WEIGHTS, averages_assembly, constraints, update_assembly
+from halfstep.kernels.formats import CODED
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     DTYPE_CODES,
@@ -128,7 +129,7 @@ LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits: what all e
 BLOCK = 1024  # elements per trip of its loop: eight per thread, in few enough registers that nothing is spilled
 LANES = 256  # tensors per program of the prepare kernel
 MAX = torch.finfo(torch.float32).max
-STATE_CODES = {**DTYPE_CODES, torch.uint8: 3}  # the dtypes of moments in C++
+STATE_CODES = {**DTYPE_CODES, torch.uint8: CODED}  # the dtypes of moments in C++
 
 # How the fp32 weight is kept.
 NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)

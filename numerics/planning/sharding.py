@@ -23,9 +23,9 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
+from halfstep.numerics.state_layout import LEAST_CODED
 
 BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
-LEAST_CODED = 4096  # elements of the smallest parameter whose moments integrations/optim keeps in 8 bits
 
 
 @dataclass(frozen=True)

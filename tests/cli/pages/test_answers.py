@@ -20,8 +20,7 @@ from halfstep.cli.formats.values import Stored
 from halfstep.cli.pages import planner
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact, parse_number
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.planning import MODELS
 
