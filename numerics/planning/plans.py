@@ -10,10 +10,11 @@ from typing import Any
 
 from halfstep.numerics.messages import one_of, whole
 from halfstep.numerics.planning import sharding, work
-from halfstep.numerics.planning.layouts import Layout, StoredFormat
+from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Transformer, parameters_of, tensors_of
 from halfstep.numerics.planning.sharding import Collective, Locals, Strategy, elements
 from halfstep.numerics.planning.training import Training
+from halfstep.numerics.state_layout import StoredFormat
 
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"

@@ -7,10 +7,11 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from halfstep.numerics.messages import divides, one_of, whole
-from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, StoredFormat, layout
+from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
 from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Sharding, Shards, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
+from halfstep.numerics.state_layout import StoredFormat
 
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 WITH_ADAPTERS = STEPPING_IN_BACKWARD
