@@ -48,10 +48,6 @@ def test_a_loss_in_chunks_is_scaled(found: dict[str, list[Any]]) -> None:
         assert chunked == plain or 0.9 < chunked / plain < 1.1
 
 
-def test_the_container_alone_works_in_the_trainer_of_torchtitan(found: dict[str, list[Any]]) -> None:
-    assert found["container alone"] == [{"masters": ["torch.int16"], "type": True}]
-
-
 def container(model: torch.nn.Module, *groups: Any, **options: Any) -> Any:
     named = [
         optimizers.ParamGroupConfig(pattern=one, optimizer_name=name, optimizer_kwargs=given)
@@ -98,11 +94,6 @@ def test_several_optimizers_clip_together_in_place(scaled: bool) -> None:
     torch.testing.assert_close(gradients(model.parameters()), gradients(twin.parameters()))
     made.step()
     assert made.scaler is None or made.scaler._updates == 1
-
-
-def test_other_optimizers_stay() -> None:
-    with pytest.raises(NotImplementedError, match="Optimizer Lion not added"):
-        container(network(), (".*", "Lion", {"lr": LR}))
 
 
 def test_errors_name_the_argument_and_the_remedy() -> None:
