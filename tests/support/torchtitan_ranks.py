@@ -27,6 +27,7 @@ from trainer_tools import (
     full,
     gradients,
     logged,
+    masters_of,
     same_bits,
     seen,
     state_of,
@@ -60,8 +61,9 @@ with (
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers, model_registry
+    from torchtitan.trainer import Trainer as TheirTrainer
 
-    from halfstep.integrations.trainers.torchtitan import ScalerConfig, Trainer
+    from halfstep.integrations.trainers.torchtitan import OptimizersContainer, ScalerConfig, Trainer
 
 WORDS, WIDTH, BATCH, LENGTH = 32, 16, 4, 16
 NORM = {"weight": torch.nn.init.ones_}
@@ -291,6 +293,17 @@ def chunked(folder: Path) -> list[list[float]]:
     return norms
 
 
+def container_alone(folder: Path) -> dict[str, Any]:
+    """torchtitan's own trainer, with the container in its configuration."""
+    groups = default_adamw(lr=LR).param_groups
+    trainer = configuration(
+        folder, "bf16", cls=TheirTrainer, optimizer=OptimizersContainer.Config(param_groups=groups)
+    ).build()
+    train(trainer)
+    (optimizer,) = trainer.optimizers.optimizers
+    return {"masters": masters_of(optimizer), "type": type(trainer) is TheirTrainer}
+
+
 def saved_in_8_bits(rank: int, folder: str) -> list[int]:
     """The peak of bytes while a run with 8-bit moments is saved, above that of its weights, and what they all take."""
     warnings.simplefilter("ignore")
@@ -322,4 +335,5 @@ def run(rank: int, folder: str) -> dict[str, Any]:
             result["own"] = own_loop(kind, result["before"], result["rates"])
     if world == 1:
         found["chunked"] = chunked(Path(folder) / "chunked")
+        found["container alone"] = container_alone(Path(folder) / "alone")
     return found

@@ -48,6 +48,10 @@ def test_a_loss_in_chunks_is_scaled(found: dict[str, list[Any]]) -> None:
         assert chunked == plain or 0.9 < chunked / plain < 1.1
 
 
+def test_the_container_alone_works_in_the_trainer_of_torchtitan(found: dict[str, list[Any]]) -> None:
+    assert found["container alone"] == [{"masters": ["torch.int16"], "type": True}]
+
+
 def container(model: torch.nn.Module, *groups: Any, **options: Any) -> Any:
     named = [
         optimizers.ParamGroupConfig(pattern=one, optimizer_name=name, optimizer_kwargs=given)
