@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.kernels import adam
 from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.block_instructions import UPDATES, UPDATES_OPERANDS
 
 NAN = 0x7FFFFFFF  # the NaN that arithmetic gives
 # Zeros, subnormal and normal numbers, infinities, and quiet and signaling NaNs, of both signs.
@@ -146,9 +146,9 @@ def root_and_quotient(
     signs = np.arange(moments, dtype=np.uint32) << 31
     m = torch.from_numpy((FIRST | mantissas | signs).view(np.float32)).to(device)
     wrong, first_wrong = torch.empty(2, count // BLOCK, dtype=torch.int32, device=device)
-    assembly = adam._PAIRED_0 if paired else adam._UPDATE_0
+    assembly, operands = UPDATES.value[0, False, paired], UPDATES_OPERANDS.value[0, False]
     _update_kernel[(count // BLOCK,)](
-        m, moments, wrong, first_wrong, first, least, assembly, adam._OPERANDS_0, BLOCK, enable_fp_fusion=False
+        m, moments, wrong, first_wrong, first, least, assembly, operands, BLOCK, enable_fp_fusion=False
     )
     if total := int(wrong.sum()):
         where = int(first_wrong.min())

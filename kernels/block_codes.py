@@ -43,6 +43,7 @@ from __future__ import annotations
 import torch
 
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.block_instructions import LARGEST_POSITIVE as LARGEST_POSITIVE
 from halfstep.kernels.block_instructions import (
     constraints,
     decode_positive_assembly,
@@ -60,8 +61,8 @@ LEAST_SIGNED, NAN_BLOCK = 18, 255  # exponent bytes
 LEAST_STEP = 16  # the least s
 NAN_RANGE = 0x7FC0  # the scale of a block of positive numbers that are NaN
 SCALE_DTYPES = {True: torch.uint8, False: torch.int16}  # of signed and of positive numbers
-LARGEST_POSITIVE = 1.875 * 2.0**127  # the largest number with 3 bits of mantissa ...
-_LARGEST, _LEAST, _BINADE = 0x7F70, 0x80, 0x80  # ... its pattern, that of 2^-126, and a power of two, upper 16 bits
+# The upper 16 bits of the patterns of `LARGEST_POSITIVE` (3 bits of mantissa), of 2^-126 and of a power of two.
+_LARGEST, _LEAST, _BINADE = 0x7F70, 0x80, 0x80
 
 # --------------------------------------------------------------------------------------------------------- reference
 

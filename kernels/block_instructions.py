@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
+
+from halfstep.kernels.backend import constexpr_function, tl, triton_version
 
 # Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
 EXACT = "// exact: the bits of separate operations"
@@ -244,12 +247,15 @@ WEIGHTS = 8  # elements that the functions below take at a time
 _LEAST_SQUARE = 127 - 101 << 23  # the pattern of 2^-101
 
 
-def averages_assembly(largest: float, paired: bool = False) -> str:
+LARGEST_POSITIVE = 1.875 * 2.0**127  # the largest number of a code of block_codes.py
+
+
+def averages_assembly(paired: bool = False) -> str:
     """PTX that makes the new moments of eight elements ($0 to $7, $8 to $15) by moving averages.
 
     The operands, eight each: gradients, first moments, second moments, and the factors of both averages, whose signs
     say which form applies, as in adam.py. They are the same for all elements, so that one branch stands for two choices
-    per element. The square of a gradient is at most `largest`.
+    per element. The square of a gradient is at most `LARGEST_POSITIVE`.
     """
     n = WEIGHTS
     g, m, v, f1, f2 = ([f"${place}" for place in range(2 * n + part * n, 3 * n + part * n)] for part in range(5))
@@ -275,8 +281,8 @@ def averages_assembly(largest: float, paired: bool = False) -> str:
                 f"mov.b64 {{${a}, ${b}}}, %mm;",
                 "mul.rn.f32x2 %qq, %gg, %gg;",
                 "mov.b64 {%q, %d}, %qq;",
-                f"min.NaN.f32 %q, %q, {_hex(largest)};",
-                f"min.NaN.f32 %d, %d, {_hex(largest)};",
+                f"min.NaN.f32 %q, %q, {_hex(LARGEST_POSITIVE)};",
+                f"min.NaN.f32 %d, %d, {_hex(LARGEST_POSITIVE)};",
                 "mov.b64 %qq, {%q, %d};",
                 f"mov.b64 %mm, {{{v[a]}, {v[b]}}};",
                 "sub.rn.f32x2 %dd, %qq, %mm;",
@@ -287,12 +293,12 @@ def averages_assembly(largest: float, paired: bool = False) -> str:
     else:
         for place in range(n):
             lines += _average(g[place], m[place], f1[0], f"${place}", None)
-            lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(largest)};"]
+            lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(LARGEST_POSITIVE)};"]
             lines += _average("%q", v[place], f2[0], f"${n + place}", None)
     lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)};"]
     for place in range(n):
         lines += _average(g[place], m[place], f1[0], f"${place}", "%first")
-        lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(largest)};"]
+        lines += [f"mul.rn.f32 %q, {g[place]}, {g[place]};", f"min.NaN.f32 %q, %q, {_hex(LARGEST_POSITIVE)};"]
         lines += _average("%q", v[place], f2[0], f"${n + place}", "%second")
     return _body([EXACT, *lines, "AVERAGED_${:uid}:"])
 
@@ -305,9 +311,7 @@ def _average(new: str, old: str, factor: str, result: str, near: str | None) -> 
     return [*lines, f"selp.f32 %old, {old}, {new}, {near};", f"add.rn.f32 {result}, %old, %d;"]
 
 
-def update_assembly(
-    remainder: int, stochastic: bool, paired: bool = False, threes: bool = False
-) -> tuple[str, int, int]:
+def update_assembly(remainder: int, stochastic: bool, paired: bool = False, threes: bool = False) -> tuple[str, str]:
     """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
@@ -324,7 +328,7 @@ def update_assembly(
     instructions for two numbers that GPUs have from sm_100 on. `threes`: with their minima of three numbers (PTX 8.8).
 
     Returns:
-        The assembly, and the numbers of its outputs and inputs.
+        The assembly and its constraints.
     """
     n = WEIGHTS
     of_weights = n if remainder == 0 else n // 2
@@ -438,4 +442,23 @@ def update_assembly(
             ]
     if remainder:
         lines += [f"prmt.b32 ${pair}, {names[2 * pair]}, {names[2 * pair + 1]}, 0x7632;" for pair in range(n // 2)]
-    return _body([EXACT, *lines]), outputs, inputs
+    return _body([EXACT, *lines]), constraints(outputs, inputs)
+
+
+AVERAGES: Any = None
+AVERAGES_OPERANDS = UPDATES = UPDATES_OPERANDS = AVERAGES
+if tl is not None:
+    AVERAGES = tl.constexpr({(paired,): averages_assembly(paired) for paired in (False, True)})
+    AVERAGES_OPERANDS = tl.constexpr(constraints(2 * WEIGHTS, 5 * WEIGHTS, "f"))
+    # By the bits of the remainder, whether these are rounded at random, and `paired`.
+    _FORMS = ((0, False), (8, False), (8, True), (16, False))
+    _THREES = triton_version() >= (3, 7)
+    _SINGLE = {(*form, False): update_assembly(*form)[0] for form in _FORMS}
+    UPDATES = tl.constexpr({**_SINGLE, **{(*form, True): update_assembly(*form, True, _THREES)[0] for form in _FORMS}})
+    UPDATES_OPERANDS = tl.constexpr({form: update_assembly(*form)[1] for form in _FORMS})
+
+
+@constexpr_function
+def entry(table: dict[tuple[Any, ...], str], *key: Any) -> str:
+    """In kernels: the entry of one of these tables."""
+    return table[key]

@@ -45,7 +45,7 @@ def test_a_root_without_its_correction_is_found(
 ) -> None:
     right = "fma.rn.f32x2 %ss, %tt, %hh, %ss" if paired else "fma.rn.f32 %s, %t, %h, %s"
     wrong = "mov.b64 %ss, %ss" if paired else "mov.b32 %s, %s"
-    assembly = (gpu_instructions.adam._PAIRED_0 if paired else gpu_instructions.adam._UPDATE_0).value
+    assembly = gpu_instructions.UPDATES.value[0, False, paired]
     assert assembly.count(right) == (4 if paired else 8)
     monkeypatch.setattr(machine, "edit", lambda text: text.replace(right, wrong))
     with (

@@ -198,7 +198,7 @@ class Memory:
         for tensor in tensors:
             if tensor.options not in kinds:
                 kinds.append(tensor.options)
-        columns = [[o.lr, o.beta1, o.beta2, o.eps, o.decay, float(o.maximize), float(o.decoupled), 0.0] for o in kinds]
+        columns = [[o.lr, o.decay, float(o.maximize), 0.0, o.beta1, o.beta2, o.eps, float(o.decoupled)] for o in kinds]
         self.groups = torch.tensor(columns, dtype=torch.float64, device=device)
         indices = torch.tensor([kinds.index(tensor.options) for tensor in tensors], device=device)
         hyper = torch.full((len(tensors), adam.HYPER_COLUMNS), NAN, device=device)

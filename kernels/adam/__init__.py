@@ -1,0 +1,83 @@
+"""Adam and AdamW over lists of tensors, with unscaling, clipping and skipping inside: one launch per dtype combination.
+
+The maths is in `rule.py`; what all optimizers share, stochastic rounding and 8-bit moments among it, is described in
+kernels/optimizer. Per tensor and step, in fp64, t the step count after this step:
+
+    step_size = lr / (1 - beta1^t)        root = 1 / sqrt(1 - beta2^t)        decay = weight_decay, or lr * weight_decay
+    gscale = +-clip / scale               clip = min(1, max_norm / (sqrt(sum of squares) + 1e-6))
+
+Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
+14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
+bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. 8-bit state saves 12, less 6 bytes
+per 32 elements (10 with amsgrad) for scales: split 14.19, split of 24 bits 12.19. Random bits are computed, not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep.kernels.adam import kernels, rule
+from halfstep.kernels.optimizer.launch import Family
+from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take operands, masters, Batch and Control here)
+from halfstep.kernels.optimizer.layout import DECAY, LR, ROWS, KernelLayout
+
+BETA1, BETA2, EPS, DECOUPLED, GROUP_COLUMNS = *kernels.GROUP, kernels.GROUP_COLUMNS
+HYPER_COLUMNS = 1 + len(rule.Hyper._fields)
+
+
+class Options(NamedTuple):
+    AMSGRAD: bool
+    L2: bool
+
+
+@dataclass(frozen=True)
+class Layout(KernelLayout):
+    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam.
+
+    Attributes:
+        amsgrad: keep the maximum of the second moment.
+        l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
+    """
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    master: int
+    amsgrad: bool
+    l2: bool
+    stochastic: bool = False
+
+    @property
+    def moments(self) -> tuple[int, ...]:
+        return (ROWS.M, ROWS.V, ROWS.TOP) if self.amsgrad else (ROWS.M, ROWS.V)
+
+    @property
+    def options(self) -> Options:
+        return Options(self.amsgrad, self.l2)
+
+
+def _rule(
+    of: Layout,
+    w: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    numbers: Sequence[torch.Tensor],
+    largest: float,
+    stored: Any,
+) -> tuple[torch.Tensor, ...]:
+    m, v, *top = moments
+    return rule.adam(w, grad, m, v, top[0] if top else None, rule.Hyper(*numbers), of.l2, largest, stored)
+
+
+def _numbers(groups: torch.Tensor, count: torch.Tensor, gscale: torch.Tensor) -> rule.Hyper:
+    lr, beta1, beta2, eps, decay, decoupled = groups[:, [LR, BETA1, BETA2, EPS, DECAY, DECOUPLED]].T
+    return rule.numbers(lr, beta1, beta2, eps, decay, decoupled, count, gscale)
+
+
+FAMILY = Family("adam", _rule, _numbers, kernels.prepare_kernel, kernels.adam_kernel, kernels.coded_adam_kernel)
+launch, step = FAMILY.launch, FAMILY.step
+prepare_kernel, adam_kernel, coded_adam_kernel = FAMILY.prepare_kernel, FAMILY.kernel, FAMILY.coded_kernel

@@ -1,0 +1,308 @@
+"""Triton: the walk of a program through tensors whose moments are blocks of 8-bit codes; see block_codes.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.block_codes import SPAN
+from halfstep.kernels.multi_tensor import ADDRESSES
+from halfstep.kernels.optimizer import tiles
+from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named, pointer
+from halfstep.kernels.philox import words_of, words_of_groups
+
+if tl is not None:  # what kernels read of the above
+    _ADDRESSES, _SPAN = tl.constexpr(ADDRESSES), tl.constexpr(SPAN)
+
+
+class Scales(NamedTuple):
+    """The int64 addresses of the scales of a moment's first block, by moment."""
+
+    m: Any
+    v: Any
+    top: Any
+
+
+class Blocks(NamedTuple):
+    """Blocks that are updated together: a `Tile` of shape (blocks, SPAN), and in the shape (blocks,) the rest."""
+
+    start: Any  # the first element, int64
+    offsets: Any  # from there, uint32
+    mask: Any
+    number: Any  # of each block, behind the one whose scales `Scales` has, uint32
+    exist: Any
+    size: Any  # how many of their elements exist; anything if all do
+
+
+class Loaded(NamedTuple):
+    """What a step reads of some blocks."""
+
+    weight: Any
+    extra: Any  # master or remainder
+    grad: Any
+    m: Any  # codes
+    v: Any
+    m_scales: Any
+    v_scales: Any
+
+
+class Source(NamedTuple):
+    """Where the numbers of a tensor are read from."""
+
+    table: Any
+    tensors: Any
+    hyper: Any
+
+
+class Chunk(NamedTuple):
+    """Blocks of rows of a matrix, in order."""
+
+    start: Any  # the first element, int64
+    count: Any  # of blocks
+    in_row: Any  # the number of the first block in its row
+    per_row: Any  # blocks of a row
+    width: Any  # elements of a row
+
+
+@jit
+def load_scales(address, blocks, TYPE: tl.constexpr):
+    return tl.load(address.to(tl.pointer_type(named(TYPE))) + blocks.number, mask=blocks.exist, other=0)
+
+
+@jit
+def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr):
+    """Store the scales of the blocks that exist."""
+    at = address.to(tl.pointer_type(named(TYPE))) + blocks.number
+    if HINT:
+        # The threads that share a block, of which the first one stores. In this shape, and with addresses that differ
+        # along it and are not known to follow each other across it, the compiler leaves the scales in the registers
+        # where they are.
+        THREADS: tl.constexpr = _SPAN // (HINT // 2)
+        thread = tl.arange(0, THREADS)[None, :]
+        at = tl.max_contiguous(at[:, None] + thread, (1, THREADS))
+        tl.store(at, scales[:, None], mask=blocks.exist[:, None] & (thread == 0))
+    else:
+        tl.store(at, scales, mask=blocks.exist)
+
+
+@jit
+def load_codes(address, blocks, TYPE: tl.constexpr, HINT: tl.constexpr):
+    """As `tiles.load`, with 0 for elements that do not exist."""
+    at = pointer(address, TYPE, HINT) + blocks.start + blocks.offsets
+    return tl.load(at, mask=blocks.mask, other=0)
+
+
+@jit
+def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
+    weight, extra = 0.0, 0.0
+    if not FORM.FULL:
+        weight = tiles.load(at.param, blocks, FORM.PARAM, HINT)
+    if FORM.FULL or FORM.REMAINDER:
+        extra = tiles.load(at.extra, blocks, FORM.EXTRA, HINT)
+    grad = load_codes(at.grad, blocks, FORM.GRAD, HINT)
+    m = load_codes(at.m, blocks, "uint8", HINT)
+    v = m
+    if FORM.MOMENTS > 1:
+        v = load_codes(at.v, blocks, "uint8", HINT)
+    m_scales = load_scales(scales.m, blocks, "uint8")
+    v_scales = m_scales
+    if FORM.MOMENTS > 1:
+        v_scales = load_scales(scales.v, blocks, "int16")
+    return Loaded(weight, extra, grad, m, v, m_scales, v_scales)
+
+
+@jit
+def _existing(size, HINT: tl.constexpr):
+    """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN).
+
+    Of the elements that a thread holds side by side, either all exist or none; comparing the first one's number for all
+    of them takes one comparison per thread.
+    """
+    SIDE: tl.constexpr = HINT // 2 if HINT != 0 and cuda_capability_geq(8, 0) else 1
+    return (tl.arange(0, _SPAN) // SIDE * SIDE)[None, :] < size[:, None]
+
+
+@jit
+def _row_and_block(number, per_row):
+    """The row of a block and its number there."""
+    row = number // per_row
+    return row, number - row * per_row
+
+
+@jit
+def _words_of_blocks(runs, position, seed, shard, FORM: tl.constexpr):
+    """The random words of all three draws for whole blocks: of EACH elements from `runs` times EACH on.
+
+    Only where `tiles.shares_words`. On NVIDIA GPUs they are moved down, as block_codes.py takes them.
+    """
+    EACH: tl.constexpr = FORM.HINT // 2
+    DOWN: tl.constexpr = 8 if cuda_capability_geq(8, 0) else 0
+    DOWN_FIRST: tl.constexpr = 24 if DOWN != 0 and FORM.REMAINDER == 8 else DOWN
+    index, left, to_end, run, jump = position
+    runs = indices(Position(index // EACH, left // EACH, to_end // EACH, run // EACH, jump // EACH), runs)
+    group = runs >> (8 // EACH - 1)
+    words = words_of_groups(
+        group, runs * EACH, seed, shard.step, shard.stream, 3, EACH, FORM.BLOCK, DOWN, DOWN_FIRST
+    )  # fmt: skip
+    SHAPE: tl.constexpr = (FORM.BLOCK // _SPAN, _SPAN)
+    return tl.reshape(words[0], SHAPE), tl.reshape(words[1], SHAPE), tl.reshape(words[2], SHAPE)
+
+
+@jit
+def _walk_rows(
+    at,
+    scales,
+    source,
+    shard,
+    position,
+    chunk,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,  # blocks per trip
+    HINT: tl.constexpr,
+    HYPER: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """Apply a rule to blocks of which some may be short, with masks. With a HINT, all begin and end at multiples of 16
+    elements."""
+    KEPT: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)
+    start = chunk.start
+    if HINT:
+        start = (start // 16) * 16
+    if KEPT:
+        numbers = HYPER(source.hyper)
+        seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
+    row, in_row = _row_and_block(chunk.in_row + tl.arange(0, TILE), chunk.per_row)
+    by_rows, by_blocks = _row_and_block(TILE, chunk.per_row)
+    for begin in range(0, chunk.count, TILE):
+        number = begin + tl.arange(0, TILE)
+        exist = number < chunk.count
+        # Where a second row begins, 32 bits hold the product of rows and columns.
+        first = row * chunk.width + (in_row - chunk.in_row) * _SPAN
+        size = tl.where(exist, tl.minimum(chunk.width - in_row * _SPAN, _SPAN), 0)
+        if HINT:  # the hint must stand beside what computes the number, or it is lost
+            first, size = tl.multiple_of(first, 16), tl.multiple_of(size, 16)
+        # The rows and blocks of the next trip, without a division.
+        in_row += by_blocks
+        beyond = in_row >= chunk.per_row
+        row, in_row = row + by_rows + beyond.to(tl.int32), tl.where(beyond, in_row - chunk.per_row, in_row)
+        offsets = first[:, None] + tl.arange(0, _SPAN)[None, :]
+        # Addresses have 64 bits, and the upper half of a number without a sign is 0.
+        blocks = Blocks(start, offsets.to(tl.uint32), _existing(size, HINT), number.to(tl.uint32), exist, size)
+        loaded = _load(at, scales, blocks, FORM, HINT)
+        if not KEPT:  # again and again: AMD's scalar registers do not suffice to keep them
+            numbers = HYPER(source.hyper)
+            seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
+        words = 0, 0, 0
+        if FORM.STOCHASTIC:
+            if HINT:
+                EACH: tl.constexpr = HINT // 2
+                runs = (first // EACH)[:, None] + tl.arange(0, _SPAN // EACH)[None, :]
+                runs = tl.reshape(runs, (FORM.BLOCK // EACH,))
+                words = _words_of_blocks(runs, position, seed, shard, FORM)
+            else:
+                words = words_of(indices(position, offsets), seed, shard.step, shard.stream, 3)
+        RULE(loaded, at, scales, blocks, words, numbers, FORM, HINT, True)
+
+
+@jit
+def walk_blocks(
+    rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
+    chunk_tensor,  # int32 (chunks,)
+    tensors,  # number of tensors
+    hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
+    FORM: tl.constexpr,
+    HYPER: tl.constexpr,  # HYPER(pointer): loads the numbers of a tensor
+    RULE: tl.constexpr,  # RULE(loaded, operands, scales, blocks, words, numbers, FORM, HINT, SHORT): updates blocks,
+    # of which some may be short if SHORT
+):
+    """Apply a rule to blocks.
+
+    A GPU has many programs at work, each of which reads eight arrays. If each went through a chunk of its own, they
+    would be in so many pages of memory that they wait for addresses. So of a tensor whose rows are whole blocks, a
+    program takes every n-th trip, where n programs share the tensor: together they go through memory in its order. Of
+    other tensors it takes a chunk of CHUNK elements.
+    """
+    CHUNK: tl.constexpr = FORM.CHUNK // _SPAN  # in blocks, as all that follows
+    TILE: tl.constexpr = FORM.BLOCK // _SPAN
+    EACH: tl.constexpr = FORM.HINT // 2  # elements that a thread holds side by side
+    PACKED: tl.constexpr = cuda_capability_geq(8, 0)
+    # The addresses of a second tile are those of the first one with a constant, which accesses add themselves.
+    TRIP: tl.constexpr = 2 * TILE if PACKED else TILE
+    program = tl.program_id(0)
+    tensor = tl.load(chunk_tensor + program)
+    part = program - tl.load(rows + tensors + tensor)  # of the tensor
+    total = tl.load(rows + tensor) // _SPAN
+    table = rows + _ADDRESSES * tensors + tensor
+    at = tiles.load_operands(table, tensors, FORM)
+    m_scales = tl.load(table + ROW.value.M_SCALES * tensors)
+    v_scales = m_scales
+    if FORM.MOMENTS > 1:
+        v_scales = tl.load(table + ROW.value.V_SCALES * tensors)
+    top_scales = v_scales
+    if FORM.MOMENTS > 2:
+        top_scales = tl.load(table + ROW.value.TOP_SCALES * tensors)
+    columns = tl.load(table + ROW.value.COLUMNS * tensors)
+    hyper += tensor * FORM.COLUMNS
+    if tl.load(hyper) == 0:
+        source = Source(table, tensors, hyper + 1)
+        shard = tiles.load_shard(table, tensors, FORM)
+        wide = (columns % 16 == 0) & tiles.are_aligned(at)
+        full = columns % _SPAN == 0
+        in_order = wide & full
+        if FORM.STOCHASTIC:
+            in_order = in_order & (shard.inner >= total * _SPAN) & (shard.base % EACH == 0)
+        number = part * CHUNK  # of the first block that is left to the tiles with masks
+        count = tl.minimum(total - number, CHUNK).to(tl.int32)
+        if in_order:
+            parts = ((total + (CHUNK - 1)) // CHUNK).to(tl.int32)
+            trips = (total // TRIP).to(tl.int32)
+            number = trips.to(tl.int64) * TRIP
+            count = tl.where(part == parts - 1, total - number, 0).to(tl.int32)
+            if PACKED:
+                numbers = HYPER(source.hyper)
+                seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
+            mask = tl.full((TILE, _SPAN), True, tl.int1)
+            exist = tl.full((TILE,), True, tl.int1)
+            for trip in range(part.to(tl.int32), trips, parts):
+                begin = trip * tl.full((), TRIP, tl.int64)
+                scales = Scales(m_scales + begin, v_scales + begin * 2, top_scales + begin * 2)
+                block = tl.arange(0, TILE)
+                offsets = block[:, None] * _SPAN + tl.arange(0, _SPAN)[None, :]
+                first = Blocks(begin * _SPAN, offsets.to(tl.uint32), mask, block.to(tl.uint32), exist, block)
+                offsets, behind = (offsets + TILE * _SPAN).to(tl.uint32), (block + TILE).to(tl.uint32)
+                second = Blocks(begin * _SPAN, offsets, mask, behind, exist, block)
+                loaded = _load(at, scales, first, FORM, FORM.HINT)
+                later = loaded
+                if PACKED:  # both tiles are on their way before the first one is stored, which the compiler cannot do
+                    later = _load(at, scales, second, FORM, FORM.HINT)
+                for tile in tl.static_range(0, TRIP, TILE):
+                    if not PACKED:  # again and again: AMD's scalar registers do not suffice to keep them
+                        numbers = HYPER(source.hyper)
+                        seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
+                    words = 0, 0, 0
+                    if FORM.STOCHASTIC:
+                        runs = tile * (_SPAN // EACH) + tl.arange(0, FORM.BLOCK // EACH)
+                        position = Position(shard.base + begin * _SPAN, 0, 0, 1, 0)
+                        words = _words_of_blocks(runs, position, seed, shard, FORM)
+                    RULE(
+                        loaded if tile == 0 else later, at, scales, first if tile == 0 else second,
+                        words, numbers, FORM, FORM.HINT, False,
+                    )  # fmt: skip
+        if count > 0:  # once per program, what the others need is many instructions
+            scales = Scales(m_scales + number, v_scales + number * 2, top_scales + number * 2)
+            start = number * _SPAN
+            in_row = count * 0
+            per_row = (columns + (_SPAN - 1)) // _SPAN
+            if not full:
+                row = number // per_row
+                in_row = (number - row * per_row).to(tl.int32)
+                start = row * columns + in_row * _SPAN
+            # Where blocks are short, there are fewer elements than this.
+            position = tiles.position_of(shard, start, count * _SPAN, FORM)
+            # Within whole blocks, only whether a row ends before the chunk does matters; so its size fits 32 bits.
+            width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
+            chunk = Chunk(start, count, in_row, per_row.to(tl.int32), width)
+            if wide & tiles.shares_words(position, FORM):
+                _walk_rows(at, scales, source, shard, position, chunk, FORM, TILE, FORM.HINT, HYPER, RULE)
+            else:
+                _walk_rows(at, scales, source, shard, position, chunk, FORM, 256 // _SPAN, 0, HYPER, RULE)

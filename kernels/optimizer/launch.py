@@ -1,0 +1,83 @@
+"""The launch of a step: choose the implementation of a family and pass it a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from halfstep.kernels import native
+from halfstep.kernels.backend import EXACT, launch_kernel, resolve
+from halfstep.kernels.multi_tensor import address, alignments, checked_addresses
+from halfstep.kernels.optimizer import reference
+from halfstep.kernels.optimizer.layout import Batch, Control
+from halfstep.kernels.threads import threads
+
+LANES = 256  # tensors per program of the prepare kernel
+
+
+@dataclass(frozen=True)
+class Family:
+    """The implementations of an optimizer's step.
+
+    Attributes:
+        name: of the C++ file, whose function is ``halfstep_<name>``.
+        rule, numbers: the rule and its hyper numbers, as reference.py takes them.
+        prepare_kernel: the Triton kernel that advances the step counts and fills `Batch.hyper`.
+        kernel, coded_kernel: the Triton kernels that update the tensors, the latter with moments in 8 bits.
+    """
+
+    name: str
+    rule: reference.Rule
+    numbers: reference.Numbers
+    prepare_kernel: Any
+    kernel: Any
+    coded_kernel: Any
+
+    def launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
+        """One optimizer step over the tensors of a batch, in place, ready to be called.
+
+        On the CPU what is returned runs no Python, so no exception can be raised in the middle. It holds addresses: the
+        arguments must live until it was called.
+
+        Args:
+            batch: tensors of one layout on one device; parameters, moments, masters, remainders and step counts change.
+            groups: fp64, shape ``(groups, group columns of the family)``, on the same device.
+            control: device scalars on the same device.
+        """
+        if batch.table is None:
+            return partial(reference.own_operations_step, self.rule, self.numbers, batch, groups, control)
+        implementation = resolve(batch.hyper.device, self.name)
+        if implementation == "native":
+            return self._native_launch(batch, groups, control)
+        if implementation == "reference":
+            return partial(reference.step, self.rule, self.numbers, batch, groups, control)
+        return partial(self._triton_step, batch, groups, control)
+
+    def step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
+        """`launch`, and call what it returns."""
+        self.launch(batch, groups, control)()
+
+    def _native_launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
+        assert batch.table is not None
+        table, function = batch.table, getattr(native.functions(self.name), f"halfstep_{self.name}")
+        addresses = checked_addresses((batch.groups, groups, batch.hyper))
+        scalars = [scalar if scalar is None else address(scalar) for scalar in control.scalars()]
+        return partial(
+            function, *table.places, table.tensors, table.chunks, *addresses, *scalars, *batch.codes, threads()
+        )
+
+    def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
+        table, hyper, device = batch.table, batch.hyper, batch.hyper.device
+        assert table is not None
+        tensors = [batch.groups, groups, hyper, *(hyper if scalar is None else scalar for scalar in control.scalars())]
+        offsets = alignments(tensors)
+        programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors)
+        constants = {"FLAGS": tuple(scalar is not None for scalar in control.scalars()), "LANES": LANES, **EXACT}
+        launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
+        if table.chunks:
+            kernel = self.coded_kernel if batch.layout.coded else self.kernel
+            operands = (table.rows, table.chunk_tensor, table.tensors, hyper)
+            launch_kernel(kernel, device, table.chunks, operands, batch.constants, offsets[2])

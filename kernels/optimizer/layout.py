@@ -1,0 +1,200 @@
+"""How an optimizer's kernels find and store what they update: layouts, the rows of tables, batches of tensors."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep.kernels.backend import EXACT, MOST_THREADS, TRITON_NAMES, most_warps
+from halfstep.kernels.block_codes import SPAN, blocks_per_row, rows_and_columns
+from halfstep.kernels.formats import CODED
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable
+
+CHUNK = 2048  # elements per program
+LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits, which take more instructions per program
+BLOCK = 1024  # elements per trip of a program's loop
+MAX = torch.finfo(torch.float32).max
+
+# How the fp32 weight is kept.
+NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
+REMAINDERS = {SPLIT_MASTER: torch.int16, SPLIT24_MASTER: torch.int8}
+
+
+# The rows of a tensor table by operand. EXTRA is the master or the remainder, TOP a moment's running maximum. Only with
+# stochastic rounding: the parameter's number, where its shard lies in it, and the seed. Only with 8-bit moments:
+# scales, and the elements in a row of the (local) tensor.
+Rows = namedtuple(
+    "Rows",
+    "GRAD PARAM EXTRA M V TOP STEP STREAM BASE INNER INNER_WHOLE SEED M_SCALES V_SCALES TOP_SCALES COLUMNS",
+)
+ROWS = Rows(*range(16))
+GRAD, PARAM, EXTRA, M, V, TOP, STEP = ROWS[:7]
+STREAM, SEED, COLUMNS = ROWS.STREAM, ROWS.SEED, ROWS.COLUMNS
+OPERANDS, STOCHASTIC_OPERANDS, CODED_OPERANDS = ROWS.STREAM, ROWS.M_SCALES, len(ROWS)
+SCALES_OF = {M: ROWS.M_SCALES, V: ROWS.V_SCALES, TOP: ROWS.TOP_SCALES}
+
+# Columns of the fp64 table of hyperparameters, one row per parameter group, in every family; others follow.
+LR, DECAY, MAXIMIZE, MAX_NORM = range(4)
+
+
+class KernelLayout:
+    """What a kernel is compiled for: the dtype combination and the options that change the arithmetic.
+
+    Attributes:
+        param: fp32, fp16 or bf16.
+        grad: fp32, fp16 or bf16.
+        state: of the moments, fp32, bf16, or uint8 for codes in 8 bits.
+        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
+            remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
+        stochastic: round what `rounds_stochastically` names stochastically.
+        moments: the operands that are moments: a prefix of ``(M, V, TOP)``.
+        options: the options of the rule, as kernels take them.
+    """
+
+    param: torch.dtype
+    grad: torch.dtype
+    state: torch.dtype
+    master: int
+    stochastic: bool
+
+    @property
+    def moments(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def options(self) -> tuple[bool, ...]:
+        raise NotImplementedError
+
+    @property
+    def coded(self) -> bool:
+        """Whether the moments are codes in 8 bits."""
+        return self.state == torch.uint8
+
+    @property
+    def operands(self) -> int:
+        """The rows of addresses and numbers in the tables of this layout."""
+        return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
+
+    @property
+    def chunk(self) -> int:
+        """Elements per program."""
+        return LONG_CHUNK if self.coded or self.stochastic else CHUNK
+
+    def sizes(self, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[int]:
+        """The sizes that the table of tensors of these shapes is built for: with codes, those of whole blocks."""
+        if not self.coded:
+            return list(map(prod, shapes))
+        matrices = map(rows_and_columns, shapes)
+        return [rows * blocks_per_row(columns) * SPAN for rows, columns in matrices]
+
+    @property
+    def codes(self) -> tuple[int, ...]:
+        """What C++ needs to know of the layout."""
+        state = CODED if self.coded else DTYPE_CODES[self.state]
+        return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, *self.options
+
+
+class Form(NamedTuple):
+    """A layout as kernels take it, their only constant: the names of types, and how the work is divided."""
+
+    PARAM: str
+    GRAD: str
+    STATE: str
+    EXTRA: str  # fp32 master, int16 or int8 remainder, or anything if there is neither
+    FULL: bool  # whether there is an fp32 master
+    REMAINDER: int  # bits of the remainder, or 0
+    MOMENTS: int
+    STOCHASTIC: bool
+    OPTIONS: Any  # those of the rule
+    HINT: int  # the alignment of 16-bit operands in bytes, see tiles.pointer
+    COLUMNS: int  # of the table of hyper numbers
+    CHUNK: int
+    BLOCK: int  # elements per trip of a program's loop: eight per thread, in few enough registers that none is spilled
+
+
+def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
+    """What a kernel is compiled for.
+
+    Each thread holds eight elements of a block, and four where eight would spill registers: with a third fp32 moment,
+    and on GPUs with warps of 64 threads (AMD).
+    """
+    lanes = MOST_THREADS // most_warps(hyper.device)
+    few = lanes == 64 or (len(layout.moments) > 2 and layout.state == torch.float32)
+    has_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
+    remainder = {SPLIT_MASTER: 16, SPLIT24_MASTER: 8}.get(layout.master, 0)
+    form = Form(
+        PARAM=TRITON_NAMES[layout.param],
+        GRAD=TRITON_NAMES[layout.grad],
+        STATE="uint8" if layout.coded else TRITON_NAMES[layout.state],
+        EXTRA={16: "int16", 8: "int8", 0: "fp32"}[remainder],
+        FULL=layout.master == FULL_MASTER,
+        REMAINDER=remainder,
+        MOMENTS=len(layout.moments),
+        STOCHASTIC=layout.stochastic,
+        OPTIONS=layout.options,
+        HINT=8 if has_fp32 or few else 16,
+        COLUMNS=hyper.shape[1],
+        CHUNK=layout.chunk,
+        BLOCK=BLOCK,
+    )
+    return {"FORM": form, "num_warps": BLOCK // (4 if few else 8) // lanes, "num_stages": 1, **EXACT}
+
+
+def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -> bool:
+    """Whether there is anything that stochastic rounding applies to: moments or weights of fewer than 32 bits."""
+    return state != torch.float32 or (param != torch.float32 and master in (NO_MASTER, SPLIT24_MASTER))
+
+
+@dataclass
+class Batch:
+    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k, empty if it is not used.
+
+    Attributes:
+        layout: the `KernelLayout` that they have in common.
+        table: their addresses, and with stochastic rounding what names their random bits; the launcher's caller keeps
+            it fresh. None for tensors without memory of their own (wrapper subclasses, fake and meta tensors), which
+            the reference steps through their own operations, whatever the backend; they cannot round stochastically.
+        lists: the tensors themselves, for the reference.
+        groups: int64, one per tensor: its row in the group table.
+        hyper: fp32, shape ``(tensors, hyper columns of the family)``, scratch that the step fills.
+    """
+
+    layout: Any
+    table: TensorTable | None
+    lists: list[list[torch.Tensor]]
+    groups: torch.Tensor
+    hyper: torch.Tensor
+
+    @cached_property
+    def codes(self) -> tuple[int, ...]:
+        """What C++ needs to know of the layout."""
+        return self.layout.codes
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What Triton compiles the kernel for."""
+        return _constants(self.layout, self.hyper)
+
+
+@dataclass
+class Control:
+    """Device scalars that steer a step, each fp32 (`sum_of_squares`: fp64) with one element, or None if not used.
+
+    Attributes:
+        grad_scale: what the gradients were multiplied by.
+        found_inf: the step is skipped if it is not 0.
+        sum_of_squares: of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    sum_of_squares: torch.Tensor | None = None
+
+    def scalars(self) -> tuple[torch.Tensor | None, ...]:
+        return self.grad_scale, self.found_inf, self.sum_of_squares
