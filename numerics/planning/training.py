@@ -126,7 +126,7 @@ class Training:
 
     def _combinations(self) -> Iterator[tuple[bool, str, str, str]]:
         """The same of arguments that cannot be combined."""
-        strategy, t, ranks, last = self.strategy, self.tensor_parallel, self.ranks, self.sharding.ways - 1
+        strategy, t, ranks, last = self.strategy, self.tensor_parallel, self.ranks, self.sharding.divisor - 1
         stepping, lora = self.step_in_backward is not None, self.lora is not None
         ours, no_model = self.optimizer.startswith("halfstep"), self.model is None
         no_views = not self.strategy_row.buckets or ranks == 1 or stepping
