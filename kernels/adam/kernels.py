@@ -10,7 +10,7 @@ from functools import partial
 from halfstep.kernels import block_codes
 from halfstep.kernels.adam.rule import Hyper
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import AVERAGES, AVERAGES_OPERANDS, UPDATES, UPDATES_OPERANDS, entry
+from halfstep.kernels.block_instructions import AVERAGES, UPDATES, UPDATES_OPERANDS, constraints, entry
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.optimizer.layout import MAX
@@ -216,11 +216,9 @@ def _update_packed(
         g = g + (tl.where(mask, hyper.decay * w, 0.0) if SHORT else hyper.decay * w)
     m = block_codes.decode_signed_packed(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
     v = block_codes.decode_positive_packed(loaded.v, loaded.v_scales[:, None])
+    inputs = [g, m, v, hyper.factor_m, hyper.factor_v]
     AVERAGE: tl.constexpr = entry(AVERAGES, PAIRED)
-    m, v = tl.inline_asm_elementwise(
-        AVERAGE, AVERAGES_OPERANDS, [g, m, v, hyper.factor_m, hyper.factor_v], (tl.float32, tl.float32),
-        is_pure=True, pack=8,
-    )  # fmt: skip
+    m, v = tl.inline_asm_elementwise(AVERAGE, constraints(16, 40, "f"), inputs, (tl.float32, tl.float32), True, 8)
     EACH: tl.constexpr = HINT // 2
     exists = tl.arange(0, _SPAN // EACH)[None, :] * EACH < blocks.size[:, None]
     largest, smallest = block_codes.extremes_packed(m, v, exists, EACH, SHORT)

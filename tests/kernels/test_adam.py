@@ -34,6 +34,7 @@ from tolerances import ADAM_STEP_UNITS, ROUNDOFF
 
 from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
+from halfstep.kernels.optimizer.launch import LANES
 
 pytestmark = [
     pytest.mark.sample(3),
@@ -105,7 +106,7 @@ def test_sizes_around_blocks_and_chunks(name: str) -> None:
 def test_more_tensors_than_lanes_each_with_its_own_step_count(name: str) -> None:
     """Empty tensors still count their steps; neighbours share powers only if group and count agree."""
     layout, rng = USUAL[0], np.random.default_rng(2)
-    sizes = [0] * (adam.LANES * 2 + 3)
+    sizes = [0] * (LANES * 2 + 3)
     sizes[0] = sizes[300] = sizes[301] = sizes[-1] = 5
     tensors = [
         make(layout, normal(rng, size), rng, step=index // 2 % 7, lr=0.1 * (1 + index % 3))
