@@ -144,7 +144,7 @@ def _weight_of(loaded, FORM: tl.constexpr):
 @jit
 def _store_largest(at, scales, blocks, codes_v, scales_v, PACKED: tl.constexpr, HINT: tl.constexpr):
     """Update and store amsgrad's maximum, which is returned."""
-    codes = tensor_blocks.load_codes(at.top, blocks, "uint8", HINT)
+    codes = load(at.top, blocks, "uint8", HINT, 0)
     largest_scales = tensor_blocks.load_scales(scales.top, blocks, "int16")
     if PACKED:
         v = block_codes.decode_positive_packed(codes_v, scales_v[:, None])
