@@ -183,7 +183,8 @@ def _quotients(device: torch.device, paired: bool) -> dict[str, Any]:
 
 def other_kernels(device: torch.device) -> dict[str, Any]:
     """Casts, check, unscale and statistics against the reference, and softmax within its error."""
-    from halfstep.kernels.statistics import Grid, foreach_count_, width
+    from halfstep.kernels.cells import Grid, width
+    from halfstep.kernels.statistics import foreach_count_
 
     bits = torch.randint(-(2**31), 2**31, (100_003,), generator=torch.Generator().manual_seed(0), device="cpu")
     patterns = bits.to(torch.int32).view(torch.float32)

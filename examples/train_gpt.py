@@ -53,7 +53,7 @@ from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
 from halfstep.numerics.planning import Card, Transformer, card
-from halfstep.numerics.planning.work import training_flops, utilisation
+from halfstep.numerics.planning.work import training_flops
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 T = TypeVar("T")
@@ -580,7 +580,7 @@ class Trainer:
             "optimizer_ms_p50": median(history["optimizer_ms"]),
             "tokens_per_s": options.batch * size.context / step_ms * 1000,
             "flops_per_s": flops / step_ms * 1000,
-            "mfu": None if peak is None else utilisation(flops / world.size, step_ms / 1000, peak),
+            "mfu": None if peak is None else flops / world.size / (step_ms / 1000) / peak,
             "peak_flops": peak,
             "parameters": self.parameters,
             "trained_parameters": self.trained,

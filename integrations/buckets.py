@@ -15,6 +15,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from halfstep.integrations.optim.options import option_values
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import (
     FreedGradient,
     freed_gradient,
@@ -23,7 +24,6 @@ from halfstep.numerics.scaling.stand_ins import (
     is_zeroed,
     remove_stand_in,
 )
-from halfstep.numerics.scaling.topology import local
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -83,7 +83,7 @@ class BackwardSteps:
     twice. All of these raise a RuntimeError.
 
     Args:
-        kind: the kind of backward, for errors.
+        name: that of the backward, for errors.
         remedies: what to do instead of reading gradients, of adding some, and of a step in the backward.
         take: the method to call when the gradient of a parameter is complete. It calls `begin`.
         finish: the one to call when a backward that has computed gradients has ended, with whether it has failed.
@@ -91,12 +91,12 @@ class BackwardSteps:
 
     def __init__(
         self,
-        kind: str,
+        name: str,
         remedies: tuple[str, str, str],
         take: Callable[[torch.Tensor], None],
         finish: Callable[[bool], None],
     ) -> None:
-        self._kind = kind
+        self._name = name
         self._read, self._add, self._instead = remedies
         # torch's garbage collection does not see hooks, so they must not refer to the optimizer, which refers to the
         # parameters.
@@ -160,7 +160,7 @@ class BackwardSteps:
                 self._end(number, failed=True)
         if self._failed:
             raise RuntimeError(
-                f"Expected {self._kind} to end, but got one that failed after it had stepped some of the parameters: "
+                f"Expected {self._name} to end, but got one that failed after it had stepped some of the parameters: "
                 "load model and optimizer from a checkpoint, from which training can go on; where a backward may fail, "
                 f"{self._instead}"
             )
@@ -230,7 +230,7 @@ class BackwardSteps:
 
     def _second_gradient(self, parameter: torch.Tensor) -> str:
         return (
-            f"Expected optimizer.step() after {self._kind}, but got another gradient of a parameter of shape "
+            f"Expected optimizer.step() after {self._name}, but got another gradient of a parameter of shape "
             f"{tuple(parameter.shape)} before it: {self._add}; freeze parameters that a loss does not train"
         )
 
@@ -255,13 +255,13 @@ class BackwardSteps:
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(
-                f"Expected the options of the groups to stay from {self._kind} to step(), but got other ones, such as "
+                f"Expected the options of the groups to stay from {self._name} to step(), but got other ones, such as "
                 "another lr: set them before the backward, or after step()"
             )
         for parameter in parameters if changed else ():
             if parameter.grad is None or is_zeroed(parameter.grad):
                 raise RuntimeError(
-                    f"Expected gradients to stay from {self._kind} to step(), but got "
+                    f"Expected gradients to stay from {self._name} to step(), but got "
                     f"{'None' if parameter.grad is None else 'zeros'} as .grad of a parameter of shape "
                     f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {self._instead}"
                 )
@@ -271,7 +271,7 @@ class BackwardSteps:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
             raise RuntimeError(
-                f"Expected {self._kind} before each step(), but got none since the last step(): its gradients, which "
+                f"Expected {self._name} before each step(), but got none since the last step(): its gradients, which "
                 f"this step would use again, were freed; call zero_grad() after the step, or {self._instead}"
             )
 
@@ -305,13 +305,13 @@ class BucketReduction:
         # Each gradient begins at a multiple of 16 bytes, as kernels read it fastest.
         sizes = [-(-member.numel() // 8) * 8 for member in members]
         flat = torch.empty(sum(sizes) + len(members), dtype=members[0].dtype, device=members[0].device)
-        *places, marks = flat.split([*sizes, len(members)])
+        *slices, marks = flat.split([*sizes, len(members)])
         marks.fill_(1.0)
         averages, missing = [], set()
-        for index, (member, place) in enumerate(zip(members, places, strict=True)):
-            average = place[: member.numel()].view(member.shape)
+        for index, (member, padded) in enumerate(zip(members, slices, strict=True)):
+            average = padded[: member.numel()].view(member.shape)
             averages.append(average)
-            place[member.numel() :].zero_()
+            padded[member.numel() :].zero_()
             grad = gradient_of(member)
             if grad is None:
                 missing.add(index)

@@ -21,8 +21,8 @@ def _mean(dtype: torch.dtype, group: Any, bucket: dist.GradBucket) -> Future[tor
     torch.mul(buffer, 1.0 / group.size(), out=shrunk)  # multiplies in fp32, then rounds once
 
     def decompress(done: Future[Any]) -> torch.Tensor:
-        found = done.value()
-        return buffer.copy_(found if isinstance(found, torch.Tensor) else found[0])
+        mean = done.value()
+        return buffer.copy_(mean if isinstance(mean, torch.Tensor) else mean[0])
 
     return dist.all_reduce(shrunk, group=group, async_op=True).get_future().then(decompress)
 

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from halfstep.kernels.statistics import Grid, foreach_count_, width
+from halfstep.kernels.cells import width
+from halfstep.kernels.statistics import foreach_count_
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.host_copy import HostCopy
-from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.stand_ins import gradient_of
+from halfstep.numerics.scaling.wrappers import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
 from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
@@ -26,8 +28,7 @@ class AmpReport:
     """The result of an `AmpMonitor`.
 
     Attributes:
-        steps: number of steps so far.
-        collected: number of steps in which gradients were counted.
+        steps, collected: number of steps so far, and of those in which gradients were counted.
         scale: the present loss scale; 1 without a scaler.
         statistics: statistics of the gradients of all these steps together, at that scale.
         advice: advice on the loss scale; None if all gradients were 0.
@@ -41,13 +42,8 @@ class AmpReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON."""
-        return {
-            "steps": self.steps,
-            "collected": self.collected,
-            "scale": self.scale,
-            "statistics": self.statistics.as_dict(),
-            "advice": self.advice and self.advice.as_dict(),
-        }
+        head = {name: getattr(self, name) for name in ("steps", "collected", "scale")}
+        return {**head, "statistics": self.statistics.as_dict(), "advice": self.advice and self.advice.as_dict()}
 
     def __str__(self) -> str:
         head = f"gradients of {self.collected} of {self.steps} steps"
@@ -98,7 +94,7 @@ class AmpMonitor:
             raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
         self.format = formats[format]
         self.every = every
-        self._grid = Grid(*grid_of(self.format))
+        self._grid = grid_of(self.format)
         self._parameters = _trained(model_or_named_parameters)
         module = isinstance(model_or_named_parameters, torch.nn.Module)
         self._model = model_or_named_parameters if module else None  # until its parameters are those of a step
@@ -120,15 +116,12 @@ class AmpMonitor:
     def attach(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> AmpMonitor:
         """Call `step` before each step of an optimizer, or of the one in a wrapper, until `detach`.
 
-        If there are several optimizers, attach one: another takes its place. Steps that the scaler skips without
-        calling the optimizer are not counted.
+        Another optimizer replaces the first. Steps that the scaler skips without calling the optimizer are not counted.
+        Returns the monitor.
 
         Args:
             optimizer: the optimizer. The norm of its gradients is among the `scalars` if it is of halfstep.
             scaler: the scaler, if the monitor was made without.
-
-        Returns:
-            The monitor.
         """
         self.detach()
         self._scaler = scaler or self._scaler
@@ -159,10 +152,9 @@ class AmpMonitor:
             self._collect(self._scale_of(optimizer))
 
     def _take_norm(self, optimizer: Any) -> None:
-        """Keep the sum of squares with which an optimizer of halfstep has just clipped, or a scaler has checked."""
-        decision, clips = getattr(optimizer, "_decision", None), getattr(optimizer, "max_grad_norm", None) is not None
-        own = getattr(optimizer, "_squares", None) if clips else None
-        self._squares = own if decision is None else decision.verdict.sum_of_squares
+        """Keep the sum of squares by which an optimizer of halfstep has just clipped, or a scaler has decided."""
+        verdict = getattr(optimizer, "last_verdict", None)
+        self._squares = None if verdict is None else verdict.sum_of_squares
         if self._squares is not None:
             self._squares_copy.take(self._squares)
 
@@ -209,22 +201,15 @@ class AmpMonitor:
 
     def _total(self, device: torch.device) -> torch.Tensor:
         """A copy of the counts of all devices."""
-        total = self._zeros(device)
-        for counts in self._counts.values():
-            total += to_device(counts, device)
-        return total
+        return sum((to_device(counts, device) for counts in self._counts.values()), self._zeros(device))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """The counts, on the CPU, for a checkpoint. Waits for the device."""
-        return {
-            "format": self.format.name,
-            "names": list(self._parameters),
-            "steps": self._steps,
-            "collected": self._collected,
-            "counts": self._total(torch.device("cpu")),
-        }
+        counts = self._total(torch.device("cpu"))
+        head = {"format": self.format.name, "names": list(self._parameters)}
+        return {**head, "steps": self._steps, "collected": self._collected, "counts": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the counts that `state_dict` returned.

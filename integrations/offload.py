@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -36,16 +36,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
-from halfstep.integrations.optim.checkpoints import matched_groups
-from halfstep.integrations.optim.classes import Adam, AdamW
-from halfstep.integrations.optim.options import LAYOUT_OPTIONS
-from halfstep.integrations.optim.state import WHOLE, moved
+from halfstep.integrations.optim.adam import Adam, AdamW
+from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
+from halfstep.integrations.optim.options import Group
+from halfstep.integrations.optim.state import moved
+from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
-from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.sharding import is_sharded
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
-from halfstep.numerics.scaling.topology import is_sharded
-from halfstep.numerics.scaling.verdict import Checker, parameters_of
+from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
 
@@ -272,64 +272,8 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     return torch.as_strided(made, shape.shape, shape.stride())
 
 
-class _ByParameter(MutableMapping[torch.Tensor, Any]):
-    """Values of the copies on the host, by the parameters on the device."""
-
-    def __init__(self, values: Any, mirrors: dict[int, _Mirror]) -> None:
-        self._of_hosts, self._mirrors = values, mirrors
-        self._parameters = {id(mirror.host): mirror.parameter for mirror in mirrors.values()}
-
-    def _key(self, parameter: Any) -> Any:
-        mirror = self._mirrors.get(id(parameter))
-        return parameter if mirror is None else mirror.host
-
-    def __getitem__(self, parameter: Any) -> Any:
-        return self._of_hosts[self._key(parameter)]
-
-    def __setitem__(self, parameter: Any, value: Any) -> None:
-        self._of_hosts[self._key(parameter)] = moved(value, CPU)
-
-    def __delitem__(self, parameter: Any) -> None:
-        del self._of_hosts[self._key(parameter)]
-
-    def __contains__(self, parameter: object) -> bool:
-        return self._key(parameter) in self._of_hosts
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._parameters.get(id(host), host) for host in list(self._of_hosts))
-
-    def __len__(self) -> int:
-        return len(self._of_hosts)
-
-
-class _OnHost(Adam):
-    """The optimizer of the copies on the host, which is inside the offloaded one. That decides and copies."""
-
-    def __init__(self, owner: _Offloaded) -> None:
-        super().__init__([torch.nn.Parameter(torch.empty(0, dtype=torch.float32, device=CPU))])
-        self._owner, self._fixed_options = weakref.proxy(owner), owner._fixed_options
-        self.param_groups = []  # which follow those of the owner
-
-    @property
-    def _checker(self) -> Checker:
-        return self._owner._checker
-
-    def _limit(self) -> float | None:
-        return self._owner._limit()
-
-    def _control(self, limit: float | None) -> adam.Control:
-        return self._owner._control(limit)
-
-    def _complete_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        self._owner._finish_reading()  # a new master is a copy of the weight
-        return super()._complete_state(parameter, group)
-
-    def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
-        self._owner._commit(part, writes)
-
-
-class _Offloaded(Adam):
-    """The common part of both optimizers: copies between the device and the host around the step of `_OnHost`."""
+class _Offloaded(LayoutOptimizer):
+    """The common part of both optimizers: its targets are copies of the parameters on the host."""
 
     def __init__(
         self,
@@ -346,7 +290,6 @@ class _Offloaded(Adam):
             _refuse_limit(options.get("max_grad_norm"))
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
-        self._by_host: dict[int, _Mirror] = {}  # by the id of its copy
         self._of_bucket: list[list[_Mirror]] = []
         self._known: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
@@ -357,23 +300,10 @@ class _Offloaded(Adam):
         self._record = BackwardSteps(
             "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
         )
-        self._loading: list[partial[Any]] = []  # the calls that change this optimizer when a state is loaded
         self._worker: Executor | None = None
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
-        self._on_host = _OnHost(self)
         super().__init__(params, *args, **options)
-
-    @property
-    def state(self) -> Any:
-        """The state by the parameters on the device. Reading it waits for the steps of a backward."""
-        self._finish_steps()
-        return _ByParameter(self._on_host.state, self._mirrors)
-
-    @state.setter
-    def state(self, state: Mapping[Any, Any]) -> None:
-        self._on_host.state = defaultdict(dict)
-        self.state.update(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, of which the optimizer makes copies on the host.
@@ -422,14 +352,9 @@ class _Offloaded(Adam):
                 if id(parameter) not in self._mirrors:
                     self._check_member(parameter)
                     mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
-                    self._by_host[id(mirror.host)] = mirror
                     self._hook(mirror)
             self._known = list(map(list, groups))
-            hosts = [[self._mirrors[id(parameter)].host for parameter in group] for group in groups]
-            self._on_host.param_groups = [{"params": own} for own in hosts]
             self._fill_buckets()
-        for group, host in zip(self.param_groups, self._on_host.param_groups, strict=True):
-            host.update({name: value for name, value in group.items() if name != "params"})
 
     def _hook(self, mirror: _Mirror) -> None:
         """Make autograd call `_take`, if the parameter is trained."""
@@ -456,7 +381,6 @@ class _Offloaded(Adam):
             self._of_bucket[-1].append(mirror)
             size += mirror.host.numel() * mirror.host.element_size()
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
-        self._on_host._bucket_of = {id(mirror.host): mirror.bucket for mirror in self._all()}
 
     def _all(self) -> list[_Mirror]:
         """The parameters in the order of their buckets."""
@@ -517,7 +441,7 @@ class _Offloaded(Adam):
         """Step the parameters of a bucket, and send their weights."""
         apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
-        self._on_host._step_part(number, [mirror.host for mirror in mirrors])
+        self.step_part(number, [mirror.parameter for mirror in mirrors])
         _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:
@@ -615,7 +539,7 @@ class _Offloaded(Adam):
             for mirror in mirrors:
                 self._collect_from(mirror)
                 mirror.attach()
-            if self._limit() is not None or not self._on_host.state:
+            if self._limit() is not None or not self.state:
                 # All gradients decide about the norm, and whether a first step with lr 0 is taken.
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
@@ -626,7 +550,7 @@ class _Offloaded(Adam):
         # A step takes the writes into parameters without a gradient, too.
         read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
         self._read_weights(read)
-        self._on_host._update_parameters()
+        super()._update_parameters()
         self._in_flight.clear()
         self._record.clear()
         _sent(read)
@@ -643,18 +567,32 @@ class _Offloaded(Adam):
         waiting = any(one._full or one.host.grad is not None for one in mirrors)
         self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
 
-    def _commit(self, part: int, writes: list[tuple[list[torch.Tensor], list[partial[Any]]]]) -> None:
+    def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._mirrors[id(parameter)].host for parameter in parameters]
+
+    def _bucket(self, parameter: torch.Tensor) -> int:
+        return self._mirrors[id(parameter)].bucket
+
+    def _complete_state(self, parameter: torch.Tensor, group: Group) -> dict[str, Any]:
+        self._finish_reading()  # a new master is a copy of the weight
+        if parameter in self.state:  # other code may have assigned tensors on the device
+            state = self.state[parameter]
+            if any(isinstance(value, torch.Tensor) and value.device != CPU for value in state.values()):
+                self.state[parameter] = moved(state, CPU)
+        return super()._complete_state(parameter, group)
+
+    def _commit(self, part: int, writes: Writes) -> None:
         """Write weights on the host and begin to copy them to the device, bucket by bucket.
 
         The weights of a bucket leave before the gradients of the next one are waited for.
         """
         calls: list[partial[Any]] = []
         written: list[_Mirror] = []
-        for hosts, own in sorted(writes, key=lambda one: [self._by_host[id(host)].bucket for host in one[0][:1]]):
-            mirrors = [self._by_host[id(host)] for host in hosts]
+        for parameters, own in sorted(writes, key=lambda pair: list(map(self._bucket, pair[0][:1]))):
+            mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
             calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *own]
-            calls.append(_copies([one.parameter for one in mirrors], hosts))
+            calls.append(_copies(parameters, [one.host for one in mirrors]))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
@@ -663,7 +601,7 @@ class _Offloaded(Adam):
                     back.wait_stream(now)
                     calls.append(partial(type(now).wait_stream, now, back))
                 stack.enter_context(torch.cuda.stream(back))
-            apply([*calls, *self._loading])
+            apply(calls)
         self._weights_arriving = {}
 
     def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
@@ -702,12 +640,7 @@ class _Offloaded(Adam):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._take_device()
-        groups, _ = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
-        self._loading = [partial(self.__dict__.update, param_groups=groups)]
-        try:
-            self._on_host._load(state_dict)
-        finally:
-            self._loading = []
+        super()._load(state_dict)
         self._record.clear(failed=True)
         _sent(self._mirrors.values())
 
@@ -715,31 +648,16 @@ class _Offloaded(Adam):
         """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
         host."""
         self._take_device()
-        return _ByParameter(self._on_host.masters(), self._mirrors)
+        return super().masters()
 
     def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
         """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""
         self._take_device()
-        if parameters is not None:
-            parameters = self._hosts([parameters] if isinstance(parameters, torch.Tensor) else parameters)
-        self._on_host.refresh_master(parameters)
+        super().refresh_master(parameters)
 
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
         self._take_device()
-        self._on_host.fit_masters(self._hosts(parameters))
-
-    def _hosts(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The copies of parameters on the host; what is no parameter of this optimizer itself."""
-        return [self._mirrors[id(one)].host if id(one) in self._mirrors else one for one in parameters]
-
-    def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        return self._on_host._master(self._mirrors[id(parameter)].host, compare)
-
-    def _note_agreed(self) -> None:
-        self._on_host._note_agreed()
-
-    def _forget(self, part: int | None = None) -> None:
-        self._on_host._forget(part)
+        super().fit_masters(parameters)
 
     @torch.no_grad()
     def _take_device(self) -> None:
@@ -800,7 +718,7 @@ _DOCS = """
 """
 
 
-class OffloadedAdam(_Offloaded):
+class OffloadedAdam(_Offloaded, Adam):
     __doc__ = "Adam with masters, moments and step on the host." + _DOCS.format(name="Adam")
 
 

@@ -1,25 +1,20 @@
 """Gradient release: the optimizer steps inside the backward, so that the gradients of a whole model never coexist.
 
 Without it, a bf16 gradient takes 2 bytes per parameter until the backward has ended. `step_in_backward` collects
-complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and frees the
-gradients. The bits are those of a step after the backward.
+complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and replaces these by
+`FreedGradient`, which raises an error if its numbers are needed. The bits are those of a step after the backward. At
+any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient; more if gradients become
+complete in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
 **Norms and overflows.** Clipping needs the norm of all gradients, and loss scaling must know whether all are finite,
 before the first parameter changes. With ``clipping="exact"`` or a scaler there are two backwards per step: one in which
-gradients are only checked and freed (`StepInBackward.check`), and one that steps, with the bits of clipping, unscaling
-and skipping after a backward. LOMO (Lv et al., 2023) clips in this way. ``clipping="previous"`` takes the norm of the
-last step instead, so that one backward is enough. It is an approximation: when gradients grow, the first large ones are
-not clipped.
+gradients are only checked and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
+``clipping="previous"`` takes the norm of the last step instead: when gradients grow, the first large ones are not
+clipped.
 
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks in one reduction before
-they are used. DistributedDataParallel does the same, but its buckets keep all gradients. The gradients of two buckets
-then exist: one in the reduction, and one that is being filled.
-
-**What code after the backward finds.** ``.grad`` is a `FreedGradient`, which raises an error if its numbers are needed.
-
-At any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient. FSDP2 reduces the gradients
-of a unit into one buffer, which is freed when the last of them is: two more units may then be in memory. If gradients
-become complete in another order than in the first backward, more buckets are filled at the same time.
+**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as by
+DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one in the
+reduction, and one that is being filled.
 """
 
 from __future__ import annotations
@@ -29,6 +24,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -43,12 +39,13 @@ from halfstep.integrations.buckets import (
     call_if_alive,
     check_bucket_bytes,
 )
-from halfstep.integrations.optim.classes import Adam
-from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.integrations.optim.adam import Adam
+from halfstep.kernels.unscale import Verdict
+from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import checked_group, default_group, instances, is_sharded, local
-from halfstep.numerics.scaling.verdict import Checker, Decision, parameters_of
+from halfstep.numerics.scaling.verdict import Checker, Decision, norm_of, parameters_of
+from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
 
 READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
@@ -94,7 +91,7 @@ class StepInBackward:
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by kind
+        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by key
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
@@ -106,7 +103,7 @@ class StepInBackward:
         before, after, steps = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step), self._steps
         self._hooks += [
             optimizer.register_load_state_dict_post_hook(lambda *_: steps.clear(failed=True)),
-            optimizer.register_step_pre_hook(lambda _, *given: call_if_alive(before, *given)),
+            optimizer.register_step_pre_hook(lambda _, *arguments: call_if_alive(before, *arguments)),
             optimizer.register_step_post_hook(lambda *_: call_if_alive(after)),
         ]
         self._reduction: BucketReduction | None = None
@@ -169,27 +166,24 @@ class StepInBackward:
                 "call zero_grad(), or to accumulate, remove() and step after the backward"
             )
         self._verdict, self._stepped = None, False
-        checker = optimizer._checker if scaler is None else scaler._checker(optimizer)
-        checker.begin_parts()
-        self._checker = checker
+        self._checker = optimizer.checker if scaler is None else scaler.checker(optimizer)
+        self._checker.begin_parts()
         try:
             yield
         finally:
-            self._checker = None
-        verdict = checker.end_parts(None if scaler is None else scaler._decided)
+            checker, self._checker = self._checker, None
+        verdict = checker.end_parts() if scaler is None else scaler.end_parts(optimizer)
         if verdict is None:
             raise RuntimeError(
                 "Expected a backward in check(), but no parameter of the optimizer got a gradient: call backward() in "
                 "the context"
             )
         self._verdict = verdict
-        if scaler is not None:
-            scaler._keep(optimizer, checker, verdict)
 
     def state_dict(self) -> dict[str, float | None]:
         """What a resumed run needs with ``clipping="previous"``: the last sum of squares. Waits for the device."""
-        known = self._verdict if self.clipping == "previous" else None
-        return {"sum_of_squares": None if known is None else known.sum_of_squares.item()}
+        verdict = self._verdict if self.clipping == "previous" else None
+        return {"sum_of_squares": None if verdict is None else verdict.sum_of_squares.item()}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
         """Continue from what `state_dict` returned.
@@ -212,8 +206,7 @@ class StepInBackward:
         self._hooks = []
         for parameter in parameters_of(self._optimizer):
             remove_stand_in(parameter)
-        self._optimizer._forget()
-        self._optimizer._stepping_in_backward = None
+        self._optimizer.step_parts_by(None)
 
     def _take(self, parameter: torch.Tensor) -> None:
         """Called by autograd, or by FSDP2 after its reduction, when the gradient of a parameter is complete."""
@@ -240,11 +233,11 @@ class StepInBackward:
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
 
-    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, kind: Any = None) -> Bucket:
-        """Put a parameter into the last bucket of its kind, or into a new one if that is full."""
-        bucket = self._last.get(kind)
+    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, key: Any = None) -> Bucket:
+        """Put a parameter into the last bucket with a key, or into a new one if that is full."""
+        bucket = self._last.get(key)
         if bucket is None or bucket.size >= self.bucket_bytes:
-            bucket = self._last[kind] = Bucket(len(self._buckets))
+            bucket = self._last[key] = Bucket(len(self._buckets))
             self._buckets.append(bucket)
         self._bucket_of[id(parameter)] = bucket
         bucket.members.append(parameter)
@@ -268,14 +261,13 @@ class StepInBackward:
 
     def _complete(self, bucket: Bucket) -> None:
         """Use the gradients of a complete bucket, or reduce them first, when those of the buckets before it are."""
-        reduction = self._reduction
-        if reduction is None:
+        if self._reduction is None:
             with self._arrived(bucket) as ready:
                 self._use(bucket, ready)
             return
-        reduction.complete.add(bucket.part)
-        while reduction.following in reduction.complete:
-            self._reduce(reduction)
+        self._reduction.complete.add(bucket.part)
+        while self._reduction.following in self._reduction.complete:
+            self._reduce(self._reduction)
 
     def _reduce(self, reduction: BucketReduction) -> None:
         """Use the gradients of the bucket that is being reduced, and begin with those of the next one."""
@@ -298,32 +290,24 @@ class StepInBackward:
         # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
         # streams also reuse the memory of the gradients, and read the parameters.
         streams = {(stream, parameter.device) for parameter, stream in bucket.arrived.values() if stream is not None}
-        others = [(stream, now) for stream, device in streams if (now := torch.cuda.current_stream(device)) != stream]
+        waits = [(stream, torch.cuda.current_stream(device)) for stream, device in streams]
         bucket.arrived = {}
-        for other, now in others:
-            now.wait_stream(other)
+        for stream, current in waits:
+            if stream != current:
+                current.wait_stream(stream)
         yield ready
-        for other, now in others:
-            other.wait_stream(now)
+        for stream, current in waits:
+            if stream != current:
+                stream.wait_stream(current)
 
     def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
         """Check gradients of a bucket, or update their parameters, and free them."""
         if self._checks and self._checker is not None:
-            self._add(self._checker, ready)
+            self._checker.add_part(ready, None if self._scaler is None else self._scaler.factor())
             for parameter in ready:
                 parameter.grad = self._steps.stand_in(parameter)
         else:
             self._step(bucket.part, ready)
-
-    @torch.no_grad()
-    def _add(self, checker: Checker, parameters: list[torch.Tensor]) -> None:
-        """Check the gradients of some parameters."""
-        scaler = self._scaler
-        if scaler is None:
-            checker.add_part(parameters)
-        else:
-            scale, _ = scaler._check_scale_growth_tracker("check")
-            checker.add_part(parameters, Factor(scale, inverted=True))
 
     def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
         """Update the parameters of a bucket."""
@@ -334,34 +318,29 @@ class StepInBackward:
                 "step_in_backward with clipping='exact' or 'previous'"
             )
         if self.clipping == "previous":
-            self._begin_norm()
-            assert self._checker is not None
-            self._add(self._checker, parameters)
-        optimizer._decision = self._decision()
-        try:
-            freed = list(map(self._steps.stand_in, parameters))
-            with self._steps.stepping(parameters, freed, optimizer.param_groups):
-                optimizer._step_part(part, parameters, freed)
-        finally:
-            optimizer._decision = None
+            self._norm_parts().add_part(parameters)
+        freed = list(map(self._steps.stand_in, parameters))
+        step = partial(optimizer.step_part, part, parameters, freed)
+        with self._steps.stepping(parameters, freed, optimizer.param_groups):
+            decision = self._decision()
+            step() if decision is None else optimizer.apply(decision, step)
 
     def _decision(self) -> Decision | None:
         """The decision about the present step; None if it neither unscales nor clips."""
-        optimizer, scaler = self._optimizer, self._scaler
-        if scaler is not None:
-            state = scaler._per_optimizer_states[id(optimizer)]
-            return Decision(state["verdict"], scaler._scale, state.get("max_norm"))
-        return None if self._verdict is None else Decision(self._verdict, None, optimizer.max_grad_norm, skips=False)
+        if self._scaler is not None:
+            return self._scaler.decision(self._optimizer)
+        limit = self._optimizer.max_grad_norm
+        return None if self._verdict is None else Decision(self._verdict, None, limit, skips=False)
 
     def _refuse_without_check(self) -> None:
         """Raise unless a backward may step, or is checked."""
         if not self._checks or self._checker is not None:
             return
         self._refuse_without_hook()
+        optimizer, scaler = self._optimizer, self._scaler
         checked = self._verdict is not None and not self._stepped
-        if checked and self._scaler is not None:  # `update` or `unscale_` may have been called since
-            checked = self._scaler._per_optimizer_states[id(self._optimizer)].get("verdict") is self._verdict
-        if not checked:
+        # `update` or `unscale_` may have been called since.
+        if not checked or (scaler is not None and scaler.verdict_of(optimizer) is not self._verdict):
             raise RuntimeError(
                 "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
                 "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
@@ -383,7 +362,7 @@ class StepInBackward:
         optimizer = self._optimizer
         if self._checks:
             self._refuse_without_hook()
-        closure = any(one is not None for one in (*args[1:], *kwargs.values()))  # which runs a backward
+        closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))  # which runs a backward
         self._steps.check_step(optimizer.param_groups, [] if closure else parameters_of(optimizer))
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
@@ -395,24 +374,23 @@ class StepInBackward:
             return
         if self.clipping == "previous" and not self._ended:
             self._end_norm()
-        optimizer._decision = self._decision()
+        optimizer.decide(self._decision())
 
     def _end_norm(self) -> None:
         """Combine the norm of the gradients of this step, to which the next one clips."""
-        self._begin_norm()
-        assert self._checker is not None
+        checker = self._norm_parts()
         left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
         if left:
-            self._add(self._checker, left)
-        verdict, self._checker = self._checker.end_parts(), None
-        if verdict is not None:
-            self._verdict = verdict
+            checker.add_part(left)
+        self._verdict, self._checker = checker.end_parts() or self._verdict, None
         self._ended = True
 
-    def _begin_norm(self) -> None:
+    def _norm_parts(self) -> Checker:
+        """The check of the gradients of this step with ``clipping="previous"``, begun if it was not."""
         if self._checker is None:
-            self._checker, self._ended = self._optimizer._checker, False
+            self._checker, self._ended = self._optimizer.checker, False
             self._checker.begin_parts()
+        return self._checker
 
     def norm(self, max_norm: float | None) -> torch.Tensor:
         """The 2-norm of the gradients of the backward that has stepped, for trainers. Call it on all ranks.
@@ -438,14 +416,13 @@ class StepInBackward:
             self._end_norm()
         if self._verdict is None:
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")
-        norm: torch.Tensor = self._verdict.sum_of_squares.sqrt().float()
-        return norm
+        return norm_of(self._verdict)
 
     def _after_step(self) -> None:
         self._steps.clear()  # a closure may have run a backward since the beginning
         if self.clipping is None:
             return
-        self._optimizer._decision, self._ended = None, False
+        self._ended = False
         if self._checks:
             self._verdict = None
 
@@ -470,15 +447,10 @@ class StepInBackward:
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether DistributedDataParallel wraps any of the parameters, which the model passed to us need not show.
-
-    Each rank would step with its own gradients. The search over all objects runs only in a process group.
-    """
-    own = set(map(id, parameters))
-    wrappers = (
-        instances(DistributedDataParallel.__module__, "DistributedDataParallel") if default_group() is not None else []
-    )
-    return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
+    """Whether DistributedDataParallel wraps any of the parameters: each rank would step with its own gradients."""
+    ids = set(map(id, parameters))
+    wrappers = wrapped_by("DistributedDataParallel")
+    return any(id(parameter) in ids for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:
@@ -488,11 +460,11 @@ def _has_accumulated(model: torch.nn.Module | None) -> bool:
     from halfstep.integrations.fsdp import parameter_groups
 
     return any(
-        getattr(one, "unsharded_accumulated_grad", None) is not None
-        or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        getattr(param, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
         for module in model.modules()
         for group in parameter_groups(module)
-        for one in group.fsdp_params
+        for param in group.fsdp_params
     )
 
 
@@ -508,11 +480,8 @@ def step_in_backward(
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
     The training loop stays as it is: ``optimizer.step()`` updates the parameters that still have a gradient, usually
-    none, and calls its hooks; ``zero_grad()`` has nothing to free; schedulers follow ``step()`` as before. The weights
-    have the same bits as with a step after the backward.
-
-    Call this after the model is on its device and sharded. FSDP2, HSDP and tensor parallelism are supported; FSDP2
-    calls the steps after each reduction, on its stream.
+    none, and calls its hooks; schedulers follow it as before. The weights have the bits of a step after the backward.
+    Call this after the model is on its device and sharded, by FSDP2, HSDP or tensor parallelism.
 
     Args:
         model: the model whose backward steps.
@@ -527,29 +496,21 @@ def step_in_backward(
             finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
             and ``scaler.update`` follow the backward that steps.
         process_group: a group of ranks that train replicas of `model`, which DistributedDataParallel must not wrap.
-            Parameters and buffers are set to those of its first rank, and each bucket of gradients is averaged over the
-            ranks before it is used, in the order of the parameters from the last to the first. All ranks must run the
-            same backwards. Buffers, such as the statistics of batch norms, are not sent again.
+            Parameters and buffers become those of its first rank, and each bucket of gradients is averaged over the
+            ranks before it is used, from the last parameter to the first. All ranks must run the same backwards.
+            Buffers, such as the statistics of batch norms, are not sent again.
 
     Returns:
         A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
         `StepInBackward.remove`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer of halfstep, or has fp16 parameters and there is no `scaler`;
-            `scaler` is not an enabled scaler of halfstep, or is given with a wrapper around an optimizer.
-        ValueError: the optimizer clips and `clipping` is None, or `clipping` has another value than these, or no limit
-            to clip to; the scaler has ``write_back=True``, or is given with ``clipping="previous"``; the optimizer
-            steps in the backward already, or has parameters that are not in the model; the model is wrapped by
-            DistributedDataParallel, which keeps its gradients, or by FSDP1; this rank is not in `process_group`, its
-            ranks have other parameters, or parameters are sharded; or `bucket_bytes` is not a positive integer. Nothing
-            was changed.
+        TypeError, ValueError: an argument is not allowed, or does not fit the others. Nothing was changed.
 
     Note:
-        If the loss is scaled by a scaler that was not passed, ``scaler.step(optimizer)`` raises, since no gradient is
-        left to unscale. A step after each of several backwards of one iteration is rarely meant: use
-        `StepInBackward.accumulate` for all but the last. Reentrant activation checkpointing computes the gradient of a
-        parameter that several segments share in several parts, and each would be stepped: use ``use_reentrant=False``.
+        A step after each of several backwards of one iteration is rarely meant: use `StepInBackward.accumulate` for
+        all but the last. Reentrant activation checkpointing computes the gradient of a parameter that several segments
+        share in several parts, and each would be stepped: use ``use_reentrant=False``.
 
     Examples:
         >>> from halfstep.integrations.release import step_in_backward
@@ -572,9 +533,8 @@ def step_in_backward(
             "in it, also to scaler.step"
         )
     process_group = _checked_group(model, inner, process_group)
-    inner._forget()
-    inner._stepped_without_gradients = True  # steps without gradients are now usual
-    handle = inner._stepping_in_backward = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
+    handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
+    inner.step_parts_by(handle)
     return handle
 
 
@@ -589,12 +549,12 @@ def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
                 f"Expected parameter {index} of the optimizer to be a replica with process_group=, but it is sharded: "
                 "FSDP2 and HSDP average their gradients themselves, so leave process_group out"
             )
-    own = [
-        (name, tuple(one.shape), str(one.dtype), one.requires_grad)
-        for name, one in (*model.named_parameters(), *model.named_buffers())
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
     of_ranks: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(of_ranks, own, group=group)
+    torch.distributed.all_gather_object(of_ranks, tensors, group=group)
     for rank, of_rank in enumerate(of_ranks):
         if of_rank != of_ranks[0]:
             differing = next(pair for pair in zip_longest(of_ranks[0], of_rank) if pair[0] != pair[1])
@@ -627,7 +587,7 @@ def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
             "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
             "begun could not undo it"
         )
-    if scaler._write_back:
+    if scaler.write_back:
         raise ValueError(
             "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
         )
@@ -644,7 +604,7 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
             "in_backward='step' instead"
         )
     check_bucket_bytes(bucket_bytes)
-    if optimizer._stepping_in_backward is not None:
+    if optimizer.backward_handle is not None:
         raise ValueError("Expected optimizer not to step in the backward already: call remove() on the first handle")
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):

@@ -144,8 +144,8 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
 
 def _from_folder(path: Path) -> dict[str, torch.Tensor]:
     # Imported here because torch.distributed.checkpoint takes as long to import as the rest of torch.
-    from halfstep.integrations.checkpoint.folder import CheckpointError
-    from halfstep.integrations.checkpoint.torch_folder import open_checkpoint
+    from halfstep.integrations.checkpoint.atomic import CheckpointError
+    from halfstep.integrations.checkpoint.importing import open_checkpoint
 
     try:
         reader = open_checkpoint(path)

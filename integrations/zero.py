@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from halfstep.integrations.checkpoint.api import is_held
-from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.optim.classes import saving
 
 
 def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
@@ -54,23 +54,23 @@ def state_dict(
         >>> dist.destroy_process_group()
     """
     group = optimizer.process_group
-    place = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
-    for held, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
+    number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
+    for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         # A scheduler changes the outer groups.
-        held.update({name: value for name, value in outer.items() if name != "params"})
+        inner.update({name: value for name, value in outer.items() if name != "params"})
     with saving(optimizer.optim, "held" if is_held(optimizer_state) else "canonical"):
         local = optimizer.optim.state_dict()
-    numbers = _parameters(local["param_groups"])
-    own = zip(numbers, _parameters(optimizer.optim.param_groups), strict=True)
-    part = {place[id(p)]: gather(local["state"][number]) for number, p in own if number in local["state"]}
+    pairs = zip(_parameters(local["param_groups"]), _parameters(optimizer.optim.param_groups), strict=True)
+    part = {number_of[id(p)]: gather(local["state"][number]) for number, p in pairs if number in local["state"]}
     first = group.rank() == 0
     parts: list[Any] = [None] * group.size()
     dist.gather_object(part, parts if first else None, group=group, group_dst=0)
-    groups = []
-    for held, outer in zip(local["param_groups"], optimizer.param_groups, strict=True):
-        groups.append({**held, "params": [place[id(parameter)] for parameter in outer["params"]]})
-    everything = {number: entry for one in parts if one is not None for number, entry in one.items()}
-    return {"state": dict(sorted(everything.items())), "param_groups": groups}
+    groups = [
+        {**saved, "params": [number_of[id(parameter)] for parameter in outer["params"]]}
+        for saved, outer in zip(local["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    states = {number: entry for entries in parts if entries is not None for number, entry in entries.items()}
+    return {"state": dict(sorted(states.items())), "param_groups": groups}
 
 
 def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]) -> None:
@@ -108,13 +108,13 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
             f"one {len(parameters)} in {len(optimizer.param_groups)}; use the same model and groups"
         )
     number_of = {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
-    own = [number_of[id(parameter)] for parameter in _parameters(optimizer.optim.param_groups)]
-    places = iter(range(len(own)))
+    local_numbers = [number_of[id(parameter)] for parameter in _parameters(optimizer.optim.param_groups)]
+    indices = iter(range(len(local_numbers)))
     groups = [
-        {**saved, "params": [next(places) for _ in held["params"]]}
-        for saved, held in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
+        {**saved, "params": [next(indices) for _ in inner["params"]]}
+        for saved, inner in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
     ]
-    entries = {place: state["state"][number] for place, number in enumerate(own) if number in state["state"]}
+    entries = {index: state["state"][number] for index, number in enumerate(local_numbers) if number in state["state"]}
     rollback = Rollback(None, optimizer.optim)
     try:
         optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
@@ -123,5 +123,5 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
-    for outer, held in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
-        outer.update({name: value for name, value in held.items() if name != "params"})
+    for outer, inner in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
+        outer.update({name: value for name, value in inner.items() if name != "params"})

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels import native
+from halfstep.kernels.formats import TABLE, format_of
 
 try:
     import triton
@@ -125,7 +126,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 
 def constexpr_function(function: Callable[..., Any]) -> Any:
-    """As `jit`, of functions of Python that kernels call with constants."""
+    """``triton.constexpr_function`` if Triton is installed; otherwise the function itself."""
     return function if triton is None else triton.constexpr_function(function)
 
 
@@ -197,13 +198,12 @@ def by_address(tensor: torch.Tensor) -> Any:
     return triton.reinterpret(tensor, tensor.dtype) if amd else tensor
 
 
-TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TRITON_NAMES = {form.dtype: form.name for form in TABLE if form.bits >= 16}
 
 
-@functools.cache
 def triton_dtype(dtype: torch.dtype) -> Any:
     """The Triton type of a torch dtype, to pass to a kernel as a constexpr."""
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+    return format_of(dtype).triton_type
 
 
 def triton_version() -> tuple[int, int]:

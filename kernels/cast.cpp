@@ -9,20 +9,19 @@ namespace {
 constexpr int64_t CHUNK = 4096;
 constexpr int64_t BLOCK = 512;
 
-enum Format : int32_t { TO_E4M3 = 3, TO_E5M2 = 4, FORMATS = 5 };  // after the dtypes of native.h
 enum Row { NUMEL, FIRST_CHUNK, SOURCE, TARGET, STREAM, OFFSET };
-constexpr int64_t SIZE[FORMATS] = {4, 2, 2, 1, 1};
+constexpr int64_t SIZE[] = {4, 2, 2, 1, 1};  // of a number, by the codes of native.h
 
 // The value of an FP8 code, which fp32 holds exactly. Shifting the code by `spread` bits puts its exponent and mantissa where fp32
 // has them; adding `bias` then corrects the exponent. Subnormal codes are multiplied by the value of the last place instead.
 template <typename F> inline float widen8(uint8_t code) {
     constexpr uint32_t spread = 23 - F::mantissa, bias = 127 - F::bias;
-    const uint32_t sign = uint32_t(code & 0x80u) << 24, rest = code & 0x7fu;
-    const uint32_t normal = (rest << spread) + (bias << 23);
-    const uint32_t tiny = bits_of(float(int32_t(rest)) * power_of_two(1 - int(F::bias) - int(F::mantissa)));
-    uint32_t result = rest < (1u << F::mantissa) ? tiny : normal;
-    result = rest >= F::overflow ? 0x7f800000u : result;
-    result = rest >= F::overflow + (F::overflow != F::nan) ? 0x7fc00000u : result;
+    const uint32_t sign = uint32_t(code & 0x80u) << 24, magnitude = code & 0x7fu;
+    const uint32_t normal = (magnitude << spread) + (bias << 23);
+    const uint32_t tiny = bits_of(float(int32_t(magnitude)) * power_of_two(1 - int(F::bias) - int(F::mantissa)));
+    uint32_t result = magnitude < (1u << F::mantissa) ? tiny : normal;
+    result = magnitude >= F::overflow ? 0x7f800000u : result;
+    result = magnitude >= F::overflow + (F::overflow != F::nan) ? 0x7fc00000u : result;
     return from_bits(sign | result);
 }
 
@@ -35,7 +34,7 @@ template <typename T> void load_block(const void* from, float* to, int64_t n) { 
 template <typename F> void load_block8(const void* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen8<F>(((const uint8_t*)from)[i]);
 }
-constexpr Load LOAD[FORMATS] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>,
+constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>,
                                 load_block8<E5M2>};
 
 template <typename T> void nearest_block(const float* from, const uint32_t*, void* to, int64_t n) {
@@ -66,7 +65,7 @@ Store choose(int32_t target, int32_t rounding, bool saturate) {
         case F32: return saturate ? saturate_block : nearest_block<float>;
         case F16: return plain ? nearest_block<f16> : choose<Float16, uint16_t>(rounding, saturate);
         case BF16: return plain ? nearest_block<bf16> : choose<BFloat16, uint16_t>(rounding, saturate);
-        case TO_E4M3: return choose<E4M3, uint8_t>(rounding, saturate);
+        case FP8_E4M3: return choose<E4M3, uint8_t>(rounding, saturate);
         default: return choose<E5M2, uint8_t>(rounding, saturate);
     }
 }

@@ -1,14 +1,8 @@
 """Cast between fp32, fp16, bf16, float8_e4m3fn and float8_e5m2: one tensor, or a list of tensors in one launch.
 
-IEEE 754-2019 §4.3 (roundTiesToEven, roundTowardZero) and stochastic rounding, all from one fp32 value, which holds
-every value of every format here: whatever the pair, a cast rounds once. `rounding.py` has the arithmetic, `philox.py`
-the random words. A value that the target holds never moves, NaN stays NaN (its payload is not kept), subnormals are
-kept.
-
-Overflow becomes infinity, in E4M3, which has none, NaN; toward zero, finite numbers stop at the largest finite one.
-With `saturate` the result holds no infinity: overflow and infinities become the largest finite number of their sign.
-FP8 never goes through torch's own conversion, which saturates to E4M3 in some versions and not in others: NVIDIA's GPUs
-from sm_89 on have an instruction for rounding to nearest, and all else goes through integers.
+`reference` is the specification. `rounding.py` has the arithmetic, `philox.py` the random words. FP8 never goes through
+torch's own conversion, which saturates to E4M3 in some versions and not in others: NVIDIA's GPUs from sm_89 on have an
+instruction for rounding to nearest, and all else goes through integers.
 
 Bytes per element: the source is read once, the target written once: 6 B between fp32 and a 16-bit format, 5 B between
 fp32 and FP8, 3 B between 16 bits and FP8.
@@ -28,19 +22,18 @@ import torch
 from halfstep.kernels import native
 from halfstep.kernels.backend import (
     EXACT,
-    TRITON_NAMES,
     chosen,
+    constexpr_function,
     cuda_capability_geq,
     jit,
     launch_kernel,
     resolve,
     tl,
-    triton_dtype,
 )
-from halfstep.kernels.fp8_instructions import fp8_assembly, packed_assembly, stochastic_assembly
+from halfstep.kernels.formats import TABLE, format_of
+from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
-    DTYPE_CODES,
     PLAIN_TYPES,
     TableCache,
     address,
@@ -51,15 +44,16 @@ from halfstep.kernels.multi_tensor import (
     check_tensor_list,
     flattened,
     is_flat,
+    locate,
     own_operations,
 )
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
-    FORMATS,
     NEAREST,
     ROUNDINGS,
     STOCHASTIC,
+    form_of,
     from_float32,
     reference_round,
     round_float32,
@@ -71,12 +65,9 @@ from halfstep.kernels.threads import threads
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-CODES = {**DTYPE_CODES, torch.float8_e4m3fn: 3, torch.float8_e5m2: 4}  # those of cast.cpp
-DTYPES = tuple(CODES)
-NAMES = {**TRITON_NAMES, torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+DTYPES = tuple(form.dtype for form in TABLE)
+FP8 = tuple(form.dtype for form in TABLE if form.bits == 8)
 LARGEST_OFFSET = 2**60 - 1
-_FP32_MAX = torch.finfo(torch.float32).max
 
 
 class Conversion(NamedTuple):
@@ -102,21 +93,36 @@ def _conversion(source: torch.dtype, target: torch.dtype, rounding: str, saturat
 # --------------------------------------------------------------------------------------------------------- reference
 
 
-def _reference(source: torch.Tensor, target: torch.Tensor, how: Conversion, stream: int, offset: int) -> None:
-    """Cast one flat tensor into another of the same strides; for `STOCHASTIC` both are row-major."""
-    x, y = (torch.as_strided(tensor, (tensor.numel(),), (1,)) for tensor in (source, target))
-    if x.dtype == y.dtype and not how.saturate:
-        y.copy_(x)
-    elif y.dtype == torch.float32:
-        y.copy_(x.float().clamp(-_FP32_MAX, _FP32_MAX) if how.saturate else x)
-    elif how.mode == NEAREST and y.dtype not in FP8 and not how.saturate:
-        y.copy_(x)  # torch's own conversion to 16 bits rounds to nearest even on every device
-    else:
-        words = None
-        if how.mode == STOCHASTIC:
-            index = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
-            words = reference_words(index, how.seed, 0, stream)
-        y.copy_(reference_round(x.float(), y.dtype, how.mode, how.saturate, words))
+def reference(
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rounding: int = NEAREST,
+    saturate: bool = False,
+    words: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Cast a tensor, rounding once: fp32 holds every value of every format here.
+
+    IEEE 754-2019 §4.3 (roundTiesToEven, roundTowardZero) and stochastic rounding. A value that the target holds never
+    moves, NaN stays NaN (its payload is not kept), subnormals are kept. Overflow becomes infinity, in E4M3, which has
+    none, NaN; toward zero, finite numbers stop at the largest finite one. With `saturate` the result holds no infinity:
+    overflow and infinities become the largest finite number of their sign.
+
+    Args:
+        x: any shape, of one of `DTYPES`.
+        dtype: one of `DTYPES`.
+        rounding: `NEAREST`, `TOWARD_ZERO` or `STOCHASTIC`.
+        saturate: as above.
+        words: int64, shape of `x`, for `STOCHASTIC`: `philox.reference_words` of the elements.
+
+    Returns:
+        A tensor of the shape of `x` and dtype `dtype`; `x` itself if nothing changes.
+    """
+    if dtype == torch.float32 and saturate:
+        largest = torch.finfo(torch.float32).max
+        return x.float().clamp(-largest, largest)
+    if not saturate and (dtype in (x.dtype, torch.float32) or (rounding == NEAREST and dtype not in FP8)):
+        return x.to(dtype)  # torch's own conversion to 16 bits rounds to nearest even on every device
+    return reference_round(x.float(), dtype, rounding, saturate, words)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -124,16 +130,8 @@ def _reference(source: torch.Tensor, target: torch.Tensor, how: Conversion, stre
 
 if tl is not None:
     _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _OF_FP16, _OF_BF16 = tl.constexpr(FORMATS[torch.float16]), tl.constexpr(FORMATS[torch.bfloat16])
-    _OF_E4M3, _OF_E5M2 = tl.constexpr(FORMATS[torch.float8_e4m3fn]), tl.constexpr(FORMATS[torch.float8_e5m2])
     _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
     _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
-    _E4M3, _E4M3_SATURATED = (tl.constexpr(fp8_assembly("e4m3", 464.0, saturate)) for saturate in (False, True))
-    _E5M2, _E5M2_SATURATED = (tl.constexpr(fp8_assembly("e5m2", 61440.0, saturate)) for saturate in (False, True))
-    _E4M3_SUM, _E4M3_SATURATED_SUM, _E5M2_SUM, _E5M2_SATURATED_SUM = (
-        tl.constexpr(stochastic_assembly(FORMATS[dtype], saturate)) for dtype in FP8 for saturate in (False, True)
-    )
-    _PACKED_16, _PACKED_32 = (tl.constexpr(packed_assembly(bits)) for bits in (16, 32))
     _FP16_OF_E4M3 = tl.constexpr(
         "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
         "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
@@ -151,23 +149,17 @@ def _widened(x, SOURCE: tl.constexpr):
     elif SOURCE == tl.float8e4nv:
         # As an fp16 of the same fields it is too small by the difference of the biases, subnormals included.
         code = x.to(tl.uint16)
-        rest = code & 0x7F
-        half = ((code & 0x80) << 8) | tl.where(rest == 0x7F, 0x7E00, rest << 7).to(tl.uint16)
+        magnitude = code & 0x7F
+        half = ((code & 0x80) << 8) | tl.where(magnitude == 0x7F, 0x7E00, magnitude << 7).to(tl.uint16)
         return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
         return to_float32(x)
 
 
 @jit
-def _fp8_by_instructions(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
-    """A block of fp32 as FP8 codes, to nearest even, by an instruction that NVIDIA's GPUs have from sm_89 on.
-
-    The instruction turns overflow and infinities into the largest finite number; without saturation, they have the next
-    code. It also drops the sign of a NaN, so that all signs are taken from x.
-    """
-    E4M3: tl.constexpr = _E4M3_SATURATED if SATURATE else _E4M3
-    E5M2: tl.constexpr = _E5M2_SATURATED if SATURATE else _E5M2
-    ASM: tl.constexpr = E4M3 if TARGET == tl.float8e4nv else E5M2
+def _nearest_fp8(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
+    """A block of fp32 as FP8 codes, to nearest even, by an instruction that NVIDIA's GPUs have from sm_89 on."""
+    ASM: tl.constexpr = nearest_assembly(form_of(TARGET), SATURATE)
     bits = x.to(tl.uint32, bitcast=True)
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [bits], tl.uint8, is_pure=True, pack=4)
 
@@ -175,26 +167,16 @@ def _fp8_by_instructions(x, TARGET: tl.constexpr, SATURATE: tl.constexpr):
 @jit
 def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURATE: tl.constexpr):
     """`round_float32` of a block of fp32, fp16 or bf16 to FP8 codes; `noise` is a word moved down by a byte."""
-    E4M3: tl.constexpr = _E4M3_SATURATED_SUM if SATURATE else _E4M3_SUM
-    E5M2: tl.constexpr = _E5M2_SATURATED_SUM if SATURATE else _E5M2_SUM
-    SUM: tl.constexpr = E4M3 if TARGET == tl.float8e4nv else E5M2
+    SUM: tl.constexpr = stochastic_assembly(form_of(TARGET), SATURATE)
+    PACK: tl.constexpr = packed_assembly(SOURCE.primitive_bitwidth)
+    INTEGERS: tl.constexpr = tl.uint32 if SOURCE == tl.float32 else tl.uint16
+    REGISTERS: tl.constexpr = "=r,r,r,r,r,r,r,r,r" if SOURCE == tl.float32 else "=r,r,r,r,r,r,r"
     value = _widened(x, SOURCE)
     sums = tl.inline_asm_elementwise(SUM, "=r,r,r", [value, noise], tl.uint32, is_pure=True, pack=1)
     if TARGET == tl.float8e5 or SATURATE:  # otherwise overflow gives NaN already
         sums = tl.where(value == value, sums, 0x7F000000)
-    if SOURCE == tl.float32:
-        ALL: tl.constexpr = _PACKED_32
-        bits = x.to(tl.uint32, bitcast=True)
-        return tl.inline_asm_elementwise(ALL, "=r,r,r,r,r,r,r,r,r", [sums, bits], tl.uint8, is_pure=True, pack=4)
-    else:
-        HALF: tl.constexpr = _PACKED_16
-        bits = x.to(tl.uint16, bitcast=True)
-        return tl.inline_asm_elementwise(HALF, "=r,r,r,r,r,r,r", [sums, bits], tl.uint8, is_pure=True, pack=4)
-
-
-@jit
-def _rounded(x, word, FORM: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
-    return round_float32(x, word, FORM[0], FORM[1], FORM[2], FORM[3], FORM[4], FORM[5], ROUNDING, SATURATE)
+    bits = x.to(INTEGERS, bitcast=True)
+    return tl.inline_asm_elementwise(PACK, REGISTERS, [sums, bits], tl.uint8, is_pure=True, pack=4)
 
 
 @jit
@@ -202,53 +184,59 @@ def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl
     """Convert a block from the stored form of one format to that of another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
-    elif TARGET == tl.float8e4nv or TARGET == tl.float8e5:
+    elif TARGET.primitive_bitwidth == 8:
         if ROUNDING == _ROUND_NEAREST and cuda_capability_geq(8, 9):
-            code = _fp8_by_instructions(_widened(x, SOURCE), TARGET, SATURATE)
+            code = _nearest_fp8(_widened(x, SOURCE), TARGET, SATURATE)
         elif ROUNDING == _ROUND_STOCHASTIC and SOURCE.primitive_bitwidth > 8 and cuda_capability_geq(8, 0):
             code = _stochastic_fp8(x, word, SOURCE, TARGET, SATURATE)
         else:
-            FORM: tl.constexpr = _OF_E4M3 if TARGET == tl.float8e4nv else _OF_E5M2
-            code = _rounded(_widened(x, SOURCE), word, FORM, ROUNDING, SATURATE).to(tl.uint8)
+            code = round_float32(_widened(x, SOURCE), word, TARGET, ROUNDING, SATURATE).to(tl.uint8)
         # NVIDIA's conversion of fp16 to fp32 drops the sign of a NaN. Both FP8 formats have the same sign bit.
-        return code | (x & 0x80) if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else code
+        return code | (x & 0x80) if SOURCE.primitive_bitwidth == 8 else code
     elif ROUNDING == _ROUND_NEAREST:
         y = from_float32(_widened(x, SOURCE), TARGET)
-        if SATURATE:
-            # The largest finite number has the code before that of infinity.
-            if TARGET == tl.float32:
-                bits = y.to(tl.uint32, bitcast=True)
-                bits = tl.where((bits & 0x7FFFFFFF) == 0x7F800000, bits - 1, bits)
-            else:
-                infinity: tl.constexpr = 0x7C00 if TARGET == tl.float16 else 0x7F80
-                bits = y.to(tl.uint16, bitcast=True)
-                bits = tl.where((bits & 0x7FFF) == infinity, bits - 1, bits).to(tl.uint16)
-            y = bits.to(TARGET, bitcast=True)
+        if SATURATE:  # the largest finite number has the code before that of infinity
+            FORM: tl.constexpr = form_of(TARGET)
+            INTEGERS: tl.constexpr = tl.uint32 if TARGET == tl.float32 else tl.uint16
+            bits = y.to(INTEGERS, bitcast=True)
+            infinite = (bits & ((1 << FORM.bits - 1) - 1)) == FORM.overflow
+            y = tl.where(infinite, bits - 1, bits).to(INTEGERS).to(TARGET, bitcast=True)
         return y
-    elif TARGET == tl.float16:
-        code = _rounded(_widened(x, SOURCE), word, _OF_FP16, ROUNDING, SATURATE)
-        return code.to(tl.uint16).to(tl.float16, bitcast=True)
-    elif ROUNDING == _ROUND_STOCHASTIC and not SATURATE:
+    elif TARGET == tl.bfloat16 and ROUNDING == _ROUND_STOCHASTIC and not SATURATE:
         return stochastic_float32(_widened(x, SOURCE), word, tl.bfloat16, False)
     else:
-        code = _rounded(_widened(x, SOURCE), word, _OF_BF16, ROUNDING, SATURATE)
-        return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        code = round_float32(_widened(x, SOURCE), word, TARGET, ROUNDING, SATURATE)
+        return code.to(tl.uint16).to(TARGET, bitcast=True)
+
+
+@constexpr_function
+def _pointer(dtype: Any) -> Any:
+    """The type of pointers to the stored form of a format: FP8 is read and written as uint8, which every GPU can."""
+    return tl.pointer_type(tl.uint8 if dtype.primitive_bitwidth == 8 else dtype)
 
 
 @jit
-def _cast_block(
-    read,
-    write,
-    mask,
-    word,
+def _cast_some(
+    source,  # int64: address of the chunk's first element
+    target,
+    at,  # int32: which elements, one after the other
+    left,  # int32: elements in the chunk
+    index,  # int64: the index of the chunk's first element in the whole tensor
+    seed,
+    stream,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     ROUNDING: tl.constexpr,
     SATURATE: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
-    """One block: load, convert, store."""
-    x = tl.load(read, mask=mask)
-    tl.store(write, _converted(x, word, SOURCE, TARGET, ROUNDING, SATURATE), mask=mask)
+    """Elements of a chunk of which nothing is known but where they are."""
+    # A cast of its own: a hint about a pointer holds for all that is made of it. The words come before the elements,
+    # which would take registers while the words are computed.
+    word = words_of(index + at, seed, 0, stream, 1)[0] >> DOWN if ROUNDING == _ROUND_STOCHASTIC else 0
+    x = tl.load(source.to(_pointer(SOURCE)) + at, mask=at < left)
+    y = _converted(x, word, SOURCE, TARGET, ROUNDING, SATURATE)
+    tl.store(target.to(_pointer(TARGET)) + at, y, mask=at < left)
 
 
 @jit
@@ -265,12 +253,10 @@ def _cast_chunk(
     SATURATE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk. FP8 is read and written as uint8 codes, which every GPU can."""
-    READ: tl.constexpr = tl.uint8 if SOURCE == tl.float8e4nv or SOURCE == tl.float8e5 else SOURCE
-    WRITE: tl.constexpr = tl.uint8 if TARGET == tl.float8e4nv or TARGET == tl.float8e5 else TARGET
-    RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
+    """One chunk."""
     IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
     OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
+    RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
     # Consecutive elements of a thread: 128 bits in the wider format. Neighboring threads then access neighboring bytes
     # on both sides, each request uses whole sectors, and no values are exchanged between threads.
     EACH: tl.constexpr = 16 // (IN if IN > OUT else OUT)
@@ -282,51 +268,24 @@ def _cast_chunk(
     if RANDOM:
         wide = wide & (index % 8 == 0)
     if wide:
-        read = tl.multiple_of(source.to(tl.pointer_type(READ)), EACH * IN)
-        write = tl.multiple_of(target.to(tl.pointer_type(WRITE)), EACH * OUT)
         # The mask's bound is a multiple of 16, or it would undo the hints.
         bulk = (left // 16) * 16
         offsets = tl.arange(0, CHUNK)
-        first_of_run = tl.arange(0, CHUNK // RUN) * RUN
-        _cast_block(
-            read + offsets,
-            write + offsets,
-            offsets < bulk,
-            words_of_groups(
-                (index >> 3) + (first_of_run >> 3), first_of_run, seed, 0, stream, 1, RUN, CHUNK, DOWN, DOWN
-            )[0]
-            if RANDOM
-            else 0,
-            SOURCE,
-            TARGET,
-            ROUNDING,
-            SATURATE,
-        )
+        word = 0
+        if RANDOM:
+            first = tl.arange(0, CHUNK // RUN) * RUN
+            groups = (index >> 3) + (first >> 3)
+            word = words_of_groups(groups, first, seed, 0, stream, 1, RUN, CHUNK, DOWN, DOWN)[0]
+        x = tl.load(tl.multiple_of(source.to(_pointer(SOURCE)), EACH * IN) + offsets, mask=offsets < bulk)
+        y = _converted(x, word, SOURCE, TARGET, ROUNDING, SATURATE)
+        tl.store(tl.multiple_of(target.to(_pointer(TARGET)), EACH * OUT) + offsets, y, mask=offsets < bulk)
         if bulk < left:
             tail = bulk + tl.arange(0, 16)
-            _cast_block(
-                source.to(tl.pointer_type(READ)) + tail,
-                target.to(tl.pointer_type(WRITE)) + tail,
-                tail < left,
-                words_of(index + tail, seed, 0, stream, 1)[0] >> DOWN if RANDOM else 0,
-                SOURCE,
-                TARGET,
-                ROUNDING,
-                SATURATE,
-            )
+            _cast_some(source, target, tail, left, index, seed, stream, SOURCE, TARGET, ROUNDING, SATURATE, DOWN)
     else:
         for start in range(0, left, _SLOW_BLOCK):
             at = start + tl.arange(0, _SLOW_BLOCK)
-            _cast_block(
-                source.to(tl.pointer_type(READ)) + at,
-                target.to(tl.pointer_type(WRITE)) + at,
-                at < left,
-                words_of(index + at, seed, 0, stream, 1)[0] >> DOWN if RANDOM else 0,
-                SOURCE,
-                TARGET,
-                ROUNDING,
-                SATURATE,
-            )
+            _cast_some(source, target, at, left, index, seed, stream, SOURCE, TARGET, ROUNDING, SATURATE, DOWN)
 
 
 @jit
@@ -351,19 +310,11 @@ def cast_kernel(
 ):
     """One tensor."""
     start = tl.program_id(0).to(tl.int64) * CHUNK
-    _cast_chunk(
-        source + start * (SOURCE.primitive_bitwidth // 8),
-        target + start * (TARGET.primitive_bitwidth // 8),
-        tl.minimum(numel - start, CHUNK).to(tl.int32),
-        _plain(offset) + start,
-        (_plain(seed_high) << 32) | _plain(seed_low),
-        0,
-        SOURCE,
-        TARGET,
-        ROUNDING,
-        SATURATE,
-        CHUNK,
-    )
+    read = source + start * (SOURCE.primitive_bitwidth // 8)
+    write = target + start * (TARGET.primitive_bitwidth // 8)
+    left = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    seed = (_plain(seed_high) << 32) | _plain(seed_low)
+    _cast_chunk(read, write, left, _plain(offset) + start, seed, 0, SOURCE, TARGET, ROUNDING, SATURATE, CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["tensors"])
@@ -380,27 +331,15 @@ def multi_cast_kernel(
     CHUNK: tl.constexpr,
 ):
     """A list of tensors."""
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + chunk)
-    numel = tl.load(rows + tensor)
-    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
+    column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     index, stream = start, start
     if ROUNDING == _ROUND_STOCHASTIC:
-        stream = tl.load(rows + _STREAM_ROW * tensors + tensor)
-        index = start + tl.load(rows + _OFFSET_ROW * tensors + tensor)
-    _cast_chunk(
-        tl.load(rows + _SOURCE_ROW * tensors + tensor) + start * (SOURCE.primitive_bitwidth // 8),
-        tl.load(rows + _TARGET_ROW * tensors + tensor) + start * (TARGET.primitive_bitwidth // 8),
-        tl.minimum(numel - start, CHUNK).to(tl.int32),
-        index,
-        (_plain(seed_high) << 32) | _plain(seed_low),
-        stream,
-        SOURCE,
-        TARGET,
-        ROUNDING,
-        SATURATE,
-        CHUNK,
-    )
+        stream = tl.load(column + _STREAM_ROW * tensors)
+        index = start + tl.load(column + _OFFSET_ROW * tensors)
+    read = tl.load(column + _SOURCE_ROW * tensors) + start * (SOURCE.primitive_bitwidth // 8)
+    write = tl.load(column + _TARGET_ROW * tensors) + start * (TARGET.primitive_bitwidth // 8)
+    seed = (_plain(seed_high) << 32) | _plain(seed_low)
+    _cast_chunk(read, write, left, index, seed, stream, SOURCE, TARGET, ROUNDING, SATURATE, CHUNK)
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers
@@ -414,26 +353,27 @@ def _unspecialized(value: int) -> int:
     return 2 * value + 1 - 2**62
 
 
-_tables = {pair: TableCache(operands=4, chunk=CHUNK) for pair in ((s, t) for s in DTYPES for t in DTYPES)}
+_tables = {(source, target): TableCache(operands=4, chunk=CHUNK) for source in DTYPES for target in DTYPES}
+_SingleTensor = ctypes.c_int64 * (ADDRESSES + 4)  # one tensor as a table: rows as in multi_tensor.py
+
+# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of ours
+# on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep their one
+# launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
+_PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
 
 
-def _format(dtype: torch.dtype) -> Any:
-    """The Triton type of a dtype."""
-    if dtype in FP8:
-        return tl.float8e4nv if dtype == torch.float8_e4m3fn else tl.float8e5
-    return triton_dtype(dtype)
-
-
-def _seed_operands(seed: int) -> tuple[int, int]:
-    return _unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32)
+def _torch_converts(source: torch.Tensor, dtype: torch.dtype, how: Conversion) -> bool:
+    """Whether torch converts a single tensor."""
+    usual = how.mode == NEAREST and not how.saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
+    return usual and chosen() == "auto" and (source.is_cuda or source.is_cpu)
 
 
 @functools.cache
 def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool) -> dict[str, Any]:
     """What a kernel is compiled for."""
     return {
-        "SOURCE": _format(source),
-        "TARGET": _format(target),
+        "SOURCE": format_of(source).triton_type,
+        "TARGET": format_of(target).triton_type,
         "ROUNDING": mode,
         "SATURATE": saturate,
         "CHUNK": CHUNK,
@@ -443,17 +383,7 @@ def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool
     }
 
 
-# One tensor as a table: rows as in multi_tensor.py.
-_OneTensor = ctypes.c_int64 * (ADDRESSES + 4)
-
-
-def _native(table: tuple[int, int | None, int, int], source: torch.dtype, target: torch.dtype, how: Conversion) -> None:
-    """Cast the tensors of a table: the addresses of its rows and chunks, and how many tensors and chunks it has."""
-    codes, (mode, saturate, seed) = (CODES[source], CODES[target]), how
-    native.functions("cast").halfstep_cast(*table, *codes, mode, saturate, seed, threads())
-
-
-def _cast_lists(
+def _cast_into(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
     how: Conversion,
@@ -461,63 +391,49 @@ def _cast_lists(
     offsets: list[int],
     in_memory: bool = True,
 ) -> None:
-    """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side."""
-    random = how.mode == STOCHASTIC
-    if in_memory and len(sources) == 1 and not (random and streams[0]):
-        if _is_torchs(sources[0], targets[0].dtype, how):
-            check_addresses(sources[0], targets[0])
-            targets[0].copy_(sources[0])
-        else:
-            _cast_one(sources[0], targets[0], how, offsets[0])
+    """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side.
+
+    For `STOCHASTIC` all are row-major; `streams` and `offsets` then say which random words each tensor gets.
+    """
+    (source, *_), (target, *_) = sources, targets
+    mode, saturate, seed = how
+    device, pair = source.device, (source.dtype, target.dtype)
+    single = in_memory and len(sources) == 1 and not (mode == STOCHASTIC and streams[0])
+    if single and _torch_converts(source, target.dtype, how):
+        check_addresses(source, target)
+        target.copy_(source)
         return
-    implementation = resolve(sources[0].device, "cast") if in_memory else "reference"
+    implementation = resolve(device, "cast") if in_memory else "reference"
     if implementation == "reference":
         with nullcontext() if in_memory else own_operations([*sources, *targets]):
             for source, target, stream, offset in zip(sources, targets, streams, offsets, strict=True):
-                _reference(source, target, how, stream, offset)
+                words = None
+                if mode == STOCHASTIC:
+                    index = torch.arange(offset, offset + source.numel(), dtype=torch.int64, device=device)
+                    words = reference_words(index, seed, 0, stream).view(source.shape)
+                target.copy_(reference(source, target.dtype, mode, saturate, words))
         return
-    pair = sources[0].dtype, targets[0].dtype
-    table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if random else ())
-    if not table.chunks:
+    if single:
+        numel = source.numel()
+        chunks = -(-numel // CHUNK)
+        both = (address(source), address(target)) if numel else (0, 0)
+        column = _SingleTensor(numel, 0, *both, 0, offsets[0])
+        rows: tuple[int | None, ...] = ctypes.addressof(column), None, 1, chunks
+    else:
+        table = _tables[pair].table(sources, targets, numbers=(streams, offsets) if mode == STOCHASTIC else ())
+        chunks, rows = table.chunks, table.addresses
+    if not chunks:
         return
     if implementation == "native":
-        _native((*table.places, table.tensors, table.chunks), *pair, how)
+        codes = format_of(pair[0]).code, format_of(pair[1]).code
+        native.functions("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, threads())
         return
-    operands = table.rows, table.chunk_tensor, table.tensors, *_seed_operands(how.seed)
-    launch_kernel(multi_cast_kernel, table.device, table.chunks, operands, _options(*pair, how.mode, how.saturate))
-
-
-# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of ours
-# on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep their one
-# launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer.
-_PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
-
-
-def _is_torchs(source: torch.Tensor, dtype: torch.dtype, how: Conversion) -> bool:
-    """Whether torch converts a single tensor."""
-    usual = how.mode == NEAREST and not how.saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
-    return usual and chosen() == "auto" and (source.is_cuda or source.is_cpu)
-
-
-def _cast_one(source: torch.Tensor, target: torch.Tensor, how: Conversion, offset: int) -> None:
-    """Cast one flat tensor into another of the same strides."""
-    numel = source.numel()
-    if not numel:
-        return
-    implementation = resolve(source.device, "cast")
-    if implementation != "reference":
-        check_addresses(source, target)
-    pair = source.dtype, target.dtype
-    chunks = (numel + CHUNK - 1) // CHUNK
-    if implementation == "reference":
-        _reference(source, target, how, 0, offset)
-    elif implementation == "triton":
-        operands = address(source), address(target), numel, *_seed_operands(how.seed), _unspecialized(offset)
-        options = _options(*pair, how.mode, how.saturate)
-        launch_kernel(cast_kernel, source.device, chunks, operands, options, numel < 2**31)
+    options, seeds = _options(*pair, mode, saturate), (_unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32))
+    if single:
+        operands = *both, numel, *seeds, _unspecialized(offsets[0])
+        launch_kernel(cast_kernel, device, chunks, operands, options, numel < 2**31)
     else:
-        rows = _OneTensor(numel, 0, address(source), address(target), 0, offset)
-        _native((ctypes.addressof(rows), None, 1, chunks), *pair, how)
+        launch_kernel(multi_cast_kernel, device, chunks, (*table.operands, *seeds), options)
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
@@ -533,38 +449,28 @@ def _computed(
 ) -> torch.Tensor:
     how = _conversion(x.dtype, dtype, rounding, saturate)
     source = flattened(x)
-    if _is_torchs(source, dtype, how):
+    if _torch_converts(source, dtype, how):
         check_addresses(source)
         return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
     if how.mode != STOCHASTIC:
-        _cast_one(source, target, how, 0)
+        _cast_into([source], [target], how, [0], [0])
         return target
     if seed is None or seed.device.type != "cpu":
         raise ValueError(
             "Expected seed to be a tensor on the CPU for stochastic rounding, but got none: use halfstep.cast"
         )
-    how = how._replace(seed=int(seed))
-    if source.is_contiguous():
-        _cast_one(source, target, how, offset)
-    else:  # the noise goes by rows, whatever the order in memory
-        rows = torch.empty_like(source, dtype=dtype, memory_format=torch.contiguous_format)
-        _cast_one(source.contiguous(), rows, how, offset)
-        target.copy_(rows)
-    return target
+    # The noise goes by rows, whatever the order in memory.
+    rows = target if source.is_contiguous() else torch.empty_like(source, dtype=dtype, memory_format=_ROW_MAJOR)
+    _cast_into([source.contiguous()], [rows], how._replace(seed=int(seed)), [0], [offset])
+    return target if rows is target else target.copy_(rows)
 
 
-def _fake(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    rounding: str = "nearest",
-    saturate: bool = False,
-    seed: torch.Tensor | None = None,
-    offset: int = 0,
-) -> torch.Tensor:
-    if is_flat(x):
-        return torch.empty_like(x, dtype=dtype)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+_ROW_MAJOR = torch.contiguous_format
+
+
+def _fake(x: torch.Tensor, dtype: torch.dtype, *of_rounding: object, **options: object) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.preserve_format if is_flat(x) else _ROW_MAJOR)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -575,7 +481,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
     return _cast(grad, ctx.source, "nearest", False, None, 0), None, None, None, None, None
 
 
-def _tangent(ctx: Any, tangent: torch.Tensor, *rest: None) -> torch.Tensor:
+def _tangent(ctx: Any, tangent: torch.Tensor, *of_options: None) -> torch.Tensor:
     return _cast(tangent, ctx.target, "nearest", False, None, 0)
 
 
@@ -594,7 +500,7 @@ def _batch(
         return _cast(x, dtype, rounding, saturate, seed, offset), 0
     # Each sample is a separate tensor, whose random bits depend on its own indices.
     seeds = [seed] * info.batch_size if in_dims[4] is None else seed.unbind(in_dims[4])
-    samples = [_cast(one, dtype, rounding, saturate, of, offset) for one, of in zip(x, seeds, strict=True)]
+    samples = [_cast(sample, dtype, rounding, saturate, drawn, offset) for sample, drawn in zip(x, seeds, strict=True)]
     return torch.stack(samples), 0
 
 
@@ -614,12 +520,10 @@ _cast = Op(
 
 # ------------------------------------------------------------------------------------------------------------- public
 
-_ALLOWED = ", ".join(map(str, DTYPES))
-
 
 def _check_options(dtype: object, rounding: object, seed: object) -> None:
-    if dtype not in CODES:
-        raise TypeError(f"Expected dtype to be one of {_ALLOWED}, but got {dtype!r}")
+    if dtype not in DTYPES:
+        raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, but got {dtype!r}")
     if rounding not in ROUNDINGS:
         raise ValueError(f"Expected rounding to be one of {', '.join(map(repr, ROUNDINGS))}, but got {rounding!r}")
     if seed is not None:
@@ -641,6 +545,14 @@ def _check_offset(offset: object, name: str) -> int:
             f"Expected {name} to be the index of an element in its tensor, from 0 to 2^60 - 1, but got {offset}"
         )
     return offset
+
+
+def _check_out(out: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
+        raise ValueError(
+            f"Expected {name} to be {tuple(x.shape)} {dtype} on {x.device}, "
+            f"but got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
 
 
 def _drawn() -> torch.Tensor:
@@ -705,11 +617,7 @@ def cast(
             with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         return _cast(x, dtype, rounding, saturate, token, offset)
-    if out.shape != x.shape or out.dtype != dtype or out.device != x.device:
-        raise ValueError(
-            f"Expected out to be {tuple(x.shape)} {dtype} on {x.device}, "
-            f"but got {tuple(out.shape)} {out.dtype} on {out.device}"
-        )
+    _check_out(out, x, dtype, "out")
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise ValueError(
             "Expected no gradient to be required with out=, but one is: leave out= out, or cast under torch.no_grad()"
@@ -718,24 +626,7 @@ def cast(
     return out
 
 
-def _check_out(sources: list[torch.Tensor], results: list[torch.Tensor], dtype: torch.dtype) -> None:
-    """Validate the outputs of `foreach_cast`, each list being on one device."""
-    if len(results) != len(sources):
-        raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(results)}")
-    if (
-        results[0].device == sources[0].device
-        and set(map(attrgetter("dtype"), results)) == {dtype}
-        and list(map(torch.Tensor.size, results)) == list(map(torch.Tensor.size, sources))
-    ):
-        return
-    for index, (source, result) in enumerate(zip(sources, results, strict=True)):
-        if result.shape != source.shape or result.dtype != dtype or result.device != source.device:
-            raise ValueError(
-                f"Expected out[{index}] to be {tuple(source.shape)} {dtype} on {source.device}, "
-                f"but got {tuple(result.shape)} {result.dtype} on {result.device}"
-            )
-
-
+@torch.no_grad()
 def foreach_cast(
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype,
@@ -771,29 +662,17 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    _check_options(dtype, rounding, seed)
-    with torch.no_grad():
-        return _foreach_cast(tensors, dtype, rounding, saturate, seed, out, offsets)
-
-
-def _foreach_cast(
-    tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    rounding: str,
-    saturate: bool,
-    seed: int | None,
-    out: Sequence[torch.Tensor] | None,
-    offsets: Sequence[int] | None,
-) -> list[torch.Tensor]:
-    """`foreach_cast` of lists that are not the usual case."""
     # Functions in C check the properties of all tensors. Loops in Python take longer than the kernels for thousands of
     # tensors, and are only used to report errors and for unusual tensors.
+    _check_options(dtype, rounding, seed)
     sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
-    places = [0] * len(sources)
+    starts = [0] * len(sources)
     if offsets is not None:
-        places = [_check_offset(place, f"offsets[{index}]") for index, place in enumerate(offsets)]
-        if len(places) != len(sources):
-            raise ValueError(f"Expected offsets to have one number per tensor, {len(sources)}, but got {len(places)}")
+        starts = [_check_offset(offset, f"offsets[{index}]") for index, offset in enumerate(offsets)]
+        if len(starts) != len(sources):
+            raise ValueError(f"Expected offsets to have one number per tensor, {len(sources)}, but got {len(starts)}")
+    if out is not None and len(out) != len(sources):
+        raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(out)}")
     if not sources:
         return []
     flat = all_flattened(sources)
@@ -802,7 +681,13 @@ def _foreach_cast(
     else:
         results, out_in_memory = check_tensor_list(out, "out", DTYPES)
         in_memory = in_memory and out_in_memory
-        _check_out(sources, results, dtype)
+        if (
+            results[0].device != sources[0].device
+            or set(map(attrgetter("dtype"), results)) != {dtype}
+            or list(map(torch.Tensor.size, results)) != list(map(torch.Tensor.size, sources))
+        ):
+            for index, (result, source) in enumerate(zip(results, sources, strict=True)):
+                _check_out(result, source, dtype, f"out[{index}]")
     random = rounding == "stochastic"
     if random:  # random bits follow the row-major order, whatever the order in memory
         flat = [source.contiguous() for source in flat]
@@ -811,23 +696,19 @@ def _foreach_cast(
         targets = results  # with the same shapes, both row-major
     else:  # a target with another order of elements is filled by a copy
         targets = [
-            result if result.stride() == one.stride() and is_flat(result) else torch.empty_like(one, dtype=dtype)
-            for one, result in zip(flat, results, strict=True)
+            result if result.stride() == source.stride() and is_flat(result) else torch.empty_like(source, dtype=dtype)
+            for source, result in zip(flat, results, strict=True)
         ]
     number = seed or 0
     if random and seed is None:
         drawn = _drawn()
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
     for source_dtype, indices in by_dtype(flat).items():
-        every = len(indices) == len(flat)
-        _cast_lists(
-            flat if every else [flat[index] for index in indices],
-            targets if every else [targets[index] for index in indices],
-            _conversion(source_dtype, dtype, rounding, saturate, number),
-            list(indices),
-            places if every else [places[index] for index in indices],
-            in_memory,
-        )
+        lists = flat, targets, starts
+        if len(indices) < len(flat):
+            lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]
+        how = _conversion(source_dtype, dtype, rounding, saturate, number)
+        _cast_into(lists[0], lists[1], how, list(indices), lists[2], in_memory)
     for target, result in zip(targets, results, strict=True) if targets is not results else ():
         if target is not result:
             result.copy_(target)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import struct
+from halfstep.kernels.backend import constexpr_function
+from halfstep.kernels.formats import Format
 
-from halfstep.kernels.rounding import RoundingFormat
 
+@constexpr_function
+def nearest_assembly(form: Format, saturate: bool) -> str:
+    """PTX that converts four fp32 numbers ($1 to $4) to four FP8 codes ($0), to nearest even.
 
-def fp8_assembly(name: str, tie: float, saturate: bool) -> str:
-    """PTX that converts four fp32 numbers ($1 to $4) to four FP8 codes ($0).
-
-    `tie` is the number halfway between the largest finite one and the next, which to nearest even overflows in E5M2
-    but not in E4M3.
+    The instruction turns overflow and infinities into the largest finite number; without saturation, they have the next
+    code. It also drops the sign of a NaN, so that all signs are taken from the numbers.
     """
-    beyond = "gt" if name == "e4m3" else "ge"
+    name = f"e{form.exponent}m{form.mantissa}"
+    # Halfway between the largest finite number and the next, which overflows if the code of the former is odd.
+    tie = (2 * form.largest + 1 << 22 - form.mantissa) + (127 - form.bias << 23)
+    beyond = "ge" if form.largest % 2 else "gt"
     lines = [
         ".reg .pred %over;",
         ".reg .b16 %lower, %upper;",
@@ -22,11 +25,11 @@ def fp8_assembly(name: str, tie: float, saturate: bool) -> str:
         f"cvt.rn.satfinite.{name}x2.f32 %upper, $4, $3;",
         "mov.b32 %codes, {%lower, %upper};",
     ]
-    for place in () if saturate else range(4):
+    for lane in () if saturate else range(4):
         lines += [
-            f"abs.f32 %size, ${place + 1};",
-            f"setp.{beyond}.f32 %over, %size, 0f{struct.pack('>f', tie).hex()};",
-            f"@%over add.u32 %codes, %codes, {1 << 8 * place};",
+            f"abs.f32 %size, ${lane + 1};",
+            f"setp.{beyond}.f32 %over, %size, 0f{tie:08x};",
+            f"@%over add.u32 %codes, %codes, {1 << 8 * lane};",
         ]
     lines += [
         "prmt.b32 %size, $1, $2, 0x0073;",  # the upper bytes of the first two numbers
@@ -38,7 +41,8 @@ def fp8_assembly(name: str, tie: float, saturate: bool) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def stochastic_assembly(form: RoundingFormat, saturate: bool) -> str:
+@constexpr_function
+def stochastic_assembly(form: Format, saturate: bool) -> str:
     """PTX that makes a sum ($0), whose upper byte is the code of an FP8 number, of an fp32 number ($1) and noise ($2).
 
     The noise is a word of philox.py moved down by a byte. The code lies 24 bits up, below the sign; what overflows is
@@ -49,13 +53,14 @@ def stochastic_assembly(form: RoundingFormat, saturate: bool) -> str:
     lines = [
         ".reg .b32 %part;",
         "abs.f32 %part, $1;",
-        f"mul.rn.f32 %part, %part, 0f{struct.pack('>f', 2.0 ** (form.bias - 127)).hex()};",
+        f"mul.rn.f32 %part, %part, 0f{form.bias << 23:08x};",
         f"min.u32 %part, %part, {last << dropped};",
         f"mad.lo.u32 $0, %part, {1 << 24 - dropped}, $2;",
     ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
+@constexpr_function
 def packed_assembly(bits: int) -> str:
     """PTX that makes four FP8 codes ($0) of the upper bytes of four sums ($1 to $4) and the signs of four numbers.
 

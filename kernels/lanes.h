@@ -313,6 +313,15 @@ template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step,
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
 }
+// A block to fp32 and back. Blocks stay in the first-level cache.
+template <typename T> inline void load(const T* from, float* to, int64_t n) {
+    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
+         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+}
+template <typename T> inline void store(const float* from, T* to, int64_t n) {
+    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
+         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+}
 // Call pair(i) for each two full vectors of [0, n) and rest(i, k) for the vectors that are left, of k <= W elements.
 template <typename Both, typename Rest> inline void walk_by_two(int64_t n, Both&& pair, Rest&& rest) {
     int64_t i = 0;

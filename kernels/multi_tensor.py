@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.formats import TABLE
 from halfstep.kernels.streams import capturing, current_stream, upload
 
-# The codes of the dtypes in C++ (native.h).
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
+DTYPE_CODES = {form.dtype: form.code for form in TABLE if form.bits >= 16}
 FLOATS = tuple(DTYPE_CODES)
 
 NUMEL, FIRST_CHUNK, ADDRESSES = 0, 1, 2  # rows of a table; those from ADDRESSES on hold the operands
@@ -128,6 +128,20 @@ def _plain_have_memory(tensors: list[torch.Tensor]) -> bool:
     return not tensors[0].is_meta and torch._C._get_dispatch_mode(_FAKE_MODE) is None
 
 
+@jit
+def locate(rows, chunk_tensor, tensors, CHUNK: tl.constexpr):
+    """The column of the table of this program's tensor; the start and the number (int32) of the elements of its chunk.
+
+    Args:
+        rows, chunk_tensor, tensors: `TensorTable.operands`.
+        CHUNK: `TensorTable.chunk`.
+    """
+    chunk = tl.program_id(0)
+    column = rows + tl.load(chunk_tensor + chunk)
+    start = (chunk - tl.load(column + tensors)) * CHUNK
+    return column, start, tl.minimum(tl.load(column) - start, CHUNK).to(tl.int32)
+
+
 class TensorTable:
     """The table of `operands` lists of tensors with the same sizes, on one device.
 
@@ -175,8 +189,10 @@ class TensorTable:
         else:
             owner = torch.arange(self.tensors, dtype=torch.int32, device="cpu")
             self.chunk_tensor = torch.repeat_interleave(owner, counts).to(device)
+        self.operands = self.rows, self.chunk_tensor, self.tensors
         self._known: list[list[int] | None] = [*contents, *[None] * (operands - len(contents))]
         self.places = address(self.rows), address(self.chunk_tensor)
+        self.addresses = *self.places, self.tensors, self.chunks
 
     def known(self, operand: int) -> list[int] | None:
         """The row of one operand; None if it was not written yet."""

@@ -1,8 +1,7 @@
-// What the C++ kernels share: 16-bit formats as bit patterns, and blocks of them to and from fp32.
+// What the C++ kernels share: formats as bit patterns, rounding, random words, threads.
 //
-// All arithmetic is IEEE fp32 (or fp64), one operation at a time, compiled without contraction, so that the results
-// have the bits of the torch reference. A block is converted to a local fp32 array, worked on, and converted back:
-// the arrays stay in the first-level cache and every loop vectorises.
+// All arithmetic is IEEE fp32 (or fp64), one operation at a time, compiled without contraction, so that the results have the
+// bits of the torch reference.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -15,7 +14,8 @@
 
 namespace halfstep {
 
-enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2 };  // the codes of kernels/multi_tensor.py
+// The codes of kernels/formats.py.
+enum Dtype : int32_t { F32, F16, BF16, FP8_E4M3, FP8_E5M2, CODED };
 
 struct f16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };
@@ -190,39 +190,6 @@ inline void random_words(uint64_t seed, uint32_t step, uint32_t stream, int64_t 
         for (int64_t i = 0; i < n; ++i) words[draw * STRIDE + i] = uint32_t(from[i]) << 16 | 0x8000u;
     }
 }
-
-template <typename T> inline void load(const T* from, float* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = widen(from[i]);
-}
-template <typename T> inline void store(const float* from, T* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = narrow<T>(from[i]);
-}
-#if defined(__AVX512F__)
-template <> inline void load<f16>(const f16* from, float* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(from + i))));
-    for (; i < n; ++i) to[i] = widen(from[i]);
-}
-template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16)
-        _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < n; ++i) to[i] = narrow<f16>(from[i]);
-}
-#elif defined(__F16C__)
-template <> inline void load<f16>(const f16* from, float* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
-    for (; i < n; ++i) to[i] = widen(from[i]);
-}
-template <> inline void store<f16>(const float* from, f16* to, int64_t n) {
-    int64_t i = 0;
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < n; ++i) to[i] = narrow<f16>(from[i]);
-}
-#endif
 
 constexpr int64_t FEW_CHUNKS = 8;  // with 4096 elements each: so many chunks are worth one thread only
 

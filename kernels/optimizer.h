@@ -22,7 +22,6 @@ constexpr float MAX = 3.4028234663852886e38f;
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, MOMENT, STEP = MOMENT + 3, STREAM, BASE, INNER, INNER_WHOLE, SEED, SCALES,
                COLUMNS = SCALES + 3 };
-constexpr int32_t CODED = 3;  // the dtype code of moments in 8 bits
 struct Layout { int32_t param, grad, state, master, stochastic; };
 
 struct Table {

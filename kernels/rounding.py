@@ -47,43 +47,16 @@ multiple of 256, of which an int8 holds the upper byte. A split of what was join
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import INTERPRET, cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import INTERPRET, constexpr_function, cuda_capability_geq, jit, tl
+from halfstep.kernels.formats import TABLE, Format
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # their numbers in kernels
-
-
-class RoundingFormat(NamedTuple):
-    """The constants of a 16-bit or 8-bit format with which the kernels round. Codes have no sign bit.
-
-    Attributes:
-        bits: 16 or 8.
-        mantissa: number of stored mantissa bits.
-        bias: bias of the exponent.
-        largest: code of the largest finite number.
-        overflow: code of larger numbers: infinity, or NaN if the format has no infinity.
-        nan: code of the quiet NaN that torch writes.
-    """
-
-    bits: int
-    mantissa: int
-    bias: int
-    largest: int
-    overflow: int
-    nan: int
-
-
-# IEEE 754-2019 binary16; bfloat16; the OCP "8-bit floating point specification (OFP8)", 2023.
-FORMATS = {
-    torch.float16: RoundingFormat(16, 10, 15, 0x7BFF, 0x7C00, 0x7E00),
-    torch.bfloat16: RoundingFormat(16, 7, 127, 0x7F7F, 0x7F80, 0x7FC0),
-    torch.float8_e4m3fn: RoundingFormat(8, 3, 7, 0x7E, 0x7F, 0x7F),
-    torch.float8_e5m2: RoundingFormat(8, 2, 15, 0x7B, 0x7C, 0x7F),
-}
+FORMATS = {form.dtype: form for form in TABLE if form.name != "fp32"}
 
 # --------------------------------------------------------------------------------------------------------- reference
 
@@ -229,20 +202,19 @@ def from_float32(x, dtype: tl.constexpr):
         return x.to(dtype)
 
 
+@constexpr_function
+def form_of(dtype: Any) -> Format:
+    """The row of a Triton type."""
+    return next(form for form in TABLE if form.triton_type == dtype)
+
+
 @jit
-def round_float32(
-    x,
-    word,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    NAN: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-):
-    """A block of fp32 as codes of a `RoundingFormat`, in uint32. Only stochastic rounding uses `word` (random)."""
+def round_float32(x, word, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
+    """A block of fp32 as codes of a format, in uint32. Only stochastic rounding uses `word` (random)."""
+    FORM: tl.constexpr = form_of(TARGET)
+    MANTISSA: tl.constexpr = FORM.mantissa
+    BIAS: tl.constexpr = FORM.bias
+    OVERFLOW: tl.constexpr = FORM.overflow
     DROPPED: tl.constexpr = 23 - MANTISSA
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -268,12 +240,12 @@ def round_float32(
             else:
                 tiny = (value * 2.0 ** (MANTISSA + BIAS - 1)).to(tl.int32).to(tl.uint32)
             code = tl.where(small, tiny, code)
-    code = tl.minimum(code, LARGEST if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW)
+    code = tl.minimum(code, FORM.largest if SATURATE or ROUNDING == _TOWARD_ZERO else OVERFLOW)
     if ROUNDING == _TOWARD_ZERO and not SATURATE:
         code = tl.where(magnitude == 0x7F800000, OVERFLOW, code)
-    if OVERFLOW != NAN or SATURATE or ROUNDING == _TOWARD_ZERO:  # otherwise overflow gives NaN already
-        code = tl.where(magnitude > 0x7F800000, NAN, code)
-    return code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+    if OVERFLOW != FORM.nan or SATURATE or ROUNDING == _TOWARD_ZERO:  # otherwise overflow gives NaN already
+        code = tl.where(magnitude > 0x7F800000, FORM.nan, code)
+    return code | ((bits >> (32 - FORM.bits)) & (1 << (FORM.bits - 1)))
 
 
 @jit
@@ -299,7 +271,7 @@ def stochastic_float32(x, word, dtype: tl.constexpr, COMPUTED: tl.constexpr):
             bits = tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
         code = (bits + (word >> 16)) >> 16
     else:
-        code = round_float32(x, word, 16, 10, 15, 0x7BFF, 0x7C00, 0x7E00, 2, False)
+        code = round_float32(x, word, tl.float16, _STOCHASTIC, False)
     return code.to(tl.uint16).to(dtype, bitcast=True)
 
 

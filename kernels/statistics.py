@@ -1,30 +1,10 @@
 """Count where the elements of many tensors fall in a number format. Reads each element once; all counts are exact.
 
-    y = x * scale                         exact if `scale` is a power of two, otherwise one fp32 product
-    |y| = (1 + fraction / 2^23) * 2^e     also for subnormal fp32 numbers, with e down to -149
-    cell[e, class] += 1                   class 0: fraction = 0; 1: fraction > 0; 2: fraction >= overflow of the format
+cells.py describes the table of counts, and `reference` how an element is counted. Counts are int64 integers, so their
+sums do not depend on the order.
 
-Zeros, infinities and NaNs have rows of their own. How rounding to a format with m mantissa bits and exponents from emin
-to emax treats an element follows from its cell, because every threshold is the start of a cell:
-
-    flushed      0 < |y| <= 2^(emin - m - 1)      a tie rounds to the even code, zero: class 0 of one row
-    subnormal    above that, and |y| < 2^emin
-    overflow     |y| from half a step above the largest number: class 2 of row emax, and all rows above
-
-One table therefore holds the answer for every power of two as scale. Exponents beyond both ends of fp32, which only
-occur through the scale, are counted in row -151 (flushed in every format) and in row 128 (overflow in every format).
-
-With `errors`, a histogram of relative rounding errors is counted too, for elements that are not 0 and do not overflow:
-
-    r = |y - round(y)| / |y|              a quotient of two numbers of at most 24 bits, rounded to fp32 once
-
-It has one bin for r = 0, 8 bins per octave from 2^-24 to 1, whose upper end is at most 12.5% above the lower one, and
-one bin for r = 1, the elements that are flushed. The largest r is kept exactly.
-
-Bytes per element: reads it (2 or 4 B) and writes nothing; per tensor, 8 B for each of its 849 or 1044 counts. Counts
-are int64 integers, so their sums do not depend on the order.
-
-The Triton kernel adds up a block of elements by `tl.histogram`, for 256 cells or bins at a time that it meets.
+Bytes per element: reads it (2 or 4 B) and writes nothing; per tensor, 8 B for each of its 849 or 1044 counts. The
+Triton kernel adds up a block of elements by `tl.histogram`, for 256 cells or bins at a time that it meets.
 """
 
 from __future__ import annotations
@@ -32,23 +12,36 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl, triton_dtype
+from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
+from halfstep.kernels.cells import (
+    CELLS,
+    CLASSES,
+    ERROR_BINS,
+    HIGHEST,
+    INFINITE,
+    LOWEST,
+    NOT_A_NUMBER,
+    ZERO,
+    Grid,
+    width,
+)
+from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
-    DTYPE_CODES,
+    FLOATS,
     TableCache,
-    TensorTable,
     address,
     alignments,
     all_flattened,
     by_dtype,
     check_tensor_list,
+    locate,
     own_operations,
 )
 from halfstep.kernels.rounding import to_float32
@@ -57,83 +50,61 @@ from halfstep.kernels.threads import threads
 CHUNK = 16384  # elements of one program
 BLOCK = 2048  # elements that it adds up together
 
-LOWEST, HIGHEST = -151, 128  # exponents of the first and the last row of numbers
-CLASSES = 3
-ZERO = HIGHEST - LOWEST + 1  # rows
-INFINITE, NOT_A_NUMBER = ZERO + 1, ZERO + 2
-ROWS = NOT_A_NUMBER + 1
-CELLS = ROWS * CLASSES
-PER_OCTAVE = 8
-ERROR_BINS = 24 * PER_OCTAVE + 2  # r = 0, the octaves below 1, and r = 1
-
-
-class Grid(NamedTuple):
-    """The parameters of a format for counting. It must have a mantissa bit and lie within fp32's range.
-
-    Attributes:
-        dropped: the number of bits by which its mantissa is shorter than that of fp32, 0 to 22.
-        emin, emax: the exponents of its smallest normal number and of its largest number.
-        overflow: the fraction, in units of 2^-23, from which a number of exponent emax overflows; 2^23 if none does.
-    """
-
-    dropped: int
-    emin: int
-    emax: int
-    overflow: int
-
-
-def width(errors: bool) -> int:
-    """The number of counts per tensor: cells; with `errors`, also the bins and the bits of the largest error."""
-    return CELLS + ERROR_BINS + 1 if errors else CELLS
-
-
 # --------------------------------------------------------------------------------------------------------- reference
 
 
-def _reference_scale(scale: torch.Tensor | None, inverted: bool, device: torch.device) -> tuple[Any, Any]:
-    """(factor, shift): a power of two is added to the exponents; any other scale is a factor in fp32."""
-    if scale is None:
-        return 1.0, 0
-    bits = scale.view(torch.int32)
-    power = (bits & 0x7FFFFF) == 0
-    exponent = (bits >> 23) - 127
-    factor = inverse(scale) if inverted else scale
-    shift = torch.where(power, -exponent if inverted else exponent, 0)
-    return torch.where(power, 1.0, factor), shift
-
-
-def _reference_count(
-    x: torch.Tensor, counts: torch.Tensor, grid: Grid, scale: torch.Tensor | None, inverted: bool
+def reference(
+    x: torch.Tensor, counts: torch.Tensor, grid: Grid, scale: torch.Tensor | None = None, inverted: bool = False
 ) -> None:
-    """Add the elements of one flat fp32 tensor to its row of counts."""
-    factor, shift = _reference_scale(scale, inverted, x.device)
-    given = x.view(torch.int32) & 0x7FFFFFFF
+    """Add the elements of one tensor to its counts.
+
+        y = x * scale                         or x / scale. A power of two is added to the exponents, so that y is
+                                              exact; any other scale, or its inverse, is a factor in fp32
+        |y| = (1 + fraction / 2^23) * 2^e
+        cell[e, class] += 1
+        r = |y - round(y)| / |y|              a quotient of two numbers of at most 24 bits, rounded to fp32 once
+        bin[r] += 1
+
+    Args:
+        x: (n,) fp32.
+        counts: (`width(errors)`,) int64: the cells and, if it is as long, the bins and the largest error.
+        grid: the format.
+        scale: 0-dim fp32; None for 1.
+        inverted: whether to divide by the scale.
+    """
+    factor: Any = 1.0
+    shift: Any = 0
+    if scale is not None:
+        bits = scale.view(torch.int32)
+        is_power = (bits & 0x7FFFFF) == 0
+        exponent = (bits >> 23) - 127
+        shift = torch.where(is_power, -exponent if inverted else exponent, 0)
+        factor = torch.where(is_power, 1.0, inverse(scale) if inverted else scale)
+    unscaled = x.view(torch.int32) & 0x7FFFFFFF
     magnitude = (x * factor).view(torch.int32) & 0x7FFFFFFF
     small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
     key = torch.where(small, magnitude.float().view(torch.int32), magnitude)
     exponent = (key >> 23) - torch.where(small, 127 + 149, 127) + shift
     fraction = key & 0x7FFFFF
-    row = exponent.clamp(LOWEST, HIGHEST) - LOWEST
-    cell = row * CLASSES + (fraction != 0).int() + (fraction >= grid.overflow).int()
-    cell = torch.where(given >= 0x7F800000, INFINITE * CLASSES, cell)
-    cell = torch.where(given > 0x7F800000, NOT_A_NUMBER * CLASSES, cell)
-    cell = torch.where(given == 0, ZERO * CLASSES, cell)
-    ones = torch.ones((), dtype=torch.int64, device=x.device).expand(x.numel())
-    counts.scatter_add_(0, cell.long(), ones)
+    cell = (exponent.clamp(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0).int() + (fraction >= grid.overflow)
+    cell = torch.where(unscaled >= 0x7F800000, INFINITE * CLASSES, cell)
+    cell = torch.where(unscaled > 0x7F800000, NOT_A_NUMBER * CLASSES, cell)
+    cell = torch.where(unscaled == 0, ZERO * CLASSES, cell)
+    counts.scatter_add_(0, cell.long(), torch.ones((), dtype=torch.int64, device=x.device).expand_as(cell))
     if counts.numel() == CELLS:
         return
     significand = fraction | 0x800000
     # The number of bits that rounding drops. From 25 on, all numbers round to zero.
     cut = (grid.dropped + (grid.emin - exponent).clamp(min=0)).clamp(max=25)
     unit = torch.ones_like(cut) << cut
-    rest = significand & (unit - 1)
-    error = torch.minimum(rest, unit - rest)
+    remainder = significand & (unit - 1)
+    error = torch.minimum(remainder, unit - remainder)
     relative = (error.float() / significand.float()).view(torch.int32)
     counted = (cell < ZERO * CLASSES) & (
         (exponent < grid.emax) | ((exponent == grid.emax) & (fraction < grid.overflow))
     )
-    place = torch.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
-    counts[CELLS:].scatter_add_(0, torch.where(counted, place, 0).long(), counted.long())
+    error_bin = torch.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
+    counts[CELLS:].scatter_add_(0, torch.where(counted, error_bin, 0).long(), counted.long())
     if x.numel():
         counts[-1].clamp_(min=torch.where(counted, relative, 0).amax().long())
 
@@ -152,7 +123,7 @@ if tl is not None:
 @jit
 def _classify(x, factor, shift, dropped, emin, emax, overflow, ERRORS: tl.constexpr):
     """(cell, bin of the error, bits of the error) of a block; the last two are only valid with ERRORS."""
-    given = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    unscaled = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     magnitude = (x * factor).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     small = magnitude < 0x800000
     key = tl.where(small, magnitude.to(tl.float32).to(tl.int32, bitcast=True), magnitude)
@@ -160,19 +131,19 @@ def _classify(x, factor, shift, dropped, emin, emax, overflow, ERRORS: tl.conste
     fraction = key & 0x7FFFFF
     row = tl.minimum(tl.maximum(exponent, _LOWEST), _HIGHEST) - _LOWEST
     cell = row * _CLASSES + (fraction != 0).to(tl.int32) + (fraction >= overflow).to(tl.int32)
-    cell = tl.where(given >= 0x7F800000, _INFINITE, cell)
-    cell = tl.where(given > 0x7F800000, _NOT_A_NUMBER, cell)
-    cell = tl.where(given == 0, _ZERO, cell)
+    cell = tl.where(unscaled >= 0x7F800000, _INFINITE, cell)
+    cell = tl.where(unscaled > 0x7F800000, _NOT_A_NUMBER, cell)
+    cell = tl.where(unscaled == 0, _ZERO, cell)
     if ERRORS:
         significand = fraction | 0x800000
         cut = tl.minimum(dropped + tl.maximum(emin - exponent, 0), 25)
         unit = tl.full(cut.shape, 1, tl.int32) << cut
-        rest = significand & (unit - 1)
-        error = tl.minimum(rest, unit - rest)
+        remainder = significand & (unit - 1)
+        error = tl.minimum(remainder, unit - remainder)
         relative = tl.div_rn(error.to(tl.float32), significand.to(tl.float32)).to(tl.int32, bitcast=True)
         counted = (cell < _ZERO) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
-        place = tl.where(error == 0, 0, (relative >> 20) - 823)  # (127 - 24) * 8 - 1
-        return cell, tl.where(counted, place, _ERROR_BINS), tl.where(counted, relative, 0)
+        error_bin = tl.where(error == 0, 0, (relative >> 20) - 823)  # (127 - 24) * 8 - 1
+        return cell, tl.where(counted, error_bin, _ERROR_BINS), tl.where(counted, relative, 0)
     else:
         return cell, cell, cell
 
@@ -205,13 +176,10 @@ def count_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + chunk)
-    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
-    left = tl.minimum(tl.load(rows + tensor) - start, CHUNK).to(tl.int32)
-    data = tl.load(rows + _DATA_ROW * tensors + tensor).to(tl.pointer_type(DTYPE)) + start
+    column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
+    data = tl.load(column + _DATA_ROW * tensors).to(tl.pointer_type(DTYPE)) + start
     WIDTH: tl.constexpr = _CELLS + _ERROR_BINS + 1 if ERRORS else _CELLS
-    row = counts + tl.load(rows + _COUNTS_ROW * tensors + tensor) * WIDTH
+    row = counts + tl.load(column + _COUNTS_ROW * tensors) * WIDTH
     factor = tl.load(scale)
     bits = factor.to(tl.int32, bitcast=True)
     shift = 0
@@ -226,10 +194,10 @@ def count_kernel(
         at = begin + tl.arange(0, BLOCK)
         exists = at < left
         x = to_float32(tl.load(data + at, mask=exists, other=0.0))
-        cell, place, relative = _classify(x, factor, shift, dropped, emin, emax, overflow, ERRORS)
+        cell, error_bin, relative = _classify(x, factor, shift, dropped, emin, emax, overflow, ERRORS)
         _add_up(row, cell, exists, _CELLS)
         if ERRORS:
-            _add_up(row + _CELLS, place, exists & (place < _ERROR_BINS), _ERROR_BINS)
+            _add_up(row + _CELLS, error_bin, exists & (error_bin < _ERROR_BINS), _ERROR_BINS)
             largest = tl.maximum(largest, tl.max(relative, axis=0))
     if ERRORS:
         tl.atomic_max(row + _CELLS + _ERROR_BINS, largest.to(tl.int64))
@@ -237,38 +205,7 @@ def count_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
-
-
-def _launch(
-    implementation: str,
-    table: TensorTable,
-    dtype: torch.dtype,
-    counts: torch.Tensor,
-    grid: Grid,
-    scale: torch.Tensor | None,
-    inverted: bool,
-) -> None:
-    """Count the tensors of one dtype."""
-    errors = counts.shape[1] > CELLS
-    if implementation == "triton":
-        number = torch.ones((), dtype=torch.float32, device=counts.device) if scale is None else scale
-        operands = table.rows, table.chunk_tensor, table.tensors, number, counts, *grid
-        constants = {
-            "DTYPE": triton_dtype(dtype),
-            "INVERTED": inverted,
-            "ERRORS": errors,
-            "CHUNK": CHUNK,
-            "BLOCK": BLOCK,
-        }
-        constants |= EXACT
-        launch_kernel(count_kernel, counts.device, table.chunks, operands, constants, alignments((number, counts)))
-        return
-    by = None if scale is None else address(scale)
-    native.functions("statistics").halfstep_count(
-        *(*table.places, table.tensors, table.chunks, by, inverted, *grid, errors, DTYPE_CODES[dtype]),
-        *(address(counts), counts.shape[1], threads()),
-    )
+_tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -329,20 +266,31 @@ def foreach_count_(
     listed, in_memory = check_tensor_list(tensors, "tensors")
     if not listed:
         return counts
-    places = range(len(listed)) if rows is None else rows
-    _check(listed, counts, places, scale)
-    flat, device = all_flattened(listed), listed[0].device
+    rows = range(len(listed)) if rows is None else rows
+    _check(listed, counts, rows, scale)
+    flat, device, errors = all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
     implementation = resolve(device, "statistics") if in_memory else "reference"
+    number = None if scale is None else scale.detach().reshape(())
     with nullcontext() if in_memory else own_operations(listed):
         for dtype, indices in by_dtype(flat).items():
-            group, where = [flat[index] for index in indices], [places[index] for index in indices]
+            group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
             if implementation == "reference":
-                number = None if scale is None else scale.detach().reshape(())
-                for tensor, place in zip(group, where, strict=True):
-                    _reference_count(tensor.reshape(-1).float(), counts[place], grid, number, inverted)
+                for tensor, row in zip(group, group_rows, strict=True):
+                    reference(tensor.reshape(-1).float(), counts[row], grid, number, inverted)
                 continue
-            table = _tables[dtype].table(group, numbers=[where])
-            if table.chunks:
-                _launch(implementation, table, dtype, counts, grid, scale, inverted)
+            table = _tables[dtype].table(group, numbers=[group_rows])
+            if not table.chunks:
+                continue
+            if implementation == "native":
+                native.functions("statistics").halfstep_count(
+                    *(*table.addresses, None if number is None else address(number), inverted, *grid, errors),
+                    *(format_of(dtype).code, address(counts), counts.shape[1], threads()),
+                )
+                continue
+            number = torch.ones((), dtype=torch.float32, device=device) if number is None else number
+            operands = *table.operands, number, counts, *grid
+            constants = {"DTYPE": format_of(dtype).triton_type, "INVERTED": inverted, "ERRORS": errors}
+            constants |= {"CHUNK": CHUNK, "BLOCK": BLOCK, **EXACT}
+            launch_kernel(count_kernel, device, table.chunks, operands, constants, alignments((number, counts)))
     torch.autograd.graph.increment_version([counts])
     return counts

@@ -6,22 +6,8 @@
     found_inf = 1.0 if any flag is set, else 0.0
     sum_of_squares = sum over all y of y^2
 
-Bytes per element: a check reads each element and writes nothing (2 or 4 B); unscaling in place also writes it (4 or
-8 B).
-
-The check examines `y` and not `x`, because with a loss scale below 1 a finite gradient can overflow when it is
-unscaled. It compares bits as integers, since a floating-point maximum may lose a NaN, and since the norm of finite
-gradients can overflow.
-
-**The sum of squares has the same bits in every implementation.** Each tensor is divided into chunks of 4096 elements. A
-chunk is multiplied by a power of two that brings its largest magnitude into [1, 4). This is exact: no square overflows,
-and squares that underflow are too small to change the sum. The elements are squared in fp32 and summed in a fixed tree:
-element i and element i + 2048, then i and i + 1024, then neighbours 2i and 2i + 1 until one sum is left. A thread of a
-GPU holds neighbours from each quarter, and so adds most of the tree in its registers; a CPU adds the quarters as
-vectors. The sum of the chunk is scaled back in fp64, whose range contains the square of every fp32 number. The sums of
-the chunks are added in fp64 by 1024 lanes: lane j adds chunks j, j + 1024, ... in order, and the lanes are added in the
-same tree. A short chunk is padded with zeros, which change no bit. The square of 1e30 is therefore 1e60, which fp32
-cannot hold, and that of 1e-30 is 1e-60.
+`reference` and `reference_sum` are the specification. Bytes per element: a check reads each element and writes nothing
+(2 or 4 B); unscaling in place also writes it (4 or 8 B).
 
 A call needs one launch per dtype, and one that combines the sums of the chunks and the flags of the tensors. These
 intermediate results, one fp64 number per chunk and one int32 per tensor, are stored in buffers that each thread and
@@ -34,16 +20,19 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl, triton_dtype
+from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl
+from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
-    DTYPE_CODES,
+    ADDRESSES,
+    FLOATS,
     TableCache,
     TensorTable,
     address,
@@ -53,6 +42,7 @@ from halfstep.kernels.multi_tensor import (
     by_dtype,
     check_tensor_list,
     checked_addresses,
+    locate,
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
@@ -142,49 +132,79 @@ class Unscaled(NamedTuple):
     norm: torch.Tensor
 
 
+class Factor(NamedTuple):
+    """What gradients are multiplied by.
+
+    Attributes:
+        value: the factor, as a number or as a 0-dim fp32 tensor.
+        inverted: whether the factor is `loss_scale.inverse` of the tensor instead.
+    """
+
+    value: torch.Tensor | float
+    inverted: bool = False
+
+
 # --------------------------------------------------------------------------------------------------------- reference
 
 
+def reference(
+    tensors: Sequence[torch.Tensor], inv_scale: torch.Tensor | None = None, write: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of squares of each chunk and the flag of each tensor.
+
+        y = x * inv_scale               in fp32; with `write`, rounded once to x's dtype and stored
+        p = 2^(127 - e), kept normal    e is the biased exponent of the chunk's largest |y|, so that p |y| < 4
+        sum = tree((p y)^2) / p^2       squares and tree in fp32, the division in fp64
+
+    `y` is examined and not `x`, because with a loss scale below 1 a finite gradient can overflow when it is unscaled.
+    Bits are compared as integers, since a floating-point maximum may lose a NaN, and since the norm of finite gradients
+    can overflow.
+
+    **The sum has the same bits in every implementation.** A chunk has 4096 elements; a short one is padded with zeros,
+    which change no bit. The product with p is exact, and squares that underflow are too small to change the sum. The
+    squares are added in a fixed tree: i and i + 2048, i and i + 1024, then neighbours 2i and 2i + 1 until one sum is
+    left. A thread of a GPU holds neighbours from each quarter, and so adds most of the tree in its registers; a CPU
+    adds the quarters as vectors. fp64 holds the square of every fp32 number: that of 1e30 is 1e60.
+
+    Args:
+        tensors: flat fp32, fp16 or bf16 tensors of any sizes.
+        inv_scale: 0-dim fp32; None for 1.
+        write: whether to store the products in the tensors.
+
+    Returns:
+        The sums of all chunks in order, fp64 of shape (chunks,), and the flags, int32 of shape (tensors,).
+    """
+    sums, flags = [], []
+    for tensor in tensors:
+        x = torch.as_strided(tensor, (tensor.numel(),), (1,))
+        y = x.float() if inv_scale is None else x.float() * inv_scale
+        y = x.copy_(y).float() if write else y
+        rows = torch.nn.functional.pad(y, (0, -y.numel() % CHUNK)).view(-1, CHUNK)
+        magnitude = rows.view(torch.int32) & 0x7FFFFFFF
+        flags.append((magnitude == 0x7F800000).any() * HAS_INF + (magnitude > 0x7F800000).any() * HAS_NAN)
+        exponent = (254 - (magnitude.amax(1) >> 23)).clamp(1, 254)  # biased exponent of p
+        scaled = rows * (exponent << 23).view(torch.float32)[:, None]
+        back = ((1023 + 2 * (127 - exponent.long())) << 52).view(torch.float64)
+        sums.append(_tree_sum(scaled * scaled).double() * back)
+    return torch.cat(sums), torch.stack(flags).int()
+
+
+def reference_sum(sums: torch.Tensor) -> torch.Tensor:
+    """The sum over all chunks, in fp64: lane j of 1024 adds chunks j, j + 1024, ..., then the tree adds the lanes."""
+    lanes = torch.zeros(LANES, dtype=torch.float64, device=sums.device)
+    for row in torch.nn.functional.pad(sums, (0, -sums.numel() % LANES)).view(-1, LANES):
+        lanes = lanes + row
+    return _tree_sum(lanes)
+
+
 def _tree_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, whose size is a power of two of at least 4, in the tree of the module's docstring."""
+    """Sum the last dimension, whose size is a power of two of at least 4, in the tree of `reference`."""
     for _ in range(2):
         half = values.shape[-1] // 2
         values = values[..., :half] + values[..., half:]
     while values.shape[-1] > 1:
         values = values[..., 0::2] + values[..., 1::2]
     return values[..., 0]
-
-
-def _reference_chunks(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each chunk of a flat fp32 tensor, the sum of squares in fp64 and the flag."""
-    rows = torch.nn.functional.pad(y, (0, -y.numel() % CHUNK)).view(-1, CHUNK)
-    magnitude = rows.view(torch.int32) & 0x7FFFFFFF
-    biggest = magnitude.amax(1)
-    flags = (magnitude == 0x7F800000).any(1) * HAS_INF + (biggest > 0x7F800000) * HAS_NAN
-    exponent = (254 - (biggest >> 23)).clamp(1, 254)  # biased exponent of the power of two
-    scaled = rows * (exponent << 23).view(torch.float32)[:, None]
-    back = ((1023 + 2 * (127 - exponent.long())) << 52).view(torch.float64)
-    return _tree_sum(scaled * scaled).double() * back, flags.int()
-
-
-def _reference_pass(
-    tensors: Sequence[torch.Tensor], inv_scale: torch.Tensor | None, write: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums of all chunks and the flag of each tensor."""
-    sums, flags = [], []
-    for tensor in tensors:
-        flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
-        y = flat.float() if inv_scale is None else flat.float() * inv_scale
-        if write:
-            flat.copy_(y)
-            y = flat.float()
-        chunk_sums, chunk_flags = _reference_chunks(y)
-        sums.append(chunk_sums)
-        flag = torch.zeros((), dtype=torch.int32, device=tensor.device)
-        for bit in (HAS_INF, HAS_NAN):
-            flag = flag + bit * (chunk_flags & bit).ne(0).any().int()
-        flags.append(flag)
-    return torch.cat(sums), torch.stack(flags)
 
 
 def note(flags: torch.Tensor, tally: Tally) -> None:
@@ -196,15 +216,48 @@ def note(flags: torch.Tensor, tally: Tally) -> None:
     counts[:, 3] = torch.where(bad, step, counts[:, 3])
 
 
-def _reference_sum(sums: torch.Tensor) -> torch.Tensor:
-    """The sum over all chunks."""
-    lanes = torch.zeros(LANES, dtype=torch.float64, device=sums.device)
-    for row in torch.nn.functional.pad(sums, (0, -sums.numel() % LANES)).view(-1, LANES):
-        lanes = lanes + row
-    return _tree_sum(lanes)
+def _factor_in_torch(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
+    """The factor as a 0-dim fp32 tensor."""
+    if factor is None:
+        return None
+    if isinstance(factor.value, float):
+        return torch.full((), factor.value, dtype=torch.float32, device=device)
+    return inverse(factor.value) if factor.inverted else factor.value
+
+
+def _by_operations(
+    tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
+) -> None:
+    """Update a flag and a sum of squares in place by operations of torch, on tensors that kernels cannot read.
+
+    In-place updates let a subclass that holds several tensors add the sum of each.
+    """
+    y = tensor.float() if tensor.dtype in FLOATS else tensor
+    if inv_scale is not None:
+        y = y * inv_scale
+    if write:
+        y = tensor.copy_(y).float() if tensor.dtype in FLOATS else tensor.copy_(y)
+    flag.bitwise_or_(y.isinf().any().int() * HAS_INF)
+    flag.bitwise_or_(y.isnan().any().int() * HAS_NAN)
+    total.add_(y.abs().double().square().sum())
+
+
+def _finish_by_operations(
+    total: torch.Tensor, out: Verdict, norm: torch.Tensor | None = None, tally: Tally | None = None
+) -> None:
+    """Write what follows from `out.flags` and the sum of squares."""
+    out.sum_of_squares.copy_(total)
+    out.found_inf.copy_(out.flags.any())
+    if norm is not None:
+        norm.copy_(total.sqrt())
+    if tally is not None:
+        note(out.flags, tally)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
+
+if tl is not None:
+    _GRAD_ROW, _FLAG_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
 
 
 @jit
@@ -232,6 +285,19 @@ def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
     tl.store(sum_ptr, _tree_sum_block(scaled * scaled, CHUNK).to(tl.float64) * back)
 
 
+@jit
+def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
+    """The products of a block in fp32, and as they are stored; with WRITE both have been rounded."""
+    stored = x
+    y = to_float32(x)
+    if SCALED != 0:
+        y = y * factor
+    if WRITE:
+        stored = from_float32(y, x.dtype)
+        y = to_float32(stored)
+    return y, stored
+
+
 @functools.partial(jit, do_not_specialize=["tensors", "flags", "sums"])
 def check_kernel(
     rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
@@ -247,13 +313,9 @@ def check_kernel(
     WRITE: tl.constexpr,  # whether to store the products
     CHUNK: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    tensor = tl.load(chunk_tensor + chunk)
-    numel = tl.load(rows + tensor)
-    start = (chunk - tl.load(rows + tensors + tensor)) * CHUNK
-    address = tl.load(rows + 2 * tensors + tensor)
-    flag = flags + tl.load(rows + 3 * tensors + tensor)
-    left = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
+    address = tl.load(column + _GRAD_ROW * tensors)
+    flag = flags + tl.load(column + _FLAG_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
     factor = 1.0
     if SCALED == 1:
@@ -266,27 +328,19 @@ def check_kernel(
         # A full, aligned chunk is read 16 bytes at a time. Triton keeps the hint only if it follows the cast of the
         # pointer, and uses it only in accesses without a mask.
         at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start + offsets
-        y = to_float32(tl.load(at))
-        if SCALED != 0:
-            y = y * factor
+        y, stored = _scaled(tl.load(at), factor, SCALED, WRITE)
         if WRITE:
-            stored = from_float32(y, DTYPE)
             tl.store(at, stored)
-            y = to_float32(stored)
     else:
         # Other chunks are read one element per thread, neighbouring threads reading neighbouring elements. Reading most
         # of a short chunk in vectors was tried: it takes up to 40 more registers, for at most one chunk per tensor.
         at = address.to(tl.pointer_type(DTYPE)) + start + offsets
-        y = to_float32(tl.load(at, mask=offsets < left, other=0.0))
-        if SCALED != 0:
-            y = y * factor
+        y, stored = _scaled(tl.load(at, mask=offsets < left, other=0.0), factor, SCALED, WRITE)
         if WRITE:
-            stored = from_float32(y, DTYPE)
             tl.store(at, stored, mask=offsets < left)
-            y = to_float32(stored)
         # Lanes beyond the end hold 0 * factor, which is NaN if the factor is infinite.
         y = tl.where(offsets < left, y, 0.0)
-    _check_block(y, flag, sums + chunk, CHUNK)
+    _check_block(y, flag, sums + tl.program_id(0), CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
@@ -318,54 +372,25 @@ def finish_kernel(
     any_flag = tl.zeros((LANES,), dtype=tl.int32)
     for start in range(0, tensors, LANES):
         at = start + lane
-        there = at < tensors
-        flag = tl.load(flags + at, mask=there, other=0)
+        valid = at < tensors
+        flag = tl.load(flags + at, mask=valid, other=0)
         any_flag |= flag
-        tl.store(flags_out + at, flag, mask=there)
-        tl.store(flags + at, tl.zeros_like(flag), mask=there)
+        tl.store(flags_out + at, flag, mask=valid)
+        tl.store(flags + at, tl.zeros_like(flag), mask=valid)
         if TALLY:
-            bad = there & (flag != 0)  # rows of finite tensors are neither read nor written
+            bad = valid & (flag != 0)  # rows of finite tensors are neither read nor written
             row = tally + at * 4
-            now = (tl.load(step) + 1).to(tl.int32)
+            number = (tl.load(step) + 1).to(tl.int32)
             tl.store(row, tl.load(row, mask=bad, other=0) + (flag & 1), mask=bad)
             tl.store(row + 1, tl.load(row + 1, mask=bad, other=0) + (flag >> 1), mask=bad)
-            tl.store(row + 2, now, mask=bad & (tl.load(row + 2, mask=bad, other=0) == 0))
-            tl.store(row + 3, tl.zeros_like(flag) + now, mask=bad)
+            tl.store(row + 2, number, mask=bad & (tl.load(row + 2, mask=bad, other=0) == 0))
+            tl.store(row + 3, tl.zeros_like(flag) + number, mask=bad)
     tl.store(found_inf, (tl.max(any_flag, axis=0) != 0).to(tl.float32))
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_tables: dict[torch.dtype, TableCache] = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in DTYPE_CODES}
-
-
-class Factor(NamedTuple):
-    """What gradients are multiplied by.
-
-    Attributes:
-        value: the factor, as a number or as a 0-dim fp32 tensor.
-        inverted: whether the factor is `loss_scale.inverse` of the tensor instead.
-    """
-
-    value: torch.Tensor | float
-    inverted: bool = False
-
-
-def _for_reference(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
-    """The factor as a 0-dim fp32 tensor."""
-    if factor is None:
-        return None
-    if isinstance(factor.value, float):
-        return torch.full((), factor.value, dtype=torch.float32, device=device)
-    return inverse(factor.value) if factor.inverted else factor.value
-
-
-class _Outputs(NamedTuple):
-    """What a check writes to: `check` describes them."""
-
-    verdict: Verdict
-    norm: torch.Tensor | None
-    tally: Tally | None
+_tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 
 
 class _Scratch:
@@ -409,81 +434,88 @@ class _Scratches(threading.local):
 
 
 _scratches = _Scratches()
-_Tables = list[tuple[TensorTable, torch.dtype]]  # one for each dtype
 
 
-def _launch_triton(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+class _Group(NamedTuple):
+    """The tensors of one dtype."""
+
+    dtype: torch.dtype
+    tensors: list[torch.Tensor]
+    slots: list[int]  # the index of the flag of each
+    table: TensorTable
+
+
+def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
+    groups = []
+    for dtype, indices in by_dtype(tensors).items():
+        lists = tensors, list(slots)
+        if len(indices) < len(tensors):
+            lists = [tensors[index] for index in indices], [slots[index] for index in indices]
+        groups.append(_Group(dtype, *lists, _tables[dtype].table(lists[0], numbers=[lists[1]])))
+    return groups
+
+
+def _check_groups(
+    implementation: str, groups: list[_Group], factor: Factor | None, write: bool, scratch: _Scratch
 ) -> None:
-    """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
-    number = 1.0 if factor is None else factor.value
-    mode = 0 if factor is None else 2 if isinstance(number, float) else 3 if factor.inverted else 1
-    beyond = address(number) % 16 if isinstance(number, torch.Tensor) else 0
-    sums = scratch.sums[first:] if first else scratch.sums
-    operands = table.rows, table.chunk_tensor, table.tensors, number, scratch.flags, sums
-    constants = {"DTYPE": triton_dtype(dtype), "SCALED": mode, "WRITE": write, "CHUNK": CHUNK}
-    constants |= {"num_warps": UNSCALE_WARPS if write else CHECK_WARPS, **EXACT}
-    launch_kernel(check_kernel, sums.device, table.chunks, operands, constants, beyond)
+    """Check the tensors of each group. Their chunks follow each other in `scratch.sums`."""
+    first = 0
+    value = 1.0 if factor is None else factor.value
+    inverted = factor is not None and factor.inverted
+    for dtype, tensors, slots, table in groups:
+        if not table.chunks:
+            continue
+        if implementation == "reference":
+            sums, flags = reference(tensors, _factor_in_torch(factor, table.device), write)
+            scratch.sums[first : first + table.chunks] = sums
+            scratch.flags[slots] = flags
+        elif implementation == "triton":
+            mode = 0 if factor is None else 2 if isinstance(value, float) else 3 if inverted else 1
+            misaligned = address(value) % 16 if isinstance(value, torch.Tensor) else 0
+            sums = scratch.sums[first:] if first else scratch.sums
+            constants = {"DTYPE": format_of(dtype).triton_type, "SCALED": mode, "WRITE": write, "CHUNK": CHUNK}
+            constants |= {"num_warps": UNSCALE_WARPS if write else CHECK_WARPS, **EXACT}
+            operands = *table.operands, value, scratch.flags, sums
+            launch_kernel(check_kernel, table.device, table.chunks, operands, constants, misaligned)
+        else:
+            number = ctypes.c_float(value) if isinstance(value, float) else value  # lives as long as the call
+            at = address(number) if isinstance(number, torch.Tensor) else ctypes.addressof(number)
+            buffers = checked_addresses((scratch.flags, scratch.sums))
+            native.functions("unscale").halfstep_check(
+                *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
+                *(buffers[0], buffers[1] + 8 * first, threads()),
+            )
+        first += table.chunks
 
 
-def _launch_native(
-    table: TensorTable, dtype: torch.dtype, factor: Factor | None, write: bool, scratch: _Scratch, first: int
+def _combine(
+    implementation: str,
+    scratch: _Scratch,
+    chunks: int,
+    out: Verdict,
+    norm: torch.Tensor | None = None,
+    tally: Tally | None = None,
 ) -> None:
-    """Check tensors of one dtype. `first` is the index of their first chunk in `scratch.sums`."""
-    number = ctypes.c_float(factor.value) if factor is not None and isinstance(factor.value, float) else None
-    by = None if number is None else ctypes.addressof(number)
-    if factor is not None and isinstance(factor.value, torch.Tensor):
-        by = address(factor.value)
-    flags, sums = checked_addresses((scratch.flags, scratch.sums))
-    code, inverted = DTYPE_CODES[dtype], factor is not None and factor.inverted
-    native.functions("unscale").halfstep_check(
-        *(*table.places, table.tensors, table.chunks, by, inverted, write, code, flags, sums + 8 * first, threads())
-    )
-
-
-def _gather(implementation: str, scratch: _Scratch, chunks: int, outputs: _Outputs) -> None:
-    out, norm, tally = outputs
-    results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
+    """Add the sums of all chunks, and hand over the flags."""
     slots, device = out.flags.numel(), out.flags.device
+    if implementation == "reference":
+        out.flags.copy_(scratch.flags[:slots])
+        scratch.flags.zero_()
+        _finish_by_operations(reference_sum(scratch.sums[:chunks]), out, norm, tally)
+        return
+    results = (out.found_inf, out.sum_of_squares, scratch.norm if norm is None else norm, out.flags)
     if implementation == "triton":
         tensors = (*results, *((scratch.flags, scratch.flags) if tally is None else tally))
         operands = scratch.sums, chunks, scratch.flags, slots, *tensors
         constants = {"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": tally is not None, **EXACT}
         constants["num_warps"] = most_warps(device)  # a thread for each of the lanes, which load at the same time
-        beyond = alignments((scratch.sums, scratch.flags, *tensors))
-        launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, beyond)
+        misaligned = alignments((scratch.sums, scratch.flags, *tensors))
+        launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, misaligned)
         return
-    sums, flags, *rest = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    sums, flags, *addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
     native.functions("unscale").halfstep_check_finish(
-        sums, chunks, flags, slots, *rest, *(() if tally else (None, None))
+        sums, chunks, flags, slots, *addresses, *(() if tally else (None, None))
     )
-
-
-def _finish_in_torch(outputs: _Outputs) -> None:
-    """Write what the last launch writes in addition to the flags and the sum."""
-    out, norm, tally = outputs
-    out.found_inf.copy_(out.flags.any())
-    if norm is not None:
-        norm.copy_(out.sum_of_squares.sqrt())
-    if tally is not None:
-        note(out.flags, tally)
-
-
-def _by_operations(
-    tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
-) -> None:
-    """Update a flag and a sum of squares in place by operations of torch.
-
-    In-place updates let a subclass that holds several tensors add the part of each.
-    """
-    y = tensor.float() if tensor.dtype in DTYPE_CODES else tensor
-    if inv_scale is not None:
-        y = y * inv_scale
-    if write:
-        y = tensor.copy_(y).float() if tensor.dtype in DTYPE_CODES else tensor.copy_(y)
-    flag.bitwise_or_(y.isinf().any().int() * HAS_INF)
-    flag.bitwise_or_(y.isnan().any().int() * HAS_NAN)
-    total.add_(y.abs().double().square().sum())
 
 
 def check(
@@ -494,7 +526,7 @@ def check(
     out: Verdict | None = None,
     norm: torch.Tensor | None = None,
     tally: Tally | None = None,
-    places: Sequence[int] | None = None,
+    slots: Sequence[int] | None = None,
     in_memory: bool | None = None,
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
@@ -506,7 +538,7 @@ def check(
         out: the verdict to write to, which may have more flags than there are tensors; None for a new one.
         norm: 0-dim fp32, set to the square root of the sum of squares.
         tally: where non-finite tensors are counted; it has one row per flag.
-        places: for each tensor the index of its flag, all different. Other flags become 0. None for the order of
+        slots: for each tensor the index of its flag, all different. Other flags become 0. None for the order of
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
             torch are used, which support other dtypes too.
@@ -514,85 +546,39 @@ def check(
     device = tensors[0].device
     if in_memory is None:
         in_memory = all_have_memory(tensors)
-    places = range(len(tensors)) if places is None else places
+    slots = range(len(tensors)) if slots is None else slots
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
             out = Verdict.empty(len(tensors), device) if out is None else out
-            inv_scale = _for_reference(factor, device)
+            inv_scale, total = _factor_in_torch(factor, device), out.sum_of_squares.zero_()
             out.flags.zero_()
-            out.sum_of_squares.zero_()
-            for tensor, place in zip(tensors, places, strict=True):
-                _by_operations(tensor, inv_scale, write, out.flags[place], out.sum_of_squares)
-            _finish_in_torch(_Outputs(out, norm, tally))
+            for tensor, slot in zip(tensors, slots, strict=True):
+                _by_operations(tensor, inv_scale, write, out.flags[slot], total)
+            _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    outputs = _Outputs(out, norm, tally)
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
-    if implementation == "reference":
-        with torch.no_grad():
-            _run_reference(flat, factor, write, outputs, places)
-    else:
-        _run_kernels(implementation, _tables_of(flat, by_dtype(flat), places), factor, write, outputs)
+    with torch.no_grad() if implementation == "reference" or flat is not tensors else nullcontext():
+        groups = _grouped(flat, slots)
+        chunks = sum([group.table.chunks for group in groups])
+        scratch = _scratches.take(device, chunks, out.flags.numel())
+        try:
+            _check_groups(implementation, groups, factor, write, scratch)
+            _combine(implementation, scratch, chunks, out, norm, tally)
+        except BaseException:
+            _scratches.drop()
+            raise
+        if write and flat is not tensors:
+            for tensor, copy in zip(tensors, flat, strict=True):
+                if copy is not tensor:
+                    tensor.copy_(copy)
     if write:
-        if flat is not tensors:
-            with torch.no_grad():
-                for tensor, copy in zip(tensors, flat, strict=True):
-                    if copy is not tensor:
-                        tensor.copy_(copy)
         torch.autograd.graph.increment_version(tensors)
     return out
 
 
-def _run_reference(
-    tensors: list[torch.Tensor], factor: Factor | None, write: bool, outputs: _Outputs, places: Sequence[int]
-) -> None:
-    out = outputs.verdict
-    inv_scale = _for_reference(factor, tensors[0].device)
-    out.flags.zero_()
-    sums: list[torch.Tensor] = []
-    for indices in by_dtype(tensors).values():
-        group_sums, group_flags = _reference_pass([tensors[index] for index in indices], inv_scale, write)
-        sums.append(group_sums)
-        out.flags[[places[index] for index in indices]] = group_flags
-    out.sum_of_squares.copy_(_reference_sum(torch.cat(sums)))
-    _finish_in_torch(outputs)
-
-
-def _tables_of(tensors: list[torch.Tensor], groups: dict[torch.dtype, Sequence[int]], places: Sequence[int]) -> _Tables:
-    """A table for each dtype."""
-    if len(groups) == 1:
-        return [(_tables[dtype].table(tensors, numbers=[list(places)]), dtype) for dtype in groups]
-    tables: _Tables = []
-    for dtype, indices in groups.items():
-        own = [places[index] for index in indices]
-        tables.append((_tables[dtype].table([tensors[index] for index in indices], numbers=[own]), dtype))
-    return tables
-
-
-def _launch_each(implementation: str, tables: _Tables, factor: Factor | None, write: bool, scratch: _Scratch) -> None:
-    """Check the tensors of each table. Their chunks follow each other in `scratch.sums`."""
-    launch = _launch_triton if implementation == "triton" else _launch_native
-    chunks = 0
-    for table, dtype in tables:
-        if table.chunks:
-            launch(table, dtype, factor, write, scratch, chunks)
-            chunks += table.chunks
-
-
-def _run_kernels(implementation: str, tables: _Tables, factor: Factor | None, write: bool, outputs: _Outputs) -> None:
-    """Check by one launch per dtype and one that combines their results."""
-    flags = outputs.verdict.flags
-    chunks = sum([table.chunks for table, _ in tables])
-    scratch = _scratches.take(flags.device, chunks, flags.numel())
-    try:
-        _launch_each(implementation, tables, factor, write, scratch)
-        _gather(implementation, scratch, chunks, outputs)
-    except BaseException:
-        _scratches.drop()
-        raise
-
-
+@torch.no_grad()
 def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
     """Begin a check of some of its tensors, which `finish_parts` ends. The tensors are not needed any more.
 
@@ -602,64 +588,45 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
         in_memory: as for `check`.
     """
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
-    with torch.no_grad():
-        if not in_memory:
-            inv_scale = _for_reference(factor, device)
-            totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
-            marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
-            with own_operations(tensors):
-                for tensor, total, mark in zip(tensors, totals, marks, strict=True):
-                    _by_operations(tensor, inv_scale, False, mark, total)
-            return PartialCheck(dtypes, totals, marks, False)
-        flat = all_flattened(tensors)
-        groups = by_dtype(flat)
-        in_order = [index for indices in groups.values() for index in indices]
-        sizes = [-(-flat[index].numel() // CHUNK) for index in in_order]
-        implementation = resolve(device, "unscale")
-        if implementation == "reference":
-            inv_scale = _for_reference(factor, device)
-            sums, flags = _reference_pass([flat[index] for index in in_order], inv_scale, False)
-        else:
-            place = {index: place for place, index in enumerate(in_order)}
-            scratch = _Scratch(device, sum(sizes), len(flat))
-            tables = _tables_of(flat, groups, [place[index] for index in range(len(flat))])
-            _launch_each(implementation, tables, factor, False, scratch)
-            sums, flags = scratch.sums, scratch.flags
-        by_index = sorted(zip(in_order, sums.split(sizes), flags.split(1), strict=True), key=itemgetter(0))
-        return PartialCheck(dtypes, [one for _, one, _ in by_index], [one for _, _, one in by_index], True)
+    if not in_memory:
+        inv_scale = _factor_in_torch(factor, device)
+        totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
+        marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
+        with own_operations(tensors):
+            for tensor, total, mark in zip(tensors, totals, marks, strict=True):
+                _by_operations(tensor, inv_scale, False, mark, total)
+        return PartialCheck(dtypes, totals, marks, False)
+    groups = _grouped(all_flattened(tensors), range(len(tensors)))
+    sizes = [-(-tensor.numel() // CHUNK) for group in groups for tensor in group.tensors]
+    scratch = _Scratch(device, sum(sizes), len(tensors))
+    _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
+    order = [slot for group in groups for slot in group.slots]
+    sums = dict(zip(order, scratch.sums.split(sizes), strict=True))
+    return PartialCheck(dtypes, [sums[slot] for slot in range(len(tensors))], scratch.flags.split(1), True)
 
 
-def finish_parts(part: PartialCheck, places: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
+@torch.no_grad()
+def finish_parts(parts: PartialCheck, slots: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
     """End a check that `check_part` began, with the bits of one `check` of all tensors.
 
     Args:
-        part: the entries of all tensors, in the order in which `check` would be given them.
-        places: as for `check`.
+        parts: the entries of all tensors, in the order in which `check` would be given them.
+        slots: as for `check`.
         out: the verdict to write to.
         tally: as for `check`.
     """
-    device, outputs = out.flags.device, _Outputs(out, None, tally)
-    with torch.no_grad():
-        flags = torch.zeros_like(out.flags)
-        where = upload(torch.tensor(places, dtype=torch.int64, device="cpu"), device)
-        flags[where] = torch.stack([flag.reshape(()) for flag in part.flags])
-        if not part.in_memory:
-            out.flags.copy_(flags)
-            out.sum_of_squares.copy_(functools.reduce(torch.add, [one.sum() for one in part.sums]))
-            _finish_in_torch(outputs)
-            return out
-        pairs = list(zip(part.dtypes, part.sums, strict=True))
-        in_order = [of_tensor for kind in dict.fromkeys(part.dtypes) for dtype, of_tensor in pairs if dtype == kind]
-        sums = torch.cat(in_order)
-        implementation = resolve(device, "unscale")
-        if implementation == "reference":
-            out.flags.copy_(flags)
-            out.sum_of_squares.copy_(_reference_sum(sums))
-            _finish_in_torch(outputs)
-            return out
-        scratch = _Scratch(device, 0, 0)
-        scratch.sums, scratch.flags = sums, flags
-        _gather(implementation, scratch, sums.numel(), outputs)
+    device = out.flags.device
+    scratch = _Scratch(device, 0, out.flags.numel())
+    index = upload(torch.tensor(slots, dtype=torch.int64, device="cpu"), device)
+    scratch.flags[index] = torch.stack([flag.reshape(()) for flag in parts.flags])
+    if not parts.in_memory:
+        out.flags.copy_(scratch.flags)
+        _finish_by_operations(functools.reduce(torch.add, parts.sums), out, None, tally)
+        return out
+    rank = {dtype: number for number, dtype in enumerate(dict.fromkeys(parts.dtypes))}  # as `check` groups them
+    ordered = sorted(zip(map(rank.__getitem__, parts.dtypes), parts.sums, strict=True), key=itemgetter(0))
+    scratch.sums = torch.cat([sums for _, sums in ordered])
+    _combine(resolve(device, "unscale"), scratch, scratch.sums.numel(), out, None, tally)
     return out
 
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from halfstep.bench.audit import machine_code
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
 from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
@@ -120,7 +122,9 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
         counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), ttgir)
         taken = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
-    elements = math.prod(map(launch.constant, variant.tile)) if variant.tile else machine_code.tile_elements(ttgir)
+    elements = machine_code.tile_elements(ttgir)
+    if variant.tile:
+        elements = math.prod(int(np.prod(launch.constant(name))) for name in variant.tile)
     if elements:
         elements *= variant.copies_on.get(row.target, variant.copies)
         row.bytes_read, row.bytes_written = (

@@ -10,12 +10,12 @@ A checkpoint is a folder, ``step-00000120/``, that appears by one rename when al
 
 The tensors are planned, divided and collected by torch.distributed.checkpoint (storage.py), the rest is JSON (tree.py).
 Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power failure), every folder with the name of
-a checkpoint is complete, and earlier checkpoints still exist (folder.py). See docs/checkpoints.md.
+a checkpoint is complete, and earlier checkpoints still exist (atomic.py). See docs/checkpoints.md.
 """
 
 from halfstep.integrations.checkpoint.api import PendingSave, load, save
+from halfstep.integrations.checkpoint.atomic import CheckpointError, checkpoints, newest
 from halfstep.integrations.checkpoint.conversion import convert, export
-from halfstep.integrations.checkpoint.folder import CheckpointError, checkpoints, newest
 from halfstep.integrations.checkpoint.whole import gather, load_model, load_optimizer, scatter, with_masters
 
 __all__ = [

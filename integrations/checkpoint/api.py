@@ -11,39 +11,107 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as torch_state
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import interrupts
-from halfstep.integrations.checkpoint import folder as files
-from halfstep.integrations.checkpoint.folder import CheckpointError
-from halfstep.integrations.checkpoint.ranks import Ranks
+from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
+from halfstep.integrations.checkpoint.importing import open_checkpoint
 from halfstep.integrations.checkpoint.rollback import Rollback
-from halfstep.integrations.checkpoint.storage import Reader, Writer
-from halfstep.integrations.checkpoint.torch_folder import open_checkpoint
+from halfstep.integrations.checkpoint.storage import Writer
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
-from halfstep.integrations.checkpoint.whole import check_optimizer_state
-from halfstep.integrations.optim.checkpoints import CanonicalState, saving
-from halfstep.integrations.optim.held import HELD, empty_entry, shards_blocks
-from halfstep.integrations.optim.state import CODES, SCALES
-from halfstep.numerics.scaling.topology import local
+from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state
+from halfstep.integrations.optim.classes import LayoutOptimizer, saving
+from halfstep.integrations.optim.state import empty_entry, shards_blocks
+from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.state_layout import CODE_KEYS, HELD, SCALE_KEYS
+
+T = TypeVar("T")
+UNTOUCHED = "; earlier checkpoints are untouched"
+# The default group, and a group of all ranks for checkpoints only. These are weak references, because torch aborts at
+# exit if a group is alive after destroy_process_group.
+_groups: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+
+
+def _group_for_checkpoints() -> Any:
+    """A gloo group of all ranks, so that collectives of a save in a thread do not mix with those of training."""
+    global _groups
+    default = dist.group.WORLD
+    group = _groups[1]() if _groups is not None and _groups[0]() is default else None
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _groups = weakref.ref(default), weakref.ref(group)
+    return group
+
+
+class Ranks:
+    """The ranks that save or load together. They exchange small objects over gloo."""
+
+    def __init__(self, process_group: Any = None, alone: bool = False) -> None:
+        self.rank, self.size, self.group = 0, 1, None
+        if alone or not (dist.is_available() and dist.is_initialized()):
+            return
+        base = dist.group.WORLD if process_group is None else process_group
+        self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
+        if self.rank < 0:
+            raise ValueError(
+                "Expected process_group to contain the calling rank, but it does not: call save and load on the "
+                "group's ranks only"
+            )
+        if self.size == 1:
+            return
+        # A new group of some ranks would need the other ranks to take part, so the given group is used.
+        self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
+        if "cpu:" not in dist.get_backend_config(self.group):
+            raise ValueError(
+                "Expected process_group to have a backend for CPUs, but got "
+                f'{dist.get_backend_config(self.group)}: make it with new_group(ranks, backend="gloo")'
+            )
+
+    def together(self, function: Callable[[], T]) -> list[T]:
+        """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
+
+        KeyboardInterrupt and other exceptions that end a program are raised again on their rank, after the other ranks
+        know of them.
+        """
+        result: Any = None
+        error: str | None = None
+        cause: BaseException | None = None
+        try:
+            result = function()
+        except CheckpointException as failed:  # raised by torch on all ranks; not an `Exception`
+            rank, (first, _) = min(failed.failures.items())
+            error, cause = f"rank {rank}: {error_text(first)}", first if isinstance(first, Exception) else None
+        except BaseException as failed:
+            error, cause = error_text(failed), failed
+        answers: list[Any] = [(result, error)]
+        try:
+            if self.group is not None:
+                answers = [None] * self.size
+                dist.all_gather_object(answers, (result, error), group=self.group)
+        except RuntimeError as lost:  # a rank was killed
+            raise CheckpointError(error or f"a rank does not answer: {lost}") from lost
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        for rank, (_, text) in enumerate(answers):
+            if text is not None:
+                origin = f"rank {rank}: " if self.size > 1 and not text.startswith("rank ") else ""
+                raise CheckpointError(f"{origin}{text}") from cause
+        return [answer for answer, _ in answers]
 
 
 @contextmanager
@@ -53,6 +121,34 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
+
+
+def is_held(optimizer_state: str) -> bool:
+    """Whether an optimizer's state is to be saved as it is held.
+
+    Raises:
+        ValueError: `optimizer_state` is neither ``"canonical"`` nor ``"held"``.
+    """
+    if optimizer_state not in ("canonical", "held"):
+        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
+    return optimizer_state == "held"
+
+
+def _only_with_model(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"Expected model to be given together with {name}, but got None: pass model=")
+
+
+def _is_flat(model: torch.nn.Module | None) -> bool:
+    """Whether FSDP1 has flattened parameters of a model."""
+    return model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: bool) -> dict[str, Any]:
+    """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
+    with saving(optimizer, "held" if held else "canonical"):
+        return torch_state.get_optimizer_state_dict(model, optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------------ saving
@@ -77,12 +173,11 @@ class PendingSave:
             TimeoutError: writing took longer than `timeout` seconds.
         """
         try:
-            path = self._future.result(timeout)
+            return self._future.result(timeout)
         except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
             raise TimeoutError(*error.args) from None
         finally:
             self._reported = self._future.done()
-        return path
 
 
 _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
@@ -99,34 +194,6 @@ def _finish_pending() -> None:
         finally:
             if pending.done():
                 _pending.remove(pending)
-
-
-def is_held(optimizer_state: str) -> bool:
-    """Whether an optimizer's state is to be saved as it is held.
-
-    Raises:
-        ValueError: `optimizer_state` is neither ``"canonical"`` nor ``"held"``.
-    """
-    if optimizer_state not in ("canonical", "held"):
-        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
-    return optimizer_state == "held"
-
-
-def _only_with_model(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"Expected model to be given together with {name}, but got None: pass model=")
-
-
-def _is_flat(model: torch.nn.Module) -> bool:
-    """Whether FSDP1 has flattened parameters of a model."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: bool) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
-    with saving(optimizer, "held" if held else "canonical"):
-        return get_optimizer_state_dict(model, optimizer)
 
 
 @overload
@@ -221,13 +288,13 @@ def save(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
         )
     _finish_pending()
-    path = Path(folder) / files.name_of(step)
+    path = Path(folder) / atomic.name_of(step)
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
         parts: dict[str, Any] = {"step": step}
         if model is not None:
             with _quiet():
-                parts["model"] = dict(get_model_state_dict(model))
+                parts["model"] = dict(torch_state.get_model_state_dict(model))
                 if optimizer is not None:
                     parts["optimizer"] = _optimizer_state(model, optimizer, held)
         parts["scaler"] = None if scaler is None else scaler.state_dict()
@@ -242,16 +309,12 @@ def save(
             names = sorted(name for name in tensors if name.startswith(("model.", "optimizer.")))
             return hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
 
-        try:
+        with explained(f"cannot write checkpoint {path}", UNTOUCHED):
             if len(set(ranks.together(packed))) > 1:
                 raise CheckpointError(
                     "Expected all ranks to hold the same parameters, but they do not: pass process_group= of those "
                     "that do, and a folder for each group"
                 )
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched"
-            ) from error
         if not asynchronous:
             return write(path, step, tree, tensors, keep, ranks)
         with torch.no_grad():
@@ -264,12 +327,15 @@ def save(
 def _staged(value: Any) -> Any:
     """A copy on the CPU, which later steps do not change. torch's own stager refuses the shards of FSDP1."""
     if isinstance(value, ShardedTensor):
-        shards = [Shard(_staged(shard.tensor), _metadata_on_cpu(shard.metadata)) for shard in value.local_shards()]
-        known = value.metadata()
-        everywhere = [_metadata_on_cpu(shard) for shard in known.shards_metadata]
+
+        def on_cpu(shard: ShardMetadata) -> ShardMetadata:
+            rank = 0 if shard.placement is None else shard.placement.rank()
+            return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/cpu")
+
+        metadata = value.metadata()
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards,
-            sharded_tensor_metadata=dataclasses.replace(known, shards_metadata=everywhere),
+            [Shard(_staged(shard.tensor), on_cpu(shard.metadata)) for shard in value.local_shards()],
+            dataclasses.replace(metadata, shards_metadata=list(map(on_cpu, metadata.shards_metadata))),
             process_group=value._process_group,
         )
     if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
@@ -277,16 +343,12 @@ def _staged(value: Any) -> Any:
     return value.detach().to("cpu", copy=True)
 
 
-def _metadata_on_cpu(known: ShardMetadata) -> ShardMetadata:
-    rank = 0 if known.placement is None else known.placement.rank()
-    return ShardMetadata(known.shard_offsets, known.shard_sizes, f"rank:{rank}/cpu")
-
-
 def write(
     path: Path, step: int, tree: dict[str, Any], tensors: dict[str, torch.Tensor], keep: int | None, ranks: Ranks
 ) -> Path:
     """Write a checkpoint, all `ranks` together: `tree` is that of the first, `tensors` are each rank's."""
     writer = Writer(path, step, tree, keep)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
 
     def run() -> None:
         try:
@@ -294,7 +356,7 @@ def write(
                 dcp.save(
                     tensors,
                     storage_writer=writer,
-                    planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                    planner=planner,
                     process_group=ranks.group,
                     no_dist=ranks.group is None,
                 )
@@ -304,12 +366,11 @@ def write(
             raise
 
     try:
-        ranks.together(run)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"cannot write checkpoint {path}: {error}; earlier checkpoints are untouched; free space or fix "
-            "permissions, and restart ranks that were killed"
-        ) from error
+        with explained(
+            f"cannot write checkpoint {path}",
+            f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed",
+        ):
+            ranks.together(run)
     finally:
         writer.end()
     return path
@@ -361,28 +422,32 @@ def load(
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
         if not path.is_dir():
-            raise files.missing(path)
+            raise atomic.missing(path)
         loading = _Load(path, model, optimizer, scaler)
         try:
             ranks.together(lambda: loading.trust(ranks))
         except CheckpointError as error:
-            advice = ranks.first(lambda: files.remedy(path))
+            advice = ranks.together(lambda: atomic.remedy(path) if ranks.rank == 0 else "")[0]
             raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
         if model is None and "model" in loading.reader.tree:
             raise ValueError(f"Expected model for {path}, which was saved with one, but got None: pass model=")
         rollback = Rollback(model, optimizer, scaler)
-        try:
-            with _quiet():
+        with explained(f"checkpoint {path} does not fit"), _quiet():
+            try:
                 ranks.together(loading.prepare)
                 ranks.together(lambda: loading.reader.read_into(loading.targets))
                 ranks.together(lambda: loading.load_into_live(rollback))
-        except BaseException as error:
-            with _quiet():
+            except BaseException:
                 rollback.put_back()
-            if isinstance(error, CheckpointError):
-                raise CheckpointError(f"checkpoint {path} does not fit: {error}") from error
-            raise
+                raise
         return loading.state
+
+
+_ABSENT = {
+    "model": "model: load it without model=, then use load_model and load_optimizer",
+    "optimizer": "state of an optimizer; pass optimizer=None to load the model alone",
+    "scaler": "state of a scaler: pass scaler=None to start from the initial scale",
+}
 
 
 class _Load:
@@ -392,11 +457,7 @@ class _Load:
         self, path: Path, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, scaler: Any
     ) -> None:
         self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
-        self.reader: Reader
-        self.state: dict[str, Any] = {}
-        self.own_model: dict[str, Any] = {}
-        self.own: dict[str, Any] = {"state": {}, "param_groups": []}
-        self.flat = model is not None and _is_flat(model)
+        self.flat = _is_flat(model)
         self.targets: dict[str, Any] = {}
 
     def trust(self, ranks: Ranks) -> None:
@@ -411,147 +472,99 @@ class _Load:
             CheckpointError: it is of another model, or of an optimizer with other groups.
         """
         tree = self.reader.tree
-        state = unpack(tree.get("state"), self._own_tensor) or {}
-        if not isinstance(state, dict):
-            raise CheckpointError(f"its state is a {type(state).__name__}")
-        self.state = state
+        self.state = unpack(tree.get("state"), self._copied) or {}
+        if not isinstance(self.state, dict):
+            raise CheckpointError(f"its state is a {type(self.state).__name__}")
         if self.model is None:
             return
-        if "model" not in tree:
-            raise CheckpointError("it holds no model: load it without model=, then use load_model and load_optimizer")
-        if self.scaler is not None and tree.get("scaler") is None:
-            raise CheckpointError("it holds no state of a scaler: pass scaler=None to start from the initial scale")
-        self.own_model = dict(get_model_state_dict(self.model))
-        self._compare_model(unpack(tree["model"]))
+        for name, target in (("model", self.model), ("scaler", self.scaler), ("optimizer", self.optimizer)):
+            if target is not None and tree.get(name) is None:
+                raise CheckpointError(f"it holds no {_ABSENT[name]}")
+        self.current = dict(torch_state.get_model_state_dict(self.model))
+        saved = unpack(tree["model"])
+        check_model(saved, self.current, self.reader.listed)
+        for name, value in self.current.items():
+            if isinstance(value, torch.Tensor | ShardedTensor):
+                self.targets[saved[name]] = _read_target(value)
         if self.optimizer is not None:
-            if "optimizer" not in tree:
-                raise CheckpointError("it holds no state of an optimizer; pass optimizer=None to load the model alone")
-            self.own = _optimizer_state(self.model, self.optimizer, held=True)
-            saved = unpack(tree["optimizer"], self._named)
+            saved = unpack(tree["optimizer"], self._whole)
             check_optimizer_state(saved)
-            self._compare_groups(saved["param_groups"])
-            self._add_targets(saved["state"])
+            current = _optimizer_state(self.model, self.optimizer, held=True)
+            check_groups(saved["param_groups"], current["param_groups"])
+            parameters: dict[str, torch.Tensor] = {}
+            if not self.flat:
+                for named, group in zip(current["param_groups"], self.optimizer.param_groups, strict=True):
+                    parameters.update(zip(named["params"], group["params"], strict=True))
+            for name, entry in saved["state"].items():
+                for key, tensor in entry.items():
+                    if isinstance(tensor, TensorName):
+                        held = current["state"].get(name, {}).get(key)
+                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), held)
+            for name, target in self.targets.items():
+                if target.device.type == "meta":
+                    self.targets[name] = torch.empty_like(target, device="cpu")
 
-    def _own_tensor(self, name: str) -> torch.Tensor:
+    def _copied(self, name: str) -> torch.Tensor:
         return self.reader.tensor(name).clone()
 
-    def _known(self, name: str) -> TensorStorageMetadata:
-        known = self.reader.metadata.state_dict_metadata.get(name)
-        if not isinstance(known, TensorStorageMetadata):
-            raise CheckpointError(f"it has no tensor {name[:200]}")
-        return known
-
-    def _named(self, name: str) -> TensorName:
-        """A tensor that is read whole, unless `_add_targets` finds a parameter that it belongs to."""
-        known = self._known(name)
-        self.targets[name] = torch.empty(known.size, dtype=known.properties.dtype, device="meta")
+    def _whole(self, name: str) -> TensorName:
+        """A tensor that is read whole, unless it belongs to the state of a parameter that is sharded."""
+        entry = self.reader.listed(name)
+        self.targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         return TensorName(name)
 
-    def _compare_model(self, saved: Any) -> None:
-        if not isinstance(saved, dict) or saved.keys() != self.own_model.keys():
-            keys = saved.keys() if isinstance(saved, dict) else set()
-            differing = ", ".join(sorted(map(str, keys ^ self.own_model.keys()))[:5])
-            raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
-        for name, value in self.own_model.items():
-            is_tensor = isinstance(value, torch.Tensor | ShardedTensor)
-            if is_tensor != isinstance(saved[name], TensorName):
-                raise CheckpointError(
-                    f"{name} is a tensor on one side only, in the checkpoint or in the model; use the same model"
-                )
-            if not is_tensor:
-                continue
-            known = self._known(saved[name])
-            if known.size != value.size():
-                raise CheckpointError(
-                    f"{name} has shape {tuple(known.size)} in the checkpoint and {tuple(value.size())} in the model; "
-                    "load it into a model of the same size"
-                )
-            if known.properties.dtype != value.dtype:
-                raise CheckpointError(
-                    f"{name} is {known.properties.dtype} in the checkpoint and {value.dtype} in the model; load it "
-                    "into a model of the same precision, and convert afterwards"
-                )
-            self.targets[saved[name]] = _read_target(value)
-
-    def _compare_groups(self, groups: list[dict[str, Any]]) -> None:
-        saved = [list(group["params"]) for group in groups]
-        here = [list(group["params"]) for group in self.own["param_groups"]]
-        if not all(type(name) is str for group in saved for name in group):
-            raise CheckpointError("its optimizer's groups are not lists of parameters")
-        if sorted(map(sorted, saved)) == sorted(map(sorted, here)):
-            return
-        names, own = ({name for group in groups for name in group} for groups in (saved, here))
-        what = f"{', '.join(sorted(names ^ own)[:5])} on one side only"
-        if names == own:
-            what = f"{list(map(len, saved))} parameters there, {list(map(len, here))} here, or in another division"
-        raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {what}; make it as it was made")
-
-    def _add_targets(self, state: dict[Any, Any]) -> None:
-        assert self.optimizer is not None
-        parameters: dict[str, torch.Tensor] = {}
-        if not self.flat:
-            for own, group in zip(self.own["param_groups"], self.optimizer.param_groups, strict=True):
-                parameters.update(zip(own["params"], group["params"], strict=True))
-        for parameter, entry in state.items():
-            for key, name in entry.items():
-                if isinstance(name, TensorName):
-                    self.targets[name] = self._empty(str(parameter), str(key), self._known(name), parameters)
-        for name, target in self.targets.items():
-            if target.device.type == "meta":
-                self.targets[name] = torch.empty_like(target, device="cpu")
-
-    def _empty(self, name: str, key: str, known: TensorStorageMetadata, parameters: Mapping[str, torch.Tensor]) -> Any:
+    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, held: Any) -> Any:
         """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
-        parameter, dtype = parameters.get(name), known.properties.dtype
-        own = self.own["state"].get(name, {}).get(key)
-        unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
-        ours = isinstance(self.optimizer, CanonicalState) and not self.flat
+        target, label = self.targets[name], f"{key} of {owner}"
+        size, dtype = target.shape, target.dtype
+        ours = isinstance(self.optimizer, LayoutOptimizer) and not self.flat
         if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat):
+            unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
             raise CheckpointError(
-                f"its optimizer's state is as it was held, such as {key} of {name}, which {unable} cannot load: "
+                f"its optimizer's state is as it was held, such as {label}, which {unable} cannot load: "
                 "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
                 "with optimizer_state='canonical'"
             )
-        if self.flat and isinstance(own, torch.Tensor | ShardedTensor):
-            if (own.size(), own.dtype) != (known.size, dtype):
+        if self.flat and isinstance(held, torch.Tensor | ShardedTensor):
+            if (held.size(), held.dtype) != (size, dtype):
                 raise CheckpointError(
-                    f"{key} of {name} is {tuple(known.size)} {dtype} in the checkpoint and "
-                    f"{tuple(own.size())} {own.dtype} in the optimizer; use the same model and optimizer"
+                    f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(held.size())} {held.dtype} in the "
+                    "optimizer; use the same model and optimizer"
                 )
-            return own  # the tensor that FSDP1 made for this purpose
-        coded = key in CODES.values() or key in SCALES.values()
+            return held  # the tensor that FSDP1 made for this purpose
         # Codes that cannot be sharded with their scales are read as a whole.
-        if parameter is not None and (not coded or shards_blocks(parameter)):
-            empty = empty_entry(parameter, key, known.size, dtype)
-            if empty is not None:
-                return empty
-        return torch.empty(known.size, dtype=dtype, device="cpu")
+        coded = key in CODE_KEYS or key in SCALE_KEYS
+        if parameter is None or (coded and not shards_blocks(parameter)):
+            return target
+        empty = empty_entry(parameter, key, size, dtype)
+        return target if empty is None else empty
 
     def load_into_live(self, rollback: Rollback) -> None:
         """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
         if self.model is None:
             return
-        fresh = unpack(self.reader.tree["model"], self.targets.__getitem__)
+        tree = self.reader.tree
+        fresh = unpack(tree["model"], self.targets.__getitem__)
         if self.flat:
-            rollback.objects = {
-                name: old for name, old in self.own_model.items() if not isinstance(old, torch.Tensor | ShardedTensor)
-            }
             rollback.copy()
+            tensors = torch.Tensor | ShardedTensor
+            rollback.objects = {name: value for name, value in self.current.items() if not isinstance(value, tensors)}
         else:
-            rollback.objects = dict(self.own_model)
-            for name, live in self.own_model.items():
+            rollback.objects = dict(self.current)
+            for name, live in self.current.items():
                 if isinstance(live, torch.Tensor):
                     rollback.exchange(local(live), local(fresh[name]))
                     fresh[name] = live
-        set_model_state_dict(self.model, fresh)
+        torch_state.set_model_state_dict(self.model, fresh)
         if self.optimizer is not None:
-            loaded = unpack(self.reader.tree["optimizer"], self.targets.__getitem__)
             # Not strict, because parameters that never had a gradient have no state.
-            set_optimizer_state_dict(self.model, self.optimizer, loaded, options=StateDictOptions(strict=False))
-            if isinstance(self.optimizer, CanonicalState):
+            options = torch_state.StateDictOptions(strict=False)
+            loaded = unpack(tree["optimizer"], self.targets.__getitem__)
+            torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
+            if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(unpack(self.reader.tree["scaler"], self._own_tensor))
+            self.scaler.load_state_dict(unpack(tree["scaler"], self._copied))
 
 
 def _read_target(value: Any) -> Any:

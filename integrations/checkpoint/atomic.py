@@ -1,9 +1,10 @@
-"""Folders that appear complete or not at all, and removal of what killed saves have left.
+"""The folder of a checkpoint: its name and manifest, detection of damage, and saves that appear complete or not at all.
 
-A save uses a unique name, ``.halfstep-TOKEN``, and keeps the file ``.halfstep-TOKEN.lock`` locked until it ends. The
-system releases the lock when the process ends for any reason. A process that can take the lock therefore knows that the
-save has ended, also if it ran on another machine or in another container. If the file system has no locks, nothing is
-removed. Other files in the folder are never changed.
+``manifest.json`` lists the size and SHA-256 of every other file, and has its own SHA-256. A save writes into a folder
+of a unique name, which is renamed when it is complete, and keeps a file locked until it ends. The system releases the
+lock when the process ends for any reason. A process that can take the lock therefore knows that the save has ended,
+also if it ran on another machine or in another container. If the file system has no locks, nothing is removed. Other
+files in the folder are never changed.
 
     .halfstep-TOKEN                     the checkpoint being written
     .halfstep-TOKEN.lock                locked by the process that writes it
@@ -15,71 +16,265 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import re
 import shutil
 import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from halfstep.integrations import interrupts
+from halfstep.numerics.messages import printable
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_OURS = re.compile(r"\.halfstep-[0-9a-f]{16}(?:\.(?P<what>lock|removed|replaced-(?P<name>.+)))?")
+MANIFEST, STATE, SHARDS = "manifest.json", "state.json", ".safetensors"
+FORMAT = "halfstep checkpoint 2"
+FORMAT_1 = "halfstep checkpoint 1"  # folders of torch.distributed.checkpoint, which importing.py reads
+CHUNK = 16 << 20  # bytes between two checks for an interrupt
+LONGEST_MESSAGE = 4000
+_STEP = re.compile(r"step-(\d{8,})")
+_TEMPORARY = re.compile(r"\.halfstep-[0-9a-f]{16}(?:\.(?P<role>lock|removed|replaced-(?P<name>.+)))?")
 
 
-def flush(file: Any) -> None:
-    """Make what was written to a file durable."""
-    file.flush()
-    os.fsync(file.fileno())
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, found or trusted. The message names the file and what to do, in one line."""
+
+    def __init__(self, message: str) -> None:
+        # The message may quote a file, which may contain control characters of a terminal.
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
+        super().__init__(printable(message))
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot open folders and does this by itself."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
+def error_text(error: BaseException) -> str:
+    """An error in one line, including its type where its text alone says too little."""
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    if isinstance(error, Exception) and not isinstance(error, LookupError) and str(error):
+        return str(error)
+    return f"it was ended by {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
+@contextmanager
+def explained(subject: str, advice: str = "") -> Iterator[None]:
+    """Put what could not be done in front of the text of a CheckpointError, and advice behind it."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{subject}: {error}{advice}") from error
 
 
-def replaced_name(path: Path) -> str | None:
-    """The name that a folder had before another one replaced it; None for any other folder."""
-    match = _OURS.fullmatch(path.name)
-    return match["name"] if match else None
+# -------------------------------------------------------------------------------------------- checkpoints of a folder
 
 
-def remove(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that no partly removed one is read as a checkpoint."""
-    match = _OURS.fullmatch(path.name)
-    if path.is_dir() and (match is None or match["name"]):
-        nameless = path.with_name(f".halfstep-{_token()}.removed")
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.replace(path, nameless)
-        path = nameless
-    shutil.rmtree(path, ignore_errors=True)
+def name_of(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
 
 
-def _token() -> str:
-    return uuid.uuid4().hex[:16]
+def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
+    """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 10, {"tokens": 1000})
+        >>> [(step, path.name) for step, path in checkpoint.checkpoints("run")]
+        [(10, 'step-00000010')]
+    """
+    folder, result = Path(folder), []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        replaced = _replaced_name(path)
+        match = _STEP.fullmatch(replaced or path.name)
+        if match and not (replaced and (folder / replaced).exists()) and (path / MANIFEST).is_file():
+            result.append((int(match[1]), path))
+    return sorted(result)
 
 
-def _locked(descriptor: int) -> bool | None:
-    """Whether this process now holds the lock of an open file; None if the file system has no locks."""
-    if fcntl is None:
-        return None
+def newest(folder: str | Path) -> Path | None:
+    """The newest checkpoint in `folder` whose files all exist in full length, or None. Loading checks the bytes.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> checkpoint.newest("no-such-folder") is None
+        True
+    """
+    return next((path for _, path in reversed(checkpoints(folder)) if is_good(path, shares=0)), None)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove all checkpoints up to `step` except the newest `keep`. Later ones are kept."""
+    for path in [path for number, path in checkpoints(folder) if number <= step][:-keep]:
+        _remove(path)
+
+
+def remedy(path: Path) -> str:
+    """The remedy for a checkpoint that cannot be used, for a message."""
+    for _, other in reversed(checkpoints(path.parent)):
+        if other != path and is_good(other):
+            return f"{other} is good: continue from that, or delete the damaged one"
+    return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
+
+
+def missing(path: Path) -> CheckpointError:
+    """The error for a checkpoint that does not exist."""
+    if path.is_file():
+        return CheckpointError(
+            f"{path} is a file, as halfstep wrote checkpoints before, or of other code: make a folder of it with "
+            f"python -m halfstep convert {path} FOLDER"
+        )
+    present = ", ".join(str(other) for _, other in checkpoints(path.parent)) or "none"
+    return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
+
+
+# ----------------------------------------------------------------------------------------------------------- manifests
+
+
+def sealed(content: Any) -> bytes:
+    """The bytes of a manifest with this content."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"content": content, "sha256": digest}, indent=1).encode()
+
+
+def is_name(name: Any) -> bool:
+    """Whether it is the name of a file directly in a folder."""
+    return type(name) is str and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The content of the manifest of a checkpoint, whose ``files`` are names in the folder.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # another process holds it
+        data = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
+        content = json.loads(data.decode())["content"]
+        intact = data == sealed(content)
+    except OSError as error:
+        raise CheckpointError(f"its {MANIFEST} cannot be read: {error}") from error
+    except (ValueError, TypeError, LookupError, RecursionError):
+        intact = False
+    if not intact:
+        damage = "does not have its own checksum: it was changed or damaged"
+        raise CheckpointError(f"its {MANIFEST} {damage if (path / MANIFEST).exists() else 'is missing'}")
+    form = content.get("format") if isinstance(content, dict) else None
+    if form not in (FORMAT, FORMAT_1):
+        raise CheckpointError(
+            f"expected its format to be {FORMAT!r}, but got {str(form)[:100]!r}: use a later halfstep"
+        )
+    records = content.get("files")
+    if not isinstance(records, dict) or not all(
+        is_name(name)
+        and isinstance(record, dict)
+        and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
+        for name, record in records.items()
+    ):
+        raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")
+    return content
+
+
+def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
+    """The content of the manifest of a checkpoint whose files are all as it says.
+
+    Args:
+        path: the folder.
+        share, shares: the sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`;
+            0: of none.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+    """
+    try:
+        content = read_manifest(path)
+        files = content["files"]
+        unlisted = sorted(file.name for file in path.glob(f"*{SHARDS}") if file.name not in files)
+        if unlisted:
+            raise CheckpointError(
+                f"it holds {', '.join(unlisted)}, which its {MANIFEST} does not list: shards of another checkpoint"
+            )
+        for name, record in sorted(files.items()):
+            if not (path / name).is_file():
+                raise CheckpointError(f"its file {name} is missing")
+            size = (path / name).stat().st_size
+            if size != record["bytes"]:
+                damage = "cut off" if size < record["bytes"] else "changed"
+                raise CheckpointError(f"its file {name} has {size} of {record['bytes']} bytes: it was {damage}")
+        for name in sorted(files)[share::shares] if shares else ():
+            digest = _digest_of_file(path / name)
+            if digest != files[name]["sha256"]:
+                raise CheckpointError(
+                    f"its file {name} does not have the checksum in {MANIFEST}: {_origin(path, digest)}"
+                )
+    except (OSError, ValueError) as error:  # ValueError: names that no file system has
+        raise CheckpointError(str(error)) from error
+    return content
+
+
+def is_good(path: Path, shares: int = 1) -> bool:
+    """Whether `verify` finds nothing wrong; with ``shares=0``, by the sizes of the files alone."""
+    try:
+        verify(path, shares=shares)
+    except CheckpointError:
         return False
-    except OSError:
-        return None
     return True
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            interrupts.poll()
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _origin(path: Path, digest: str) -> str:
+    """The origin of a file with a wrong digest, for a message."""
+    for _, other in checkpoints(path.parent):
+        with contextlib.suppress(CheckpointError):
+            for name, record in read_manifest(other)["files"].items():
+                if record["sha256"] == digest:
+                    return f"it is {name} of {other.name}"
+    return "it was changed or damaged, or is of another checkpoint"
+
+
+class Hashed:
+    """A new file that computes its hash while it is written, so that it need not be read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._digest, self._bytes = path.open("xb"), hashlib.sha256(), 0
+
+    def __enter__(self) -> Hashed:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        for begin in range(0, len(data), CHUNK):
+            interrupts.poll()
+            chunk = data[begin : begin + CHUNK]
+            self._digest.update(chunk)
+            self._file.write(chunk)
+        self._bytes += len(data)
+
+    def finish(self) -> dict[str, Any]:
+        """Flush the file to disk, and return its entry in a manifest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+
+
+# ---------------------------------------------------------------------------------------------------- unfinished saves
 
 
 class UnfinishedSave:
@@ -89,7 +284,7 @@ class UnfinishedSave:
         folder.mkdir(parents=True, exist_ok=True)
         _clear(folder)
         while True:
-            self.path = folder / f".halfstep-{_token()}"
+            self.path = _temporary(folder)
             self._lock = self.path.with_name(f"{self.path.name}.lock")
             self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             # Another process may have removed the file before it was locked.
@@ -108,7 +303,7 @@ class UnfinishedSave:
         _sync_folder(self.path)
         while True:
             if path.is_dir():
-                remove(replaced)
+                _remove(replaced)
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(path, replaced)
             try:
@@ -118,7 +313,7 @@ class UnfinishedSave:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         _sync_folder(path.parent)
-        remove(replaced)
+        _remove(replaced)
 
     def end(self) -> None:
         """Remove the lock, and the files of a save that was not put in place."""
@@ -128,13 +323,57 @@ class UnfinishedSave:
         os.close(self._descriptor)
 
 
+def _temporary(folder: Path) -> Path:
+    return folder / f".halfstep-{uuid.uuid4().hex[:16]}"
+
+
+def _replaced_name(path: Path) -> str | None:
+    """The name that a folder had before another one replaced it; None for any other folder."""
+    match = _TEMPORARY.fullmatch(path.name)
+    return match["name"] if match else None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Windows cannot open folders and does this by itself."""
+    if os.name != "nt":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool | None:
+    """Whether this process now holds the lock of an open file; None if the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another process holds it
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder. It is renamed first, so that no partly removed one is read as a checkpoint."""
+    match = _TEMPORARY.fullmatch(path.name)
+    if path.is_dir() and (match is None or match["name"]):
+        nameless = Path(f"{_temporary(path.parent)}.removed")
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            os.replace(path, nameless)
+        path = nameless
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def _clear(folder: Path) -> None:
     """Remove what killed saves have left in `folder`, and restore checkpoints that they had renamed."""
     for path in folder.glob(".halfstep-*"):
-        match = _OURS.fullmatch(path.name)
-        if match and match["what"] == "removed":
+        match = _TEMPORARY.fullmatch(path.name)
+        if match and match["role"] == "removed":
             shutil.rmtree(path, ignore_errors=True)
-        if not match or match["what"] != "lock":
+        if not match or match["role"] != "lock":
             continue
         try:
             if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for its other end
@@ -153,9 +392,9 @@ def _clear(folder: Path) -> None:
 def _finish(path: Path) -> None:
     """Remove a temporary folder, and restore the checkpoint that it was about to replace."""
     for replaced in path.parent.glob(f"{path.name}.replaced-*"):
-        place = path.with_name(replaced_name(replaced) or "")
-        if place.exists():
-            remove(replaced)
+        original = path.with_name(_replaced_name(replaced) or "")
+        if original.exists():
+            _remove(replaced)
         else:
-            os.replace(replaced, place)
-    remove(path)
+            os.replace(replaced, original)
+    _remove(path)

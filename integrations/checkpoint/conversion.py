@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
@@ -10,16 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from halfstep.integrations import pickles
-from halfstep.integrations.checkpoint import folder
-from halfstep.integrations.checkpoint.api import write
-from halfstep.integrations.checkpoint.folder import CheckpointError
-from halfstep.integrations.checkpoint.ranks import Ranks
-from halfstep.integrations.checkpoint.torch_folder import open_checkpoint, with_numpy
+from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint.api import Ranks, write
+from halfstep.integrations.checkpoint.atomic import CheckpointError
+from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
-
-_TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the archive in files of earlier versions
-_TRAILER_LENGTH = 82
+from halfstep.integrations.pickles import PickleError
 
 
 def convert(old: str | Path, new: str | Path) -> Path:
@@ -50,26 +45,12 @@ def convert(old: str | Path, new: str | Path) -> Path:
             tree = reader.tree
             unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)) is None or TensorName(name))
         else:
-            tree = {"state": pack(_file_of_before(old), tensors, "state")}
-    except (OSError, pickles.PickleError, CheckpointError) as error:
+            tree = {"state": pack(read_file(old), tensors, "state")}
+    except (OSError, PickleError, CheckpointError) as error:
         raise CheckpointError(f"{old} cannot be converted: {error}") from error
     step = re.search(r"\d+", old.name)
     tree["step"] = int(step[0]) if step else 0
     return write(new, tree["step"], tree, tensors, None, Ranks(alone=True))
-
-
-def _file_of_before(path: Path) -> dict[str, object]:
-    """The content of a checkpoint of one file, whose last line is its checksum."""
-    data = path.read_bytes()
-    trailer = _TRAILER.fullmatch(data[-_TRAILER_LENGTH:])
-    if trailer is None:
-        raise CheckpointError("its last line is not a checksum: it was cut off, or halfstep did not write it")
-    if hashlib.sha256(data[:-_TRAILER_LENGTH]).hexdigest().encode() != trailer[1]:
-        raise CheckpointError("its bytes do not have the checksum on its last line: it was changed or damaged")
-    content = with_numpy(pickles.load(str(path), len(data)))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"it holds a {type(content).__name__}, not a dict")
-    return content
 
 
 def export(path: str | Path, out: str | Path) -> Path:
@@ -95,7 +76,7 @@ def export(path: str | Path, out: str | Path) -> Path:
     """
     path, out = Path(path), Path(out)
     if not path.is_dir():
-        raise folder.missing(path)
+        raise atomic.missing(path)
     try:
         reader = open_checkpoint(path)
         reader.verify()
@@ -104,7 +85,7 @@ def export(path: str | Path, out: str | Path) -> Path:
         names = unpack(reader.tree["model"])
         tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be exported: {error}; {folder.remedy(path)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be exported: {error}; {atomic.remedy(path)}") from error
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / ".model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 
 
-def _remembered(value: Any, depth: int, tensors: bool = True) -> tuple[Any, Any]:
+def _remembered(value: Any, depth: int, numbers: bool = True) -> tuple[Any, Any]:
     """An object and its content: `depth` levels of dicts and lists, and the numbers in tensors of one element."""
     if isinstance(value, dict) and depth:
-        return value, {key: _remembered(one, depth - 1, tensors) for key, one in value.items()}
+        return value, {key: _remembered(item, depth - 1, numbers) for key, item in value.items()}
     if isinstance(value, list) and depth:
-        return value, [_remembered(one, depth - 1, tensors) for one in value]
-    if isinstance(value, torch.Tensor) and depth and tensors and value.numel() == 1:
+        return value, [_remembered(item, depth - 1, numbers) for item in value]
+    if isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
         return value, value.detach().clone()
     return value, None
 
@@ -25,7 +25,7 @@ def _restored(remembered: tuple[Any, Any]) -> Any:
     """The same object with its remembered content."""
     value, content = remembered
     if isinstance(content, dict):
-        content = {key: _restored(one) for key, one in content.items()}
+        content = {key: _restored(item) for key, item in content.items()}
         value.clear()
         value.update(content)
     elif isinstance(content, list):
@@ -45,41 +45,35 @@ class Rollback:
 
     def __init__(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any = None) -> None:
         self.model = model
-        self.exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.copies: list[torch.Tensor] = []
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
         self.objects: dict[str, Any] = {}
-        self.vars: list[tuple[Any, Any]] = []
         getattr(optimizer, "state", None)  # reading it waits for what an offloaded optimizer still steps
-        for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler):
-            if owner is not None:
-                # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
-                held = {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()}
-                self.vars.append((vars(owner), held))
-
-    def _tensors(self) -> list[torch.Tensor]:
-        assert self.model is not None
-        return [local(one.detach()) for one in (*self.model.parameters(), *self.model.buffers())]
+        owners = [owner for owner in (optimizer, getattr(optimizer, "_on_host", None), scaler) if owner is not None]
+        # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
+        self.attributes = [
+            (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
+            for owner in owners
+        ]
 
     def copy(self) -> None:
         """Copy the model's tensors, if they will be written by other means than `exchange`."""
-        self.copies = [one.clone() for one in self._tensors()]
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.replaced.append((local(tensor.detach()), local(tensor.detach()).clone()))
 
     def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
         """Swap the values of `live` and `fresh`."""
-        held = live.clone()
+        old = live.clone()
         live.copy_(fresh)
-        fresh.copy_(held)
-        self.exchanged.append((live, fresh))
+        fresh.copy_(old)
+        self.replaced.append((live, fresh))
 
     def put_back(self) -> None:
         """Restore model, optimizer and scaler with the same bits."""
-        for live, old in reversed(self.exchanged):
+        for live, old in reversed(self.replaced):
             live.copy_(old)
-        if self.copies:
-            for live, old in zip(self._tensors(), self.copies, strict=True):
-                live.copy_(old)
         if self.objects:
             assert self.model is not None
             set_model_state_dict(self.model, self.objects, options=StateDictOptions(strict=False))
-        for held in self.vars:
-            _restored(held)
+        for attributes in self.attributes:
+            _restored(attributes)

@@ -37,25 +37,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from halfstep.integrations import interrupts
-from halfstep.integrations.checkpoint import folder
-from halfstep.integrations.checkpoint.atomic import UnfinishedSave
-from halfstep.integrations.checkpoint.folder import MANIFEST, SHARDS, STATE, CheckpointError, Hashed
-from halfstep.integrations.checkpoint.ranks import error_text
+from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, Hashed, error_text
 from halfstep.integrations.checkpoint.tree import DTYPES, NAMES
 
 T = TypeVar("T")
+# What reading a damaged or hostile file may raise.
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, SafetensorError)
 
 
 def _file_and_key(name: str) -> tuple[str, str]:
-    """The kind of file that a tensor is in, and its name there."""
-    kind, _, key = name.partition(".")
-    return (kind, key) if kind in ("model", "optimizer") else ("state", name)
-
-
-def _done(value: Any) -> Any:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+    """The files that a tensor is in, model, optimizer or state, and its name there."""
+    prefix, _, key = name.partition(".")
+    return (prefix, key) if prefix in ("model", "optimizer") else ("state", name)
 
 
 def _reported(method: Callable[..., T]) -> Callable[..., T]:
@@ -86,7 +80,7 @@ class Writer(dcp.StorageWriter):
     def __init__(self, path: Path, step: int, tree: Any, keep: int | None) -> None:
         self.path, self.step, self.tree, self.keep = path, step, tree, keep
         self.interrupt: BaseException | None = None
-        self._unfinished: UnfinishedSave | None = None  # on the first rank
+        self._unfinished: atomic.UnfinishedSave | None = None  # on the first rank
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -98,7 +92,7 @@ class Writer(dcp.StorageWriter):
     @_reported
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self._unfinished = UnfinishedSave(self.path.parent)
+            self._unfinished = atomic.UnfinishedSave(self.path.parent)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -106,30 +100,35 @@ class Writer(dcp.StorageWriter):
     @_reported
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         assert self._unfinished is not None
-        where = str(self._unfinished.path)
+        folder = str(self._unfinished.path)
         return [
-            dataclasses.replace(plan, storage_data=(where, f"{number:05}-of-{len(plans):05}"))
+            dataclasses.replace(plan, storage_data=(folder, f"{number:05}-of-{len(plans):05}"))
             for number, plan in enumerate(plans, 1)
         ]
 
     @_reported
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        where, ranks = Path(plan.storage_data[0]), plan.storage_data[1]
-        if not where.is_dir():
+        folder, rank = Path(plan.storage_data[0]), plan.storage_data[1]
+        if not folder.is_dir():
             raise CheckpointError(
-                f"Expected a folder that all ranks share, but the rank of shard {ranks} does not see {where}, which "
+                f"Expected a folder that all ranks share, but the rank of shard {rank} does not see {folder}, which "
                 "the first rank created"
             )
         files: dict[str, list[WriteItem]] = {}
-        parts: Counter[str] = Counter()
+        shards: Counter[str] = Counter()
         for item in plan.items:
             assert item.tensor_data is not None
-            if math.prod(item.tensor_data.chunk.sizes):  # empty parts have no bytes
+            if math.prod(item.tensor_data.chunk.sizes):  # empty shards have no bytes
                 name = item.index.fqn
-                more = f"-{parts[name]}" if parts[name] else ""  # further parts of a tensor, which have the same name
-                files.setdefault(f"{_file_and_key(name)[0]}-{ranks}{more}{SHARDS}", []).append(item)
-                parts[name] += 1
-        return _done([one for name, items in files.items() for one in self._write(where / name, items, planner)])
+                # Further shards of a tensor have the same name, so they are in another file.
+                suffix = f"-{shards[name]}" if shards[name] else ""
+                files.setdefault(f"{_file_and_key(name)[0]}-{rank}{suffix}{SHARDS}", []).append(item)
+                shards[name] += 1
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [result for name, items in files.items() for result in self._write(folder / name, items, planner)]
+        )
+        return future
 
     def _write(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         """Write one file, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
@@ -137,15 +136,14 @@ class Writer(dcp.StorageWriter):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
         offsets, end = {}, 0
         for item in items:
-            part, key = item.tensor_data, _file_and_key(item.index.fqn)[1]
-            assert part is not None
-            begin, end = end, end + math.prod(part.chunk.sizes) * part.properties.dtype.itemsize
-            header[key] = {
-                "dtype": NAMES[part.properties.dtype],
-                "shape": list(part.chunk.sizes),
-                "data_offsets": [begin, end],
-            }
-            offsets[key] = {"saved_offsets": list(part.chunk.offsets)}
+            chunk, dtype, key = (
+                item.tensor_data.chunk,
+                item.tensor_data.properties.dtype,
+                _file_and_key(item.index.fqn)[1],
+            )  # type: ignore[union-attr]
+            begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
+            header[key] = {"dtype": NAMES[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+            offsets[key] = {"saved_offsets": list(chunk.offsets)}
         header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(offsets)
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -166,31 +164,31 @@ class Writer(dcp.StorageWriter):
     @_reported
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._unfinished is not None
-        where = self._unfinished.path
+        folder = self._unfinished.path
         tensors: dict[str, Any] = {}
-        for name, known in metadata.state_dict_metadata.items():
-            assert isinstance(known, TensorStorageMetadata)
-            tensors[name] = {"dtype": NAMES[known.properties.dtype], "shape": list(known.size), "parts": []}
-        with Hashed(where / STATE) as file:
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            tensors[name] = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size), "parts": []}
+        with Hashed(folder / STATE) as file:
             file.write(json.dumps(self.tree).encode())
             files = {STATE: file.finish()}
         for result in itertools.chain.from_iterable(results):
-            name, files[name], part = result.storage_data
-            tensors[result.index.fqn]["parts"].append([name, list(part.chunk.offsets), list(part.chunk.sizes)])
+            name, files[name], data = result.storage_data
+            tensors[result.index.fqn]["parts"].append([name, list(data.chunk.offsets), list(data.chunk.sizes)])
         for name, record in files.items():
-            there = (where / name).stat().st_size if (where / name).is_file() else 0
-            if there != record["bytes"]:
+            size = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if size != record["bytes"]:
                 raise CheckpointError(
-                    f"Expected a folder that all ranks share, but the first rank sees {there} of {record['bytes']} "
-                    f"bytes of {where / name}"
+                    f"Expected a folder that all ranks share, but the first rank sees {size} of {record['bytes']} "
+                    f"bytes of {folder / name}"
                 )
-        content = {"format": folder.FORMAT, "step": self.step, "world_size": len(results)}
-        with Hashed(where / MANIFEST) as file:
-            file.write(folder.sealed({**content, "files": dict(sorted(files.items())), "tensors": tensors}))
+        content = {"format": atomic.FORMAT, "step": self.step, "world_size": len(results)}
+        with Hashed(folder / MANIFEST) as file:
+            file.write(atomic.sealed({**content, "files": dict(sorted(files.items())), "tensors": tensors}))
             file.finish()
         self._unfinished.put_in_place(self.path)
         if self.keep is not None:
-            folder.prune(self.path.parent, self.step, self.keep)
+            atomic.prune(self.path.parent, self.step, self.keep)
 
     def end(self) -> None:
         """Remove what a save that failed has written."""
@@ -209,83 +207,103 @@ class Reader:
 
     tree: Any  # everything that is not a tensor, as JSON
     metadata: Metadata
+    sources = f"{MANIFEST} or {STATE}"  # of both
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.beside: dict[str, torch.Tensor] = {}  # tensors of the tree that `metadata` does not list
+        self._chunks: dict[
+            MetadataIndex, tuple[torch.Size, Any]
+        ] = {}  # the size of each part of a tensor, and its file
         self._opened: dict[str, Any] = {}
-        if (said := folder.complaint(path, parts=0)) is not None:
-            raise CheckpointError(said)
         try:
-            self._read_manifest(folder.read_manifest(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"its {MANIFEST} or {STATE} is damaged: {type(error).__name__}: {error}") from error
+            self._read_metadata()
+        except CheckpointError:
+            raise
+        except DAMAGE as error:
+            raise CheckpointError(f"its {self.sources} is damaged: {type(error).__name__}: {error}") from error
 
-    def _read_manifest(self, content: dict[str, Any]) -> None:
-        self._places: dict[MetadataIndex, tuple[torch.Size, Any]] = {}  # size and file of each part
-        known: dict[str, Any] = {}
-        for name, one in content["tensors"].items():
-            size, chunks = torch.Size(one["shape"]), []
-            for file, offsets, sizes in one["parts"]:
+    def _read_metadata(self) -> None:
+        manifest = atomic.verify(self.path, shares=0)
+        files, tensors = manifest["files"], {}
+        for name, entry in manifest["tensors"].items():
+            size, chunks = torch.Size(entry["shape"]), []
+            for file, offsets, sizes in entry["parts"]:
                 chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                if file not in content["files"]:
+                if file not in files:
                     raise CheckpointError(f"its tensor {name[:100]!r} is in {file!r}, which is not listed")
-                self._places[MetadataIndex(name, chunk.offsets)] = chunk.sizes, file
+                self._chunks[MetadataIndex(name, chunk.offsets)] = chunk.sizes, file
                 chunks.append(chunk)
-            known[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[one["dtype"]]), size, chunks)
-        check_parts(known, sum(record["bytes"] for record in content["files"].values()))
-        self.metadata = Metadata(known)
-        if STATE not in content["files"]:
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry["dtype"]]), size, chunks)
+        self._set_metadata(tensors, sum(record["bytes"] for record in files.values()))
+        if STATE not in files:
             raise CheckpointError(f"its {MANIFEST} does not list {STATE}")
         self.tree = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         if not isinstance(self.tree, dict):
             raise CheckpointError(f"its {STATE} does not hold a dict")
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compare the bytes of every `parts`-th file, beginning with `part`, with their hash.
+    def _set_metadata(self, tensors: dict[str, Any], available: int) -> None:
+        """Raise unless the parts of each tensor lie within it, do not overlap and cover it, and all fit the files."""
+        needed = 0
+        for name, tensor in tensors.items():
+            if isinstance(tensor, TensorStorageMetadata):
+                needed += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+                if problem := _problem_of_chunks(tensor.size, tensor.chunks):
+                    shape = list(tensor.size)[:16]
+                    raise CheckpointError(f"its tensor {name[:100]!r} of shape {shape} has {problem}")
+        if needed > available:
+            raise CheckpointError(f"its tensors need {needed:,} bytes, and its files have {available:,}")
+        self.metadata = Metadata(tensors)
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        """Compare the bytes of every `shares`-th file, beginning with `share`, with their hash.
 
         Raises:
             CheckpointError: they differ.
         """
-        if (said := folder.complaint(self.path, part, parts)) is not None:
-            raise CheckpointError(said)
+        atomic.verify(self.path, share, shares)
 
-    def part(self, index: MetadataIndex) -> torch.Tensor:
+    def _read(self, index: MetadataIndex) -> Any:
         """One part of a tensor as it is in a file, which is mapped into memory."""
-        name, key = self._places[index][1], _file_and_key(index.fqn)[1]
+        name, key = self._chunks[index][1], _file_and_key(index.fqn)[1]
         if name not in self._opened:
             self._opened[name] = safe_open(self.path / name, framework="pt")
         return self._opened[name].get_tensor(key)
 
+    def listed(self, name: str) -> TensorStorageMetadata:
+        """The size, dtype and parts of a tensor.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        entry = self.metadata.state_dict_metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"it has no tensor {name[:200]}")
+        return entry
+
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU, mapped into memory if it has one part."""
-        known = self.metadata.state_dict_metadata[name]
-        assert isinstance(known, TensorStorageMetadata)
-        if len(known.chunks) == 1:
-            return self._checked(MetadataIndex(name, known.chunks[0].offsets))
-        whole = torch.empty(known.size, dtype=known.properties.dtype, device="cpu")
-        for chunk in known.chunks:
-            part = self._checked(MetadataIndex(name, chunk.offsets))
-            _narrowed(whole, chunk.offsets, chunk.sizes).copy_(part)
+        entry = self.listed(name)
+        if len(entry.chunks) == 1:
+            return self._chunk(MetadataIndex(name, entry.chunks[0].offsets))
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for chunk in entry.chunks:
+            _narrowed(whole, chunk.offsets, chunk.sizes).copy_(self._chunk(MetadataIndex(name, chunk.offsets)))
         return whole
 
-    def _checked(self, index: MetadataIndex) -> torch.Tensor:
-        known = self.metadata.state_dict_metadata[index.fqn]
-        assert isinstance(known, TensorStorageMetadata)
-        size, _ = self._places[index]
+    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """One part of a tensor, of the size and dtype that are listed."""
+        size, dtype = self._chunks[index][0], self.listed(index.fqn).properties.dtype
         try:
-            part = self.part(index)
-        except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            values = self._read(index)
+        except DAMAGE as error:
             raise CheckpointError(f"its tensor {index.fqn[:100]!r} cannot be read: {error}") from error
-        if type(part) is not torch.Tensor or (part.shape, part.dtype) != (size, known.properties.dtype):
-            what = f"{tuple(part.shape)} {part.dtype}" if isinstance(part, torch.Tensor) else "no tensor"
+        if type(values) is not torch.Tensor or (values.shape, values.dtype) != (size, dtype):
+            actual = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, torch.Tensor) else "no tensor"
             raise CheckpointError(
-                f"its tensor {index.fqn[:100]!r} is {what} in its file and {tuple(size)} {known.properties.dtype} in "
-                "the list of tensors"
+                f"its tensor {index.fqn[:100]!r} is {actual} in its file and {tuple(size)} {dtype} in the list of "
+                "tensors"
             )
-        return part
+        return values
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Read tensors by name into others of the same size, of which each rank has its parts.
@@ -297,11 +315,11 @@ class Reader:
         planner.set_up_planner(targets, self.metadata, is_coordinator=True)
         items = planner.create_local_plan().items
         items.sort(key=lambda item: (item.storage_index.fqn, item.storage_index.offset or ()))
-        for index, same in itertools.groupby(items, key=lambda item: item.storage_index):
+        for index, reads in itertools.groupby(items, key=lambda item: item.storage_index):
             interrupts.poll()
-            part = self._checked(index)
-            for item in same:
-                values = _narrowed(part, item.storage_offsets, item.lengths)
+            chunk = self._chunk(index)
+            for item in reads:
+                values = _narrowed(chunk, item.storage_offsets, item.lengths)
                 planner.resolve_tensor(item).detach().copy_(values)
 
 
@@ -311,41 +329,27 @@ def _narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
     return tensor
 
 
-def check_parts(tensors: dict[str, Any], available: int) -> None:
-    """Raise unless each tensor's parts lie within it, do not overlap and cover it, and all fit `available` bytes.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    needed = 0
-    for name, known in tensors.items():
-        if not isinstance(known, TensorStorageMetadata):
-            continue
-        size, chunks = known.size, [chunk for chunk in known.chunks if math.prod(chunk.sizes)]
-        needed += math.prod(size) * known.properties.dtype.itemsize
-        where = f"its tensor {name[:100]!r} of shape {list(size)[:16]}"
-        for chunk in (*known.chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), size)):
-            ends = list(zip(chunk.offsets, chunk.sizes, size, strict=False))
-            same = len(chunk.offsets) == len(chunk.sizes) == len(size)
-            if not same or any(min(at, long) < 0 or at + long > all_ for at, long, all_ in ends):
-                raise CheckpointError(f"{where} has a part that extends beyond it")
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-            raise CheckpointError(f"{where} has parts that do not cover it exactly")
-        if len(chunks) > 1 and _overlap(chunks, len(size)):
-            raise CheckpointError(f"{where} has parts that overlap")
-    if needed > available:
-        raise CheckpointError(f"its tensors need {needed:,} bytes, and its files have {available:,}")
-
-
-def _overlap(chunks: list[ChunkStorageMetadata], dims: int) -> bool:
-    """Sweep along the dimension with the most cuts; each part is compared with the parts that have not ended yet."""
-    along = max(range(dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    open_: list[ChunkStorageMetadata] = []
+def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str | None:
+    """What prevents parts from making up a tensor of this size; None if they do."""
+    for chunk in (*chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), size)):
+        spans = list(zip(chunk.offsets, chunk.sizes, size, strict=False))
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
+            min(begin, length) < 0 or begin + length > limit for begin, length, limit in spans
+        ):
+            return "a part that extends beyond it"
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        return "parts that do not cover it exactly"
+    if len(chunks) < 2:
+        return None
+    # Sweep along the dimension with the most cuts; each part is compared with those that have not ended before it.
+    along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        open_ = [one for one in open_ if one.offsets[along] + one.sizes[along] > chunk.offsets[along]]
-        for one in open_:
-            spans = zip(one.offsets, one.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(first < second + length and second < first + size for first, size, second, length in spans):
-                return True
-        open_.append(chunk)
-    return False
+        active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
+        for other in active:
+            spans = zip(other.offsets, other.sizes, chunk.offsets, chunk.sizes, strict=True)
+            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
+                return "parts that overlap"
+        active.append(chunk)
+    return None

@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.atomic import CheckpointError
 
 DEEPEST = 100  # levels of nesting: well below what Python's json can read
 LARGEST_INTEGER = 2**10_000  # Python reads integers of at most 4300 digits from text
@@ -33,7 +33,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _SEQUENCES: dict[str, Any] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$size": torch.Size}
 _MAPPINGS: dict[str, Any] = {"$dict": dict, "$ordered": OrderedDict, "$counter": Counter}
-_TAG_OF = {kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS).items()}
+_TAGS = {cls: tag for tag, cls in (_SEQUENCES | _MAPPINGS).items()}
 
 
 class TensorName(str):
@@ -46,52 +46,44 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0
     Raises:
         CheckpointError: it contains something that could not be read back. The message names it and a remedy.
     """
-    kind = type(value)
+    cls = type(value)
+    if value is None or cls in (bool, float, str) or (cls is int and abs(value) < LARGEST_INTEGER):
+        return value
     if depth > DEEPEST:
         raise CheckpointError(f"{name[:200]} is nested more than {DEEPEST} deep, which could not be read back")
-    if isinstance(value, TensorName):
+    if cls is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: pack(item, tensors, f"{name}.{key}", depth + 1) for key, item in value.items()}
+    if cls in _MAPPINGS.values():
+        return {_TAGS[cls]: [[_key(key, name), pack(value[key], tensors, f"{name}.{key}", depth + 1)] for key in value]}
+    if cls is list or cls in _SEQUENCES.values():
+        items = [pack(item, tensors, f"{name}.{index}", depth + 1) for index, item in enumerate(value)]
+        return items if cls is list else {_TAGS[cls]: items}
+    if cls is TensorName:
         return {"$tensor": str(value)}
     if isinstance(value, torch.Tensor | ShardedTensor):
         return {"$tensor": _add(value, tensors, name)}
-    if kind is np.ndarray or isinstance(value, np.generic):
+    if cls is np.ndarray or isinstance(value, np.generic):
         native = np.array(value, value.dtype.newbyteorder("="), order="C")  # torch refuses strides below 0
         try:
             tensor = torch.from_numpy(native)
         except TypeError:
             raise CheckpointError(f"{name} is of numpy's {value.dtype}: save its .tolist()") from None
-        return {"$array" if kind is np.ndarray else "$scalar": _add(tensor, tensors, name)}
-    if kind is int and abs(value) >= LARGEST_INTEGER:
-        raise CheckpointError(f"{name} is an integer of more than 3,000 digits: save its hex(...)")
-    if value is None or kind in (bool, int, float, str):
-        return value
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: pack(one, tensors, f"{name}.{key}", depth + 1) for key, one in value.items()}
-    if kind in _MAPPINGS.values():
-        return {
-            _TAG_OF[kind]: [[_key(key, name), pack(value[key], tensors, f"{name}.{key}", depth + 1)] for key in value]
-        }
-    if kind is list or kind in _SEQUENCES.values():
-        items = [pack(one, tensors, f"{name}.{place}", depth + 1) for place, one in enumerate(value)]
-        return items if kind is list else {_TAG_OF[kind]: items}
-    if kind is bytes:
+        return {"$array" if cls is np.ndarray else "$scalar": _add(tensor, tensors, name)}
+    if cls is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if kind is complex:
+    if cls is complex:
         return {"$complex": [value.real, value.imag]}
-    if kind in (torch.dtype, torch.device):
-        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+    if cls in (torch.dtype, torch.device):
+        return {f"${cls.__name__}": str(value).removeprefix("torch.")}
+    if cls is int:
+        raise CheckpointError(f"{name} is an integer of more than 3,000 digits: save its hex(...)")
+    remedy = "save str(...) of it, or its fields in a dict"
+    if isinstance(value, Mapping) or hasattr(value, "state_dict"):
+        remedy = f"save {'dict(...) of it' if isinstance(value, Mapping) else 'its state_dict()'}"
     raise CheckpointError(
         f"Expected {name} to be a tensor, number, string, bytes, None, numpy array, dtype, device, or a list, tuple, "
-        f"dict or set of these, but got a {kind.__module__}.{kind.__qualname__}, which load could not restore: "
-        f"{_remedy(value)}"
+        f"dict or set of these, but got a {cls.__module__}.{cls.__qualname__}, which load could not restore: {remedy}"
     )
-
-
-def _remedy(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "save dict(...) of it"
-    if hasattr(value, "state_dict"):
-        return "save its state_dict()"
-    return "save str(...) of it, or its fields in a dict"
 
 
 def _key(key: Any, name: str) -> Any:
@@ -103,19 +95,17 @@ def _key(key: Any, name: str) -> Any:
 
 
 def _add(value: Any, tensors: dict[str, torch.Tensor], name: str) -> str:
-    remedy = ""
+    expected = ""
     if value.dtype not in NAMES:
-        remedy = f"a dtype of safetensors ({', '.join(str(one).removeprefix('torch.') for one in NAMES)}), but got "
-        remedy += f"{value.dtype}: save a view or a copy in one of these"
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
+        expected = f"a dtype of safetensors ({dtypes}), but got {value.dtype}: save a view or a copy in one of these"
     elif value.layout is not torch.strided:
-        remedy = f"dense, but got {value.layout}: save its to_dense(), or its indices() and values()"
+        expected = f"dense, but got {value.layout}: save its to_dense(), or its indices() and values()"
     elif not isinstance(value, DTensor | ShardedTensor) and (is_traceable_wrapper_subclass(value) or value.is_meta):
-        remedy = (
-            f"an ordinary tensor with memory, but got {'meta' if value.is_meta else type(value).__name__}: save the "
-        )
-        remedy += "tensors that it consists of"
-    if remedy:
-        raise CheckpointError(f"Expected tensor {name} to be {remedy}")
+        actual = "meta" if value.is_meta else type(value).__name__
+        expected = f"an ordinary tensor with memory, but got {actual}: save the tensors that it consists of"
+    if expected:
+        raise CheckpointError(f"Expected tensor {name} to be {expected}")
     while name in tensors:  # {"a.b": x, "a": {"b": y}}
         name += "'"
     tensors[name] = value
@@ -140,30 +130,31 @@ def unpack(value: Any, tensor: Callable[[str], Any] = TensorName) -> Any:
 
 def _unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(value, list):
-        return [_unpack(one, tensor) for one in value]
+        return [_unpack(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     tag = next(iter(value), "")
     if not tag.startswith("$"):
-        return {key: _unpack(one, tensor) for key, one in value.items()}
+        return {key: _unpack(item, tensor) for key, item in value.items()}
     (content,) = value.values()
-    if tag == "$tensor":
-        return tensor(content)
-    if tag in ("$array", "$scalar"):
-        found = tensor(content)
-        if isinstance(found, TensorName):
-            return found
-        return found.numpy() if tag == "$array" else found.numpy()[()]
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](_unpack(one, tensor) for one in content)
+        return _SEQUENCES[tag](_unpack(item, tensor) for item in content)
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({_unpack(key, tensor): _unpack(one, tensor) for key, one in content})
-    if tag == "$bytes":
-        return base64.b64decode(content)
-    if tag == "$complex":
-        return complex(*content)
-    if tag == "$device":
-        return torch.device(content)
-    if tag == "$dtype" and isinstance(dtype := getattr(torch, content), torch.dtype):
-        return dtype
+        return _MAPPINGS[tag]({_unpack(key, tensor): _unpack(item, tensor) for key, item in content})
+    match tag:
+        case "$tensor":
+            return tensor(content)
+        case "$array" | "$scalar":
+            values = tensor(content)
+            if isinstance(values, TensorName):
+                return values
+            return values.numpy() if tag == "$array" else values.numpy()[()]
+        case "$bytes":
+            return base64.b64decode(content)
+        case "$complex":
+            return complex(*content)
+        case "$device":
+            return torch.device(content)
+        case "$dtype" if isinstance(dtype := getattr(torch, content), torch.dtype):
+            return dtype
     raise ValueError(f"there is a {tag[:50]!r}")

@@ -6,16 +6,19 @@ mesh of the run that loads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from halfstep.integrations.checkpoint.folder import CheckpointError
+from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.rollback import Rollback
+from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.integrations.optim.state import CODES, SCALES
+from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
 def gather(state: Any) -> Any:
@@ -55,20 +58,7 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         True
     """
     own = model.state_dict()
-    if not isinstance(state, Mapping) or own.keys() != state.keys():
-        keys = state.keys() if isinstance(state, Mapping) else set()
-        differing = ", ".join(sorted(map(str, own.keys() ^ keys))[:5])
-        raise CheckpointError(
-            f"checkpoint and model do not have the same tensors: {differing}; load it into its own model"
-        )
-    for name, value in own.items():
-        if not isinstance(state[name], torch.Tensor) or state[name].layout is not torch.strided:
-            raise CheckpointError(f"{name} is not a dense tensor in the checkpoint; load it into its own model")
-        if value.shape != state[name].shape or value.dtype != state[name].dtype:
-            raise CheckpointError(
-                f"{name} is {tuple(state[name].shape)} {state[name].dtype} in the checkpoint and {tuple(value.shape)} "
-                f"{value.dtype} in the model; load it into a model of the same size and precision"
-            )
+    check_model(state, own)
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(scatter(state[name], value))
@@ -97,30 +87,75 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(numbers)} parameters, this one {len(parameters)}; use the same model"
         )
-    of = dict(zip(numbers, parameters, strict=True))
+    by_number = dict(zip(numbers, parameters, strict=True))
 
-    def cut(number: int, key: str, value: Any) -> Any:
-        # Codes are decoded with their scales before they are cut.
-        whole = key in (*CODES.values(), *SCALES.values())
-        shapes = of[number].shape, (*of[number].shape, 2)  # the latter of remainders in pairs of bytes
-        fits = isinstance(value, torch.Tensor) and value.shape in shapes and not whole
-        return scatter(value, of[number]) if fits else value
+    def sharded(number: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+        parameter, sharded = by_number[number], dict(decode(entry, f"state of parameter {number}"))
+        for key, value in sharded.items():
+            # Codes are decoded with their scales before they are sharded; remainders may be in pairs of bytes.
+            whole = key in CODE_KEYS or key in SCALE_KEYS
+            shapes = parameter.shape, (*parameter.shape, 2)
+            if isinstance(value, torch.Tensor) and value.shape in shapes and not whole:
+                sharded[key] = scatter(value, parameter)
+        return sharded
 
     rollback = Rollback(None, optimizer)
     try:
-        cut_state = {
-            number: {
-                key: cut(number, key, value) for key, value in decode(entry, f"state of parameter {number}").items()
-            }
-            for number, entry in state["state"].items()
-            if number in of
-        }
-        optimizer.load_state_dict({**state, "state": cut_state})
+        entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
+        optimizer.load_state_dict({**state, "state": entries})
     except BaseException as error:
         rollback.put_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
+
+
+def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
+    """Raise unless a saved state dict of a model has the same tensors as `own`.
+
+    Args:
+        saved: tensors by name. With `listed`, names of tensors instead of these, whose metadata it returns.
+        own: what the model has now.
+
+    Raises:
+        CheckpointError: a name, shape or dtype differs.
+    """
+    if not isinstance(saved, Mapping) or saved.keys() != own.keys():
+        names = saved.keys() if isinstance(saved, Mapping) else set()
+        differing = ", ".join(sorted(map(str, names ^ own.keys()))[:5])
+        raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
+
+    def described(value: Any) -> str:
+        if isinstance(value, TensorName) and listed is not None:
+            entry = listed(value)
+            return f"{tuple(entry.size)} {entry.properties.dtype}"
+        dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
+        return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
+
+    for name, value in own.items():
+        if described(saved[name]) != described(value):
+            raise CheckpointError(
+                f"{name} is {described(saved[name])} in the checkpoint and {described(value)} in the model; load it "
+                "into a model of the same size and precision, and convert afterwards"
+            )
+
+
+def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+    """Raise unless the groups of two optimizers have the same parameters by name, in any order.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    names, own_names = ([list(group["params"]) for group in groups] for groups in (saved, own))
+    if not all(type(name) is str for group in names for name in group):
+        raise CheckpointError("its optimizer's groups are not lists of parameters")
+    if sorted(map(sorted, names)) == sorted(map(sorted, own_names)):
+        return
+    differing = sorted(set(chain(*names)) ^ set(chain(*own_names)))
+    problem = f"{', '.join(differing[:5])} on one side only"
+    if not differing:
+        problem = f"{list(map(len, names))} parameters there, {list(map(len, own_names))} here, or in another division"
+    raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {problem}; make it as it was made")
 
 
 def check_optimizer_state(state: Any) -> None:
@@ -129,16 +164,14 @@ def check_optimizer_state(state: Any) -> None:
     Raises:
         CheckpointError: it has another structure.
     """
-    entries = state.get("state") if isinstance(state, Mapping) else None
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    whole = isinstance(entries, Mapping) and all(isinstance(entry, Mapping) for entry in entries.values())
-    named = isinstance(groups, list) and all(
-        isinstance(group, Mapping)
-        and isinstance(group.get("params"), list)
-        and all(type(one) in (int, str) for one in group["params"])
-        for group in groups
-    )
-    if not whole or not named:
+    entries, groups = (state.get(key) if isinstance(state, Mapping) else None for key in ("state", "param_groups"))
+    if not (
+        isinstance(entries, Mapping)
+        and all(isinstance(entry, Mapping) for entry in entries.values())
+        and isinstance(groups, list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(name) in (int, str) for group in groups for name in group["params"])
+    ):
         raise CheckpointError(
             "the checkpoint's optimizer is not a state_dict with 'state' and 'param_groups'; load what was saved as one"
         )
@@ -177,10 +210,10 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
             f"of its groups, but got {len(masters)}"
         )
     state = dict(state_dict["state"])
-    for place, (index, master) in enumerate(zip(indices, masters, strict=True)):
+    for position, (index, master) in enumerate(zip(indices, masters, strict=True)):
         if not isinstance(master, torch.Tensor) or not master.is_floating_point():
-            what = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
-            raise ValueError(f"Expected masters[{place}] to be a floating-point tensor, but got {what}")
+            actual = master.dtype if isinstance(master, torch.Tensor) else type(master).__name__
+            raise ValueError(f"Expected masters[{position}] to be a floating-point tensor, but got {actual}")
         master = master.detach().float()
         zeros = torch.zeros_like(master)
         entry = state.get(index) or {"step": 0.0, "exp_avg": zeros, "exp_avg_sq": zeros}

@@ -111,7 +111,7 @@ class Machine:
 def examine_environment(machine: Machine | None = None) -> Diagnosis:
     """Examine a machine, by default this one, and what a launcher (torchrun, SLURM) has set.
 
-    Nothing is run and no other machine is asked.
+    Nothing is run, and no other machine is contacted.
     """
     machine = Machine.here() if machine is None else machine
     checks = (_installed, _launched, _network, _settings)
@@ -138,15 +138,15 @@ def _launched(machine: Machine) -> Iterator[Finding]:
     get, nodes = machine.variables.get, machine.nodes()
     world, rank, local, tasks = map(machine.number, ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS"))
     if tasks > 1 and not world:
-        what = "SLURM started several tasks, and WORLD_SIZE and RANK are not set"
+        text = "SLURM started several tasks, and WORLD_SIZE and RANK are not set"
         remedy = (
             ", or set RANK=$SLURM_PROCID, WORLD_SIZE=$SLURM_NTASKS, LOCAL_RANK=$SLURM_LOCALID, MASTER_ADDR, MASTER_PORT"
         )
         stake = f"each of {tasks} tasks trains alone, on all data"
-        yield find("ranks-not-set", f"SLURM_NTASKS={tasks}", what=what, stake=stake, remedy=remedy)
+        yield find("ranks-not-set", f"SLURM_NTASKS={tasks}", what=text, stake=stake, remedy=remedy)
     if world > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not get(name)]):
-        what, remedy = f"WORLD_SIZE is {world}, and these are not set", ", which sets them all"
-        yield find("ranks-not-set", ", ".join(missing), what=what, stake="init_process_group fails", remedy=remedy)
+        text, remedy = f"WORLD_SIZE is {world}, and these are not set", ", which sets them all"
+        yield find("ranks-not-set", ", ".join(missing), what=text, stake="init_process_group fails", remedy=remedy)
     if rank >= world > 1:
         yield find("rank-out-of-range", f"RANK={rank}", world=world, last=world - 1)
     if world > 1 and local >= machine.gpus > 0:
@@ -157,13 +157,13 @@ def _launched(machine: Machine) -> Iterator[Finding]:
 
 def _network(machine: Machine) -> Iterator[Finding]:
     chosen = {name: machine.variables.get(name, "") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    for name, wanted in chosen.items():
-        names = tuple(wanted.lstrip("=").split(","))
+    for name, setting in chosen.items():
+        names = tuple(setting.lstrip("=").split(","))
         # NCCL takes the beginning of a name, unless = is in front of it; ^ excludes names.
-        exact = wanted.startswith("=") or name.startswith("GLOO")
-        there = [each for each in machine.interfaces if (each in names if exact else each.startswith(names))]
-        if wanted and not there and not wanted.startswith("^"):
-            yield find("interface-not-there", f"{name}={wanted}", name=name, interfaces=", ".join(machine.interfaces))
+        exact = setting.startswith("=") or name.startswith("GLOO")
+        matches = (interface in names if exact else interface.startswith(names) for interface in machine.interfaces)
+        if setting and not setting.startswith("^") and not any(matches):
+            yield find("interface-not-there", f"{name}={setting}", name=name, interfaces=", ".join(machine.interfaces))
     if machine.nodes() > 1 and not any(chosen.values()) and len(machine.outside()) > 1:
         yield find("interface-not-chosen", ", ".join(machine.outside()))
 

@@ -91,15 +91,15 @@ def find(name: str, where: str | Sequence[Any], severity: Any = None, /, **value
     return Finding(name, severity or usual, where, *(text.format(**values) for text in texts))
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """``"1 step"``, ``"2 steps"``."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def listed(names: Sequence[str], what: str = "parameter") -> str:
+def listed(names: Iterable[str], noun: str = "parameter") -> str:
     """Names in words, at most three of them: ``"5 parameters: a, b, c, ..."``."""
     names = list(dict.fromkeys(names))
-    return f"{count(len(names), what)}: {', '.join([*names[:3], *['...'] * (len(names) > 3)])}"
+    return f"{count(len(names), noun)}: {', '.join([*names[:3], *['...'] * (len(names) > 3)])}"
 
 
 def in_bytes(number: float) -> str:
@@ -230,7 +230,7 @@ warning schedule-advanced-on-skip: the schedule advanced after a step that the l
 error every-step-skipped: the loss scaler skipped all {steps}: these gradients are not finite
     nothing is trained, and the loss scale falls with each step
     run a step in {first_nonfinite}
-error steps-without-gradients: in {steps}, no gradient was there or other than 0, and no weight changed
+error steps-without-gradients: in {steps}, all gradients were missing or 0, and no weight changed
     nothing is trained
     call loss.backward() before the step, and zero_grad() after it
 error weights-unchanged: {steps} with gradients changed no weight

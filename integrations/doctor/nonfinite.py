@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.findings import dtype_name
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 
 
 class NonFinite:
@@ -99,22 +99,21 @@ class _Check(TorchDispatchMode):
         options, name = options or {}, str(operation)
         if self._result or name.split(".")[1].startswith(_PASSIVE):
             return operation(*arguments, **options)
-        # Operations in place overwrite what they get, so it is looked at first.
         inputs = _floating((arguments, options))
         finite = all(map(_is_finite, inputs))
+        # Operations in place overwrite their inputs, which are described before.
         words = tuple(map(_in_words, inputs)) if finite and operation._schema.is_mutable else ()
         output = operation(*arguments, **options)
         broken = next((tensor for tensor in _floating(output) if not _is_finite(tensor)), None) if finite else None
         if broken is not None:
-            values = local(broken).flatten()
+            values, result = local(broken).flatten(), self._result
             value = values[~values.isfinite()][0].item()
-            self._result.operation = name
-            self._result.value = "NaN" if value != value else "Inf" if value > 0 else "-Inf"
-            self._result.inputs = words or tuple(map(_in_words, inputs))
+            result.operation, result.inputs = name, words or tuple(map(_in_words, inputs))
+            result.value = "NaN" if value != value else "Inf" if value > 0 else "-Inf"
             node = torch._C._current_autograd_node()
-            self._result.backward = "" if node is None else node.name()
+            result.backward = "" if node is None else node.name()
             if self._running:
-                self._result.module, self._result.kind = self._running[-1]
+                result.module, result.kind = self._running[-1]
         return output
 
 

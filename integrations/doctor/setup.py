@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.findings import count
-from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
-from halfstep.integrations.optim.options import is_stochastic, master_of
-from halfstep.integrations.optim.state import OptimizerState
+from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.multi_tensor import has_memory
-from halfstep.numerics.scaling.scaler import unwrapped
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.wrappers import unwrapped
+from halfstep.numerics.state_layout import rounds_stochastically
 
 BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
 # Wrappers of modules, whose names in front of a parameter's name say nothing.
@@ -65,8 +64,8 @@ class Entry:
     @property
     def stochastic(self) -> bool:
         """Whether the optimizer rounds stochastically."""
-        if isinstance(self.optimizer, OptimizerState):
-            return is_stochastic(self.group)
+        if isinstance(self.optimizer, LayoutOptimizer):
+            return rounds_stochastically(self.group["rounding"], self.group["state_dtype"])
         return any(map(self._option, _STOCHASTIC))
 
     @property
@@ -74,8 +73,8 @@ class Entry:
         """Whether updates below half of the spacing of a weight add up instead of being lost."""
         if not self.half or self.stochastic:
             return True
-        if isinstance(self.optimizer, OptimizerState):
-            return master_of(self.parameter, self.group["master_weights"]) is not None
+        if isinstance(self.optimizer, LayoutOptimizer):
+            return self.optimizer._layout(self.parameter, self.group).master is not None
         if self.library == "optimi":  # by default for 16-bit parameters
             return self.group.get("kahan_sum") is not False
         if self.library == "flashoptim":
@@ -108,17 +107,13 @@ class Setup:
         self.steps_copies = self._steps_copies(optimizer)
 
     def _entries_of(self, owner: Any) -> Iterator[Entry]:
-        on_device: dict[int, torch.Tensor] = {}
-        if isinstance(owner, (OffloadedAdam, OffloadedAdamW)):
-            on_device = {id(mirror.host): mirror.parameter for mirror in owner._mirrors.values()}
         zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(owner).__mro__)
         optimizer = owner.optim if zero else owner
         for number, group in enumerate(owner.param_groups):
-            for index, stepped in enumerate(group["params"]):
-                parameter = on_device.get(id(stepped), stepped)
+            for index, parameter in enumerate(group["params"]):
                 name = self.names.get(id(parameter), f"group {number}, parameter {index}")
-                state = dict(optimizer.state[stepped]) if stepped in optimizer.state else {}
-                step, size = state.pop("step", None), local(stepped).numel()
+                state = dict(optimizer.state[parameter]) if parameter in optimizer.state else {}
+                step, size = state.pop("step", None), local(parameter).numel()
                 tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not v.is_sparse}
                 whole = {key: value for key, value in tensors.items() if local(value).numel() == size}
                 rest = {key: value for key, value in tensors.items() if key not in whole}

@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from halfstep.integrations.doctor.at_rest import doctor, examine, lost_updates
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
+from halfstep.integrations.doctor.rules import doctor, examine, lost_updates
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
-from halfstep.integrations.optim.state import OptimizerState
+from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.statistics.updates import UpdateLoss
 
@@ -222,7 +222,7 @@ class _Watcher:
         if not self.broken and any(nonfinite(entry.parameter) for entry in entries):
             grads = "finite" if finite else "not finite"
             self.broken = f"seen in weights after step {self.watched.steps}, whose gradients were {grads}"
-        limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, OptimizerState) else None
+        limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, LayoutOptimizer) else None
         clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
             what = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""

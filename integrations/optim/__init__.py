@@ -8,11 +8,11 @@ write only those that have changed.
 ``max_exp_avg_sq`` with amsgrad, and for 16-bit parameters with a master ``master``: the fp32 master, or the 16-bit
 remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a canonical
 checkpoint by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` refers to
-these tensors, with other names for codes and remainders (held.py); ``canonical_state_dict()`` has ``master`` and the
-moments in fp32. Both load into every other layout with the same bits. `torch.optim.Optimizer.load_state_dict` would
-cast the state to the parameter's dtype and is not called. With ``state_dtype="8bit"``, a moment is a tensor of uint8
-codes beside the scales of its blocks, ``exp_avg_scale`` for ``exp_avg``, of shape (rows, blocks per row); see
-kernels/block_codes.py.
+these tensors, with other names for codes and remainders (numerics/state_layout.py); ``canonical_state_dict()`` has
+``master`` and the moments in fp32. Both load into every other layout with the same bits.
+`torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called. With
+``state_dtype="8bit"``, a moment is a tensor of uint8 codes beside the scales of its blocks, ``exp_avg_scale`` for
+``exp_avg``, of shape (rows, blocks per row); see kernels/block_codes.py.
 
 **Random bits.** With ``rounding="stochastic"``, those of an element depend on the seed, which is saved, the parameter's
 index in the optimizer, its step count and the element's index in the whole, unsharded parameter; see kernels/adam.py.
@@ -33,6 +33,6 @@ capture, after which `load_state_dict` writes into them instead of replacing the
 weights and state in one sequence that Ctrl-C does not interrupt (`halfstep.integrations.interrupts`).
 """
 
-from halfstep.integrations.optim.classes import Adam, AdamW
+from halfstep.integrations.optim.adam import Adam, AdamW
 
 __all__ = ["Adam", "AdamW"]

@@ -1,40 +1,59 @@
-"""Adam and AdamW, drop-ins for torch's."""
+"""What all optimizers of halfstep are: steps, masters and state, for any rule. A rule is a subclass; see `Adam`."""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
-from typing import Any, Literal, overload
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfstep.integrations.optim.checkpoints import CanonicalState, check_format
+from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
 from halfstep.integrations.optim.options import (
-    OPTIONS,
+    LAYOUT_OPTIONS,
+    Group,
+    check_format,
     check_number,
-    check_options,
     check_parameter,
     is_zero,
+    matched_groups,
     plain_number,
 )
-from halfstep.integrations.optim.state import WHOLE
-from halfstep.integrations.optim.step_plan import StepPlan, all_contiguous
+from halfstep.integrations.optim.state import (
+    fitted_state,
+    is_remainder,
+    like,
+    loaded_state,
+    rows_of_a_piece,
+    saved_state,
+)
+from halfstep.integrations.optim.step_plan import WHOLE, Agreed, StepPlan, StepPlans, all_contiguous, as_written
 from halfstep.kernels import adam
+from halfstep.kernels.multi_tensor import has_memory
+from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.foreign_scalers import StepSupportsAmpScaling
-from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import default_group, instances, is_sharded, settle_gradients
-from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.scaling.scaler import MAX_NORM
+from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
+from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
+from halfstep.numerics.state_layout import CODE_KEYS, REMAINDER, StateLayout
+
+Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
 _gradient = attrgetter("grad")
+LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
@@ -61,125 +80,74 @@ def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
     return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
-_ARGUMENTS = """
+class LayoutOptimizer(StepsOnVerdict, Optimizer):
+    """An optimizer whose state is held in layouts.
 
-    Args:
-        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
-            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
-        lr: learning rate; a float, or a one-element tensor that is read on the device.
-        betas: decay rates of the two moments, each from 0 to below 1.
-        eps: added to the root of the second moment.
-        weight_decay: {decay}.
-        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
-        maximize: ascend instead of descend.
-        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
-        differentiable: must be False.
-{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
-            ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
-            ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
-            full for fp16. fp32 parameters need none.
-        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
-            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
-            Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
-            below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
-        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
-            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
-            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
-            mean exact.
-            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
-            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
-            shards do not record their positions, in the shard).
-        seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
-        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
-        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
-            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
-            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
+    A subclass says what its rule is: the kernels, the names and the options of its state. It must pass all options of
+    its groups to `__init__`.
+    """
 
-    Raises:
-        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
-        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
-            integer. Frozen parameters may be of any kind.
+    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch` (kernels/adam.py), and the operand
+    # of each moment.
+    _kernels: Any
+    _operands: ClassVar[dict[str, int]]
+    # Options that a checkpoint does not change, in addition to those of the layout.
+    _fixed_options: tuple[str, ...] = ()
 
-    Examples:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> optimizer = halfstep.{name}([weight], lr=1e-4)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight.data  # the step is too small for bf16
-        tensor([1., 1., 1.], dtype=torch.bfloat16)
-        >>> optimizer.masters()[weight]  # the fp32 master has taken it
-        tensor([0.9999, 0.9999, 0.9999])
-"""
-
-
-class Adam(CanonicalState, torch.optim.Adam):
-    __doc__ = (
-        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
-        + _ARGUMENTS.format(
-            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
-            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
-            name="Adam",
-        )
-    )
-
-    # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
-    # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
-
-    # False, so that torch's scalers unscale in place and decide whether to call step().
-    _step_supports_amp_scaling = StepSupportsAmpScaling()
-    _stepping_in_backward: Any = None  # integrations/release.py
+    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
+    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
+    _step_supports_amp_scaling = False
+    backward_handle: Any = None  # what steps parts of the parameters in the backward: integrations/release.py
+    state_dict_format: Literal["held", "canonical"]
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
-        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
-        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        state_dict_format: Literal["held", "canonical"] = "held",
+        options: dict[str, Any],
+        max_grad_norm: float | None,
+        state_dict_format: Literal["held", "canonical"],
     ) -> None:
-        self._set_up(locals())
-
-    def _set_up(self, arguments: dict[str, Any]) -> None:
-        """Initialize the optimizer from the arguments of `__init__`, by name."""
-        defaults = {name: arguments[name] for name in OPTIONS}
-        max_grad_norm, state_dict_format = arguments["max_grad_norm"], arguments["state_dict_format"]
-        check_options(defaults)
+        self._check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
             check_number(
                 max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
             )
         self.max_grad_norm, self.state_dict_format = max_grad_norm, state_dict_format
-        self._agreed = {}
-        self._begin()
-        Optimizer.__init__(self, arguments["params"], defaults)
+        self._plans = StepPlans()
+        watch_zero()
+        Optimizer.__init__(self, params, options)
 
-    def _begin(self) -> None:
-        """Initialize the attributes that pickles and copies of an optimizer do not contain."""
-        self._plans = {}
-        self._squares: torch.Tensor | None = None
-        self._stepped_without_gradients = False
-        self._recorded = {}
+    # ---------------------------------------------------------------------------------------------------------- rule
+
+    @staticmethod
+    def _check(group: Group) -> None:
+        """Raise unless the options of a group are allowed. It calls `check_options`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _moments(group: Group) -> tuple[str, ...]:
+        """The moments of parameters with these options; keys of `_operands`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _variant(group: Group) -> dict[str, bool]:
+        """The fields of the kernels' `Layout` that these options decide, in addition to those of the state."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _columns(group: Group) -> dict[int, Any]:
+        """The columns of the kernels' table of groups but the norm: numbers, or tensors with one element."""
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------------------------- groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)
         self.__dict__.setdefault("max_grad_norm", None)
         self.__dict__.setdefault("state_dict_format", "held")
-        self._begin()
+        self._plans = StepPlans()
+        watch_zero()
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -187,7 +155,7 @@ class Adam(CanonicalState, torch.optim.Adam):
 
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
-        self._note_agreed()
+        self._plans.note_agreed()
         state: dict[Any, Any] = defaultdict(dict, self.state)
         for parameter in self._with_full_master():
             state[parameter] = {**state[parameter], "master": self._master(parameter)}
@@ -201,11 +169,11 @@ class Adam(CanonicalState, torch.optim.Adam):
             TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
         if isinstance(param_group, dict):  # otherwise torch raises
-            check_options({**self.defaults, **param_group})
+            self._check({**self.defaults, **param_group})
         Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]
-        added.update({name: plain_number(added[name]) for name in ("lr", "betas", "eps", "weight_decay")})
+        added.update({name: plain_number(value) for name, value in added.items() if name != "params"})
         try:
             for index, parameter in enumerate(added["params"]):
                 # Frozen parameters may be of any kind, such as quantized weights. They are checked if they get a
@@ -225,10 +193,60 @@ class Adam(CanonicalState, torch.optim.Adam):
             )
         self._forget()
 
+    def _forget(self, part: int | None = None) -> None:
+        """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
+        self._plans.forget(part)
+
+    def _layout(self, parameter: torch.Tensor, group: Group) -> StateLayout:
+        return StateLayout.of(parameter, group, self._moments(group))
+
+    def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are stepped for parameters, which have their gradients: the parameters themselves, or
+        copies of them in other memory. The state of a parameter is on the device of its target."""
+        return parameters
+
+    def _bucket(self, parameter: torch.Tensor) -> int:
+        """Different launches update the parameters of different buckets."""
+        return 0
+
     @property
     def grad_norm(self) -> torch.Tensor | None:
         """The 2-norm of the unscaled gradients before clipping in the last step that clipped: 0-dim, on the device."""
-        return None if self._squares is None else self._squares.sqrt().float()
+        squares = self._plans.squares
+        return None if squares is None else squares.sqrt().float()
+
+    @torch._disable_dynamo
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip all gradients together to a 2-norm in the next step, without a scaler; nothing is written.
+
+        The gradients are read once, for the norm, and must not change before the step, which an overflow does not skip.
+        If the backward has stepped, it has clipped to ``max_grad_norm``, which must be `max_norm` then.
+
+        Args:
+            max_norm: a number above 0. Infinity only computes the norm.
+
+        Returns:
+            The norm before clipping, over all ranks: 0-dim fp32, on the device of the gradients. NaN if it is not
+            known, since the backward has stepped without clipping.
+
+        Raises:
+            ValueError: `max_norm` is not above 0.
+            RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
+        """
+        only_norm = max_norm == math.inf
+        max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
+        if self.backward_handle is not None:
+            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
+            return norm
+        parameters = parameters_of(self)
+        if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
+            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
+        refuse_freed(parameters, "clipping")
+        verdict = self.checker.verdict()
+        if verdict is None:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        self.decide(Decision(verdict, None, max_norm, skips=False))
+        return norm_of(verdict)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -275,15 +293,17 @@ class Adam(CanonicalState, torch.optim.Adam):
             self._update_parameters()
         finally:
             torch._C._set_grad_enabled(enabled)
+        if not self._lasts and self._decision is not None:
+            self.decide(None)
 
     def _update_parameters(self) -> None:
         groups, limit = self.param_groups, self._limit()
         changed = self._check_changed_options(WHOLE, limit)
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
-        first_at_rest = not self.state and not self._stepped_without_gradients
+        first_at_rest = not self.state and not self._plans.stepped_without_gradients
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
-        parameters = parameters_of(self)
+        parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
         kinds = set(map(type, grads))
         if not kinds <= {torch.Tensor, type(None)}:
@@ -294,30 +314,43 @@ class Adam(CanonicalState, torch.optim.Adam):
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
-            if not self._stepped_without_gradients:
+            if not self._plans.stepped_without_gradients:
                 self._warn_if_sharded_since()
             # Other ranks may have gradients and wait for this rank in their reduction.
-            self._stepped_without_gradients = True
+            self._plans.stepped_without_gradients = True
             self._control(limit)
             if first_at_rest:
-                self._checker.verdict(keep=False)
+                self.checker.verdict(keep=False)
             return
         self._advance(WHOLE, parameters, grads, limit, changed, first_at_rest)
 
     def _check_changed_options(self, part: int, limit: float | None) -> bool:
         """Whether an option of any group may have changed since the last step of a part; options are then checked."""
-        plan, groups = self._plans.get(part), self.param_groups
+        plan, groups = self._plans.of_part.get(part), self.param_groups
         changed = plan is None or plan.options_may_differ(groups, limit)
         if changed:
             for group in groups:
-                check_options(group)
+                self._check(group)
         return changed
 
+    def step_parts_by(self, handle: Any) -> None:
+        """Let an object step parts of the parameters by `step_part`; None: `step` updates all of them again."""
+        self._forget()
+        self.backward_handle = handle
+        self._plans.stepped_without_gradients |= handle is not None  # such steps are now usual
+
     @torch.no_grad()
-    def _step_part(
+    def step_part(
         self, part: int, parameters: list[torch.Tensor], freed: Iterable[torch.Tensor | None] = repeat(None)
     ) -> None:
-        """Update the parameters of a part, whose ``.grad`` becomes `freed`. Only a decision made elsewhere clips."""
+        """Update some of the parameters, without hooks. It clips, unscales and skips as decided elsewhere, or not.
+
+        Args:
+            part: a number of at least 0 of these parameters, whose launches are kept under it.
+            parameters: those to update, each with a gradient.
+            freed: what their ``.grad`` becomes.
+        """
+        parameters = self._targets(parameters)
         limit = None if self._decision is None else self._limit()
         changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
@@ -339,7 +372,7 @@ class Adam(CanonicalState, torch.optim.Adam):
         `changed` says whether an option may have changed since its last step, `first_at_rest` whether to change nothing
         if all gradients are 0. The ``.grad`` of each parameter becomes that of `freed`; they stay if it is empty.
         """
-        groups, plan = self.param_groups, self._plans.get(part)
+        groups, plan = self.param_groups, self._plans.of_part.get(part)
         contiguous = all_contiguous(grads)
         recording = capturing(grads[0].device) or (
             plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
@@ -352,10 +385,10 @@ class Adam(CanonicalState, torch.optim.Adam):
             or not plan.describes(self, parameters, grads, contiguous)
         ):
             self._forget(part)
-            plan = self._plans[part] = StepPlan(self, parameters, grads)
+            plan = self._plans.of_part[part] = StepPlan(self, parameters, grads)
         control = adam.Control() if part != WHOLE and self._decision is None else self._control(limit)
         if first_at_rest:
-            verdict = self._checker.verdict(keep=False)
+            verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = _skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
@@ -372,8 +405,8 @@ class Adam(CanonicalState, torch.optim.Adam):
             for batch, _ in plan.batches:
                 if not capturing(batch.device):
                     batch.finish()
-            held = (one for batch, _ in plan.batches for operand in batch.keys for one in batch.batch.lists[operand])
-            self._recorded.update((id(one), one) for one in held)
+            lists = (batch.batch.lists[operand] for batch, _ in plan.batches for operand in batch.keys)
+            self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
             return
         for batch, _ in plan.batches:
             batch.finish()
@@ -389,8 +422,8 @@ class Adam(CanonicalState, torch.optim.Adam):
 
     def _control(self, limit: float | None) -> adam.Control:
         """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
-        decision = self._decision
-        squares = None
+        decision, squares = self._decision, None
+        self.last_verdict = None if decision is None else decision.verdict
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
             scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         else:
@@ -402,9 +435,10 @@ class Adam(CanonicalState, torch.optim.Adam):
             return adam.Control(scale, found_inf)
         if squares is None:
             factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
-            verdict = self._checker.verdict(factor)
+            verdict = self.checker.verdict(factor)
             squares = None if verdict is None else verdict.sum_of_squares
-        self._squares = squares
+            self.last_verdict = verdict if decision is None else decision.verdict
+        self._plans.squares = squares
         return adam.Control(scale, found_inf, squares)
 
     def _number(self, value: Any) -> torch.Tensor | None:
@@ -423,7 +457,7 @@ class Adam(CanonicalState, torch.optim.Adam):
         own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
         if default_group() is None or not own or any(map(is_sharded, own)):
             return
-        leaves = [one for one in instances("torch.distributed.tensor", "DTensor") if one.is_leaf and one.requires_grad]
+        leaves = [p for module in modules_of_fsdp2() for p in module.parameters() if is_sharded(p) and p.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
         shapes = {parameter.shape for parameter in own}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
@@ -435,39 +469,348 @@ class Adam(CanonicalState, torch.optim.Adam):
                 stacklevel=5,
             )
 
+    # ------------------------------------------------------------------------------------------------------- masters
 
-class AdamW(Adam, torch.optim.AdamW):
-    __doc__ = (
-        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
-        + _ARGUMENTS.format(
-            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step",
-            extra="",
-            name="AdamW",
-        )
-    )
+    def _agree(self) -> None:
+        """Store that all parameters and their full masters hold the same weights now."""
+        targets = self._targets(self._with_full_master())
+        self._plans.agreed = {id(target): Agreed.now(target) for target in targets}
 
-    # As torch's: whatever is loaded into an AdamW decays as AdamW does.
-    _fixed_options = ("decoupled_weight_decay",)
+    def _with_full_master(self) -> list[torch.Tensor]:
+        masters = ((p, self.state[p].get("master")) for p in parameters_of(self) if p in self.state)
+        return [p for p, master in masters if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
-        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
-        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-        state_dict_format: Literal["held", "canonical"] = "held",
-    ) -> None:
-        self._set_up({**locals(), "decoupled_weight_decay": True})
+    def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The local values of a full master whose parameter other code wrote; None if no code did.
+
+        With `compare`, None too if the parameter has the same values as before. This waits for the device.
+        """
+        (target,) = self._targets([parameter])
+        weight, master = local(target.detach()), local(self.state[parameter]["master"])
+        agreed = self._plans.agreed.get(id(target))
+        comparable = weight.device == master.device and weight.shape == master.shape
+        if agreed is None or not comparable or not agreed.may_be_written(target):
+            return None
+        if compare and has_memory(weight) and _rounds_to(master, weight):
+            return None
+        return as_written(weight, master)
+
+    def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
+
+        So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
+        """
+        state = self.state[parameter] if parameter in self.state else {}
+        (target,), master = self._targets([parameter]), state.get("master")
+        if target.dtype == torch.float32 or not isinstance(master, torch.Tensor):
+            return None
+        if is_remainder(master):
+            return like(target, join_master(local(target.detach()), local(master)))
+        written = self._master_if_written(parameter, compare)
+        return master if written is None else like(target, written)
+
+    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """The fp32 weight of each parameter: its master, or the parameter itself if it has none.
+
+        Full masters and fp32 parameters are not copied. The next step changes them, so clone those that you keep, and
+        do not write to them. A split master is joined when it is looked up, so that iterating over `items` holds one of
+        them at a time. The masters of DTensors are DTensors.
+
+        A moving average of the weights, which would not change in bf16::
+
+            average = {p: master.clone() for p, master in optimizer.masters().items()}
+            for p, master in optimizer.masters().items():  # after each step
+                average[p].lerp_(master, 1 - decay)
+        """
+        self._plans.note_agreed()
+        return _Masters(self)
+
+    @torch.no_grad()
+    def _take_outside_writes(self, recording: bool = False) -> None:
+        """Update the full masters of all parameters that other code wrote, including those without a gradient."""
+        self._plans.note_agreed()
+        for parameter in self._with_full_master():
+            written = self._master_if_written(parameter)
+            if written is None:
+                continue
+            local(self.state[parameter]["master"]).copy_(written)
+            if not recording:  # a captured copy runs in each replay, and may run again
+                (target,) = self._targets([parameter])
+                self._plans.agreed[id(target)] = Agreed.now(target)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
+        """Set masters to the present parameters, discarding the bits beyond the parameter's dtype.
+
+        Call this after replacing weights by unrelated ones, or after writing them through ``.data``, which full masters
+        do not notice. The call does not wait for the device.
+
+        Args:
+            parameters: one or more parameters of this optimizer; None for all.
+
+        Raises:
+            ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
+        """
+        own = {id(parameter) for parameter in parameters_of(self)}
+        if parameters is None:
+            parameters = parameters_of(self)
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for index, parameter in enumerate(chosen):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
+                    f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
+                )
+        self._plans.note_agreed()
+        for parameter, target in zip(chosen, self._targets(chosen), strict=True):
+            state = self.state[parameter] if parameter in self.state else {}
+            if "master" in state:
+                master = local(state["master"])
+                master.zero_() if is_remainder(master) else master.copy_(local(target.detach()))
+            self._plans.agreed[id(target)] = Agreed.now(target)
+
+    # --------------------------------------------------------------------------------------------------------- state
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each parameter as it is held, in the bytes that it takes in memory. Allocates nothing.
+
+        * ``step``, and moments in fp32 or bf16 as ``exp_avg`` and ``exp_avg_sq``;
+        * moments in 8 bits as ``exp_avg_codes`` and ``exp_avg_scale`` ...;
+        * a full master as ``master``, in fp32. It is copied where other code has written the parameter since;
+        * the remainder of a split master as ``master_remainder``.
+
+        Integers of 16 bits, which NCCL and gloo do not transfer, are shown as pairs of bytes in one more dimension.
+
+        `load_state_dict` loads it into every layout, with the same bits. As in torch, the tensors are those of the
+        optimizer, which the next step changes.
+
+        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns. So it is, in each format, for
+        the parameters that FullyShardedDataParallel has flattened, since its ``optim_state_dict`` allows one dtype per
+        parameter.
+
+        Raises:
+            ValueError: the attribute `state_dict_format` is neither ``"held"`` nor ``"canonical"``.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+            >>> optimizer = halfstep.AdamW([weight])
+            >>> weight.grad = torch.ones_like(weight)
+            >>> optimizer.step()
+            >>> list(optimizer.state_dict()["state"][0])
+            ['step', 'exp_avg', 'exp_avg_sq', 'master_remainder']
+            >>> list(optimizer.canonical_state_dict()["state"][0])
+            ['step', 'exp_avg', 'exp_avg_sq', 'master']
+        """
+        check_format(self.state_dict_format)
+        self._plans.note_agreed()
+        # Hooks see what is saved, so they run at the end.
+        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
+        try:
+            packed = Optimizer.state_dict(self)
+        finally:
+            self._optimizer_state_dict_post_hooks = hooks
+        for index, parameter in enumerate(parameters_of(self)):
+            if (state := packed["state"].get(index)) is None:
+                continue
+            full = "master" in state and not is_remainder(state["master"])
+            written = self._master(parameter, compare=True) if full else None
+            held = self.state_dict_format == "held" and not getattr(parameter, "_fsdp_flattened", False)
+            packed["state"][index] = saved_state(state, self._targets([parameter])[0], written, held)
+        # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
+        # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
+        # there are remainders, so that a load notices if these are missing.
+        for group in packed["param_groups"]:
+            group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
+            kind = group["master_weights"]
+            if any(REMAINDER in packed["state"].get(index, {}) for index in group["params"]):
+                group["master_weights"] = "split" if kind == "auto" else kind
+            elif kind in ("split", "split24"):
+                group["master_weights"] = "auto"
+        for hook in list(hooks.values()):
+            replaced = hook(self, packed)
+            packed = packed if replaced is None else replaced
+        return packed
+
+    @contextmanager
+    def _saving(self, form: Literal["held", "canonical"]) -> Iterator[None]:
+        """In this context `state_dict` has this format, also for code that calls it by its name."""
+        before, self.state_dict_format = self.state_dict_format, form
+        try:
+            yield
+        finally:
+            self.state_dict_format = before
+
+    def held_state_dict(self) -> dict[str, Any]:
+        """What `state_dict` returns with ``state_dict_format="held"``, the default."""
+        with self._saving("held"):
+            return self.state_dict()
+
+    def canonical_state_dict(self) -> dict[str, Any]:
+        """The state in fp32 on the CPU: ``step``, ``exp_avg``, ``exp_avg_sq``, ``master`` ... of each parameter.
+
+        It is the same for every layout, and loads into torch's and other optimizers. There is no ``master`` for fp32
+        parameters, and none with ``master_weights=None``. It takes 8 to 16 bytes per parameter on the host, and
+        memory for a few rows of a parameter on a GPU. Tensors that are in fp32 on the CPU are not copied. DTensors
+        stay DTensors, whose local tensors are on the CPU.
+        """
+        with self._saving("canonical"):
+            return self.state_dict()
+
+    @torch.no_grad()
+    def _complete_state(self, parameter: torch.Tensor, group: Group) -> dict[str, Any]:
+        """The state of a parameter in its layout, with missing entries created. It is replaced after all of them exist.
+
+        Other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, may have assigned codes and remainders under
+        the names of a checkpoint, moments in other dtypes, and masters of other kinds.
+        """
+        (target,), layout, state = self._targets([parameter]), self._layout(parameter, group), self.state.get(parameter)
+        weight = None
+        if state is not None and any(key in state for key in (REMAINDER, *CODE_KEYS)):
+            where, final = "state of parameter with a gradient", bool(self._plans.recorded)
+            state, weight = loaded_state(state, target, layout, where, final=final)
+            self._set_state(parameter, state, weight)
+        written = None
+        if state is not None and "master" in state and not is_remainder(state["master"]):
+            written = self._master_if_written(parameter)
+        fitted, weight = fitted_state(state or {}, target, layout, written)
+        if fitted is not state:
+            if "master" in fitted and "master" not in (state or {}):
+                self._plans.agreed[id(target)] = Agreed.now(target)
+            self._set_state(parameter, fitted, weight)
+        return fitted
+
+    def _set_state(self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor | None) -> None:
+        self.state[parameter] = state
+        if weight is not None:
+            (target,) = self._targets([parameter])
+            local(target.detach()).copy_(weight)
+
+    @torch.no_grad()
+    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Convert loaded masters of another layout now, and not in the first step. Load these parameters first."""
+        loaded = set(map(id, parameters))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in loaded and self.state.get(parameter):
+                    self._complete_state(parameter, group)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
+
+        The model may be loaded before or after: what `state_dict` or `canonical_state_dict` saved has the same bits in
+        both orders. There are two exceptions, for which load the model first: a full master that is loaded into a split
+        layout, where the weights halfway between two bf16 numbers would differ, and a load after a step was captured
+        in a CUDA graph, into another layout.
+
+        States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded by their rules. flashoptim's
+        masters belong to the present parameters: load the model first. Under sharding, pass such states to
+        `halfstep.integrations.checkpoint.load_optimizer`.
+
+        The options that define the layout (`master_weights`, `state_dtype`, `rounding`) are not loaded; all others are.
+        If the checkpoint has a master, the parameter is set to the rounded master.
+
+        apex and TransformerEngine store the step count per group: it becomes that of each parameter with state.
+        TransformerEngine's masters are loaded for fp16 and bf16 parameters; those of fp32 parameters, which
+        TransformerEngine does not update, are left out. apex saves no masters:
+        `halfstep.integrations.checkpoint.with_masters` adds them. Neither checkpoint stores whether weight decay is
+        decoupled; that depends on the class that loads it.
+
+        If a step was captured in a CUDA graph, the state is copied into the tensors that the graph uses.
+
+        Raises:
+            ValueError: groups, parameters, shapes, keys or numbers do not match. The optimizer and its parameters are
+                unchanged, as they are after Ctrl-C.
+        """
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        self._load(state_dict)
+        for post_hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, without hooks."""
+        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
+        for group in groups:
+            self._check(group)
+        check_masters(owners, state_dict)
+        loaded, fresh = {}, defaultdict[Any, Any](dict)
+        for index, saved in state_dict["state"].items():
+            if index not in owners:
+                fresh[index] = saved
+            elif saved:
+                parameter, group, saved_group = owners[index]
+                where, (target,) = f"state of parameter {index}", self._targets([parameter])
+                entries = with_our_names(where, target, saved, saved_group)
+                layout, final = self._layout(parameter, group), bool(self._plans.recorded)
+                fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
+                loaded[parameter] = target, weight
+        # Everything has been validated. The plan is discarded first, because it is derived from the old state.
+        self._forget()
+        pairs = ((local(target.detach()), weight) for target, weight in loaded.values() if weight is not None)
+        writes: list[partial[Any]] = [partial(values.copy_, weight) for values, weight in pairs]
+        for parameter in loaded:
+            writes += self._in_place(parameter, fresh[parameter])
+        writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups))
+        writes.append(partial(self._plans.__dict__.update, agreed={}))
+        self._commit(WHOLE, [(list(loaded), writes)])
+        self._agree()
+
+    def _commit(self, part: int, writes: Writes) -> None:
+        """Make the calls of a step or a load (then `part` is `WHOLE`): all of them, whatever interrupts.
+
+        Each pair is parameters, and the calls that write these and their state. Their order does not matter.
+        """
+        apply(list(chain.from_iterable(map(itemgetter(1), writes))))
+
+    def _in_place(self, parameter: torch.Tensor, state: dict[str, Any]) -> list[partial[Any]]:
+        """Calls that copy a loaded state into the tensors that CUDA graphs use, which replace those in `state`."""
+        calls, recorded = [], self._plans.recorded
+        for key, tensor in self.state.get(parameter, {}).items() if recorded else ():
+            value = state.get(key)
+            if not isinstance(value, torch.Tensor) or id(local(tensor)) not in recorded:
+                continue
+            if (value.shape, value.dtype, value.device) == (tensor.shape, tensor.dtype, tensor.device):
+                calls.append(partial(local(tensor).copy_, local(value)))
+                state[key] = tensor
+        return calls
+
+
+class _Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """What `masters` returns. A split master is joined when it is looked up."""
+
+    def __init__(self, optimizer: LayoutOptimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict.fromkeys(parameters_of(optimizer))
+
+    @torch.no_grad()
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._parameters:
+            raise KeyError("not a parameter of this optimizer")
+        master = self._optimizer._master(parameter)
+        (target,) = self._optimizer._targets([parameter])
+        return target.detach().float() if master is None else master
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a full master rounds to its parameter everywhere. Needs memory for a few rows of them only."""
+    rows = rows_of_a_piece(parameter)
+    pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
+    return all(torch.equal(values.to(weight.dtype), weight) for values, weight in pairs)
+
+
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format; those of others stay."""
+    return optimizer._saving(form) if isinstance(optimizer, LayoutOptimizer) else nullcontext()

@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from halfstep.integrations.optim.state import like
+from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.state_layout import REMAINDER
+
 BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the entry under which 0.45 and later save what the table below names
 _BITSANDBYTES = {
     **{"state1": "exp_avg", "state2": "exp_avg_sq"},
@@ -108,3 +112,43 @@ def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | 
     first = exponent.div(2, rounding_mode="floor")
     half_gap = torch.ldexp(torch.ldexp(rest.float() / torch.iinfo(rest.dtype).max, first), exponent - first)
     return weight.float() + half_gap
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether an entry is missing: None in TransformerEngine, an empty dict in a flat state of torch."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def with_our_names(where: str, parameter: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
+    """One parameter's saved state with our names; `group` is its saved group."""
+    state = decode({key: value for key, value in saved.items() if not _is_nothing(value)}, where)
+    if group.get("step") is not None:
+        state.setdefault("step", group["step"])
+    rest = state.pop("error_bits", None)
+    if isinstance(rest, torch.Tensor) and "master" not in state:
+        weight, rest = local(parameter.detach()), local(rest)
+        master = master_of_flashoptim(weight, rest.to(weight.device), group.get("master_bytewidth"), where)
+        return {**state, "master": like(parameter, master)}
+    master = state.pop("master_param", None)
+    if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
+        return state
+    if master.dtype == torch.int16:  # the lower 16 bits of a master that was rounded as in `split_master`
+        return {**state, REMAINDER: master}
+    return {**state, "master": master}
+
+
+def check_masters(owners: dict[Any, tuple[torch.Tensor, Any, Any]], state_dict: dict[str, Any]) -> None:
+    """Raise if all split masters of a group are missing, which its option says that it had when it was saved.
+
+    Code that loads flat states looks entries up by the names in memory, and leaves out those that it does not find.
+    """
+    for number, group in enumerate(state_dict["param_groups"]):
+        states = [(owners[index][0], state_dict["state"].get(index) or {}) for index in group["params"]]
+        halves = [parameter for parameter, state in states if parameter.dtype == torch.bfloat16 and state]
+        masters = [state for _, state in states if not (_is_nothing(state.get("master")) and REMAINDER not in state)]
+        if group.get("master_weights") in ("split", "split24") and halves and not masters:
+            raise ValueError(
+                f"Expected {REMAINDER!r} or 'master' in the states of group {number}, whose masters were "
+                f"{group['master_weights']!r} when it was saved, but got none: code that loads flat states looks up "
+                "'master' only; set optimizer.state_dict_format = 'canonical' before saving and loading"
+            )

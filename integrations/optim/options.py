@@ -1,43 +1,33 @@
-"""The options of a parameter group: validation, and the layout of one parameter."""
+"""The options of a parameter group: validation, and those of a checkpoint."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from halfstep.kernels import adam
 from halfstep.kernels.multi_tensor import DTYPE_CODES, has_memory
 from halfstep.kernels.philox import check_seed
+from halfstep.numerics.state_layout import MASTERS
 
-MASTERS = ("auto", "full", "split", "split24", None)
-STATE_DTYPES = (torch.float32, torch.bfloat16, "8bit")
-LEAST_CODED = 4096  # elements of the smallest parameter whose moments state_dtype="8bit" keeps in 8 bits
-STEP_ROUNDINGS = ("auto", "nearest", "stochastic")
-# Options that define the layout of the state. Loading a checkpoint does not change them.
-LAYOUT_OPTIONS = ("master_weights", "state_dtype", "rounding")
-
-_MASTER_CODES = {
-    None: adam.NO_MASTER,
-    "full": adam.FULL_MASTER,
-    "split": adam.SPLIT_MASTER,
-    "split24": adam.SPLIT24_MASTER,
+# Options that define the layout of the state, and what is allowed. Loading a checkpoint does not change them.
+LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "master_weights": ("auto", *(master for master in MASTERS if master is not None), None),
+    "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
+    "rounding": ("auto", "nearest", "stochastic"),
 }
-# The dtype of the state tensor "master" of each kind: the master itself, or what completes the bf16 weight to it.
-MASTER_DTYPES = {
-    kind: adam.REMAINDERS.get(code, torch.float32) for kind, code in _MASTER_CODES.items() if code != adam.NO_MASTER
-}
-# All options of a group.
+# Options that decide about the bits of a step.
 OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-    *("decoupled_weight_decay", "master_weights", "state_dtype", "rounding", "seed"),
+    *("decoupled_weight_decay", *LAYOUT_OPTIONS, "seed"),
 )
-options_of = itemgetter(*OPTIONS)
+# Options of a group that apex, TransformerEngine and flashoptim have in addition to torch's.
+FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
+Group = dict[str, Any]
 
 
 def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -48,14 +38,19 @@ def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
             return id(value), value._version
         return list(map(comparable, value)) if isinstance(value, (tuple, list)) else value
 
-    return [comparable(options_of(group)) for group in groups]
+    return [[comparable(group.get(name)) for name in OPTIONS] for group in groups]
 
 
 def plain_number(value: Any) -> Any:
     """Numbers of numpy as numbers of Python, so that checkpoints contain no numpy objects; other values unchanged."""
-    if isinstance(value, (tuple, list)) and any(isinstance(one, (np.ndarray, np.generic)) for one in value):
+    if isinstance(value, (tuple, list)) and any(isinstance(item, (np.ndarray, np.generic)) for item in value):
         return type(value)(map(plain_number, value))
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
+
+
+def is_zero(lr: torch.Tensor | float) -> bool:
+    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
+    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
 
 
 def check_number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
@@ -71,28 +66,23 @@ def check_number(value: Any, message: str, allowed: str, fits: Callable[[float],
         raise ValueError(f"{message}: {value}; expected {allowed}")
 
 
-def check_options(group: dict[str, Any]) -> None:
-    """Validate the options of a parameter group. Messages start like torch's, which other code may match."""
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
-    if isinstance(betas[0], torch.Tensor) != isinstance(betas[1], torch.Tensor):
-        raise ValueError("betas must be either both floats or both Tensors")
-    for name, value in (("lr", group["lr"]), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
-        if not isinstance(value, torch.Tensor):
-            continue
-        if group["foreach"] and not group["capturable"]:
-            raise ValueError(
-                f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, which "
-                "has no effect here"
-            )
-        if value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element; its shape is {tuple(value.shape)}")
-    for index, beta in enumerate(betas):
-        check_number(
-            beta, f"Invalid beta parameter at index {index}", "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0
+def check_tensor_option(group: Group, name: str, value: Any) -> None:
+    """Raise unless a hyperparameter, if it is a tensor, is one that torch's optimizers take too."""
+    if not isinstance(value, torch.Tensor):
+        return
+    if group["foreach"] and not group.get("capturable"):
+        raise ValueError(
+            f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, which has "
+            "no effect here"
         )
-    for name, text in (("lr", "learning rate"), ("eps", "epsilon value"), ("weight_decay", "weight_decay value")):
+    if value.numel() != 1:
+        raise ValueError(f"Tensor {name} must be 1-element; its shape is {tuple(value.shape)}")
+
+
+def check_options(group: Group) -> None:
+    """Validate the options that all optimizers have. Messages start like torch's, which other code may match."""
+    check_tensor_option(group, "lr", group["lr"])
+    for name, text in (("lr", "learning rate"), ("weight_decay", "weight_decay value")):
         check_number(group[name], f"Invalid {text}", "a finite number of at least 0", lambda x: x >= 0)
     if group["foreach"] and group["fused"]:
         raise RuntimeError("`fused` and `foreach` cannot be `True` together; neither changes what is computed here")
@@ -100,10 +90,16 @@ def check_options(group: dict[str, Any]) -> None:
         if group["fused"]:
             raise RuntimeError("`fused` does not support `differentiable`; use torch.optim for a differentiable step")
         raise ValueError("Expected differentiable to be False, but got True: use torch.optim for a differentiable step")
-    for name, allowed in (("master_weights", MASTERS), ("state_dtype", STATE_DTYPES), ("rounding", STEP_ROUNDINGS)):
+    for name, allowed in LAYOUT_OPTIONS.items():
         if group[name] not in allowed:
             raise ValueError(f"Expected {name} to be one of {', '.join(map(repr, allowed))}, but got {group[name]!r}")
     check_seed(group["seed"])
+
+
+def check_format(form: Any) -> None:
+    """Raise unless `form` is a format of `state_dict`."""
+    if form not in ("held", "canonical"):
+        raise ValueError(f"Expected state_dict_format to be 'held' or 'canonical', but got {form!r}")
 
 
 def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:
@@ -126,51 +122,49 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
         )
 
 
-def master_of(parameter: torch.Tensor, master_weights: str | None) -> str | None:
-    """The kind of master of a parameter: a key of `MASTER_DTYPES`, or None. fp32 parameters have none."""
-    if parameter.dtype == torch.float32:
-        return None
-    if master_weights == "auto":
-        return "split" if parameter.dtype == torch.bfloat16 else "full"
-    return master_weights
-
-
-def state_dtype_of(parameter: torch.Tensor, state_dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype of the moments of a parameter; uint8 stands for codes in 8 bits.
-
-    Moments of vectors and of small parameters stay in fp32: they take next to no memory, and norms and biases, whose
-    blocks would mix unrelated elements, are among them.
-    """
-    if isinstance(state_dtype, torch.dtype):
-        return state_dtype
-    return torch.uint8 if parameter.dim() > 1 and parameter.numel() >= LEAST_CODED else torch.float32
-
-
-def is_stochastic(group: dict[str, Any]) -> bool:
-    """Whether the steps of a group round stochastically.
-
-    By default they do with moments in 8 bits: to nearest, a second moment with 3 bits of mantissa stops changing.
-    """
-    if group["rounding"] == "auto":
-        return bool(group["state_dtype"] == "8bit")
-    return bool(group["rounding"] == "stochastic")
-
-
-def layout_of(parameter: torch.Tensor, grad: torch.dtype, group: dict[str, Any]) -> adam.Layout:
-    """The layout of a parameter, for which its kernel is compiled."""
-    master = _MASTER_CODES[master_of(parameter, group["master_weights"])]
-    state = state_dtype_of(parameter, group["state_dtype"])
-    return adam.Layout(
-        parameter.dtype,
-        grad,
-        state,
-        master,
-        bool(group["amsgrad"]),
-        not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0),
-        is_stochastic(group) and adam.rounds_stochastically(parameter.dtype, state, master),
-    )
-
-
-def is_zero(lr: torch.Tensor | float) -> bool:
-    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
-    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
+def matched_groups(
+    groups: list[Group], state_dict: dict[str, Any], kept: Iterable[str]
+) -> tuple[list[Group], dict[Any, tuple[torch.Tensor, Group, Group]]]:
+    """The groups after a load that leaves the options `kept`; for each saved index its parameter, that parameter's
+    group, and the saved group."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict"
+            )
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: expected {len(groups)}, but got "
+            f"{len(saved_groups)}"
+        )
+    result, owners = [], {}
+    for number, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(f"group {number} of the checkpoint has {', '.join(map(repr, saved))}; it lacks 'params'")
+        if len(group["params"]) != len(saved["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
+                f"group {number} has {len(saved['params'])} parameters there, {len(group['params'])} here"
+            )
+        if not saved.get("bias_correction", True):
+            raise ValueError(
+                f"Expected bias_correction to be True in group {number} of the checkpoint, but got "
+                f"{saved['bias_correction']}: continue with the optimizer that saved it"
+            )
+        names, present = saved.get("param_names"), group.get("param_names")
+        if names and present and names != present and sorted(names) == sorted(present):
+            first = next(index for index, pair in enumerate(zip(names, present, strict=True)) if pair[0] != pair[1])
+            raise ValueError(
+                f"Expected the parameters of group {number} in the order of the checkpoint, but parameter {first} is "
+                f"{names[first]!r} there and {present[first]!r} here: create the optimizer with the parameters in that "
+                "order"
+            )
+        loaded = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
+        merged = {**group, **loaded, **{name: group[name] for name in kept}, "params": group["params"]}
+        if isinstance(merged["lr"], torch.Tensor):
+            merged["lr"] = merged["lr"].clone()
+        result.append(merged)
+        for index, parameter in zip(saved["params"], group["params"], strict=True):
+            owners[index] = parameter, merged, saved
+    return result, owners

@@ -1,170 +1,88 @@
-"""The state of an optimizer for each parameter: moments, step counts and masters, and writes by other code."""
+"""The state of one parameter: created, saved as it is held or in fp32, loaded from either, and fitted to a layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import Optimizer
 
-from halfstep.integrations.optim.options import MASTER_DTYPES, master_of, plain_number, state_dtype_of
-from halfstep.kernels import adam
-from halfstep.kernels.block_codes import (
-    LARGEST_POSITIVE,
-    SCALE_DTYPES,
-    blocks_per_row,
-    encode,
-    rows_and_columns,
-)
+from halfstep.integrations.optim.options import plain_number
+from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
 from halfstep.kernels.multi_tensor import has_memory
-from halfstep.kernels.rounding import join_master
-from halfstep.numerics.scaling.topology import is_sharded, local, sharded_like
-from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
+from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
+from halfstep.numerics.state_layout import (
+    CODE_KEYS,
+    HELD,
+    MOMENTS,
+    REMAINDER,
+    REMAINDERS,
+    SCALE_KEYS,
+    StateLayout,
+    shape_of,
+)
 
-if TYPE_CHECKING:
-    from halfstep.integrations.optim.step_plan import StepPlan
-
-WHOLE = -1  # the part of a step that has all parameters
 PIECE = 1 << 18  # elements that are compared or converted together
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-CANONICAL_KEYS = ("step", *MOMENTS, "master")
-# The names of codes and remainders in a checkpoint, so that code which expects moments and masters does not find these.
-CODES = {moment: f"{moment}_codes" for moment in MOMENTS}
-REMAINDER = "master_remainder"
-# The scales of blocks of moments in 8 bits, and their dtypes.
-SCALES = {moment: f"{moment}_scale" for moment in MOMENTS}
-DTYPES_OF_SCALES = {scales: SCALE_DTYPES[moment == "exp_avg"] for moment, scales in SCALES.items()}
-
-
-def version_of(parameter: torch.Tensor) -> int:
-    """A number that grows with every write to a parameter, through its DTensor or its local part."""
-    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
-
-
-def _address_of(values: torch.Tensor) -> int:
-    return values.data_ptr() if has_memory(values) else 0
-
-
-class Agreed(NamedTuple):
-    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
-
-    version: int
-    address: int
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, parameter: torch.Tensor) -> Agreed:
-        return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
-
-    def may_be_written(self, parameter: torch.Tensor) -> bool:
-        """Whether other code may have written the parameter since. A change of dtype does not count."""
-        if parameter.dtype != self.dtype:
-            return False
-        return (self.version, self.address) != (version_of(parameter), _address_of(local(parameter)))
-
-
-def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
-    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
-
-
-def rows_of_a_piece(values: torch.Tensor) -> int:
-    """How many rows of a tensor, indices of dimension 0, are about `PIECE` elements; at least one."""
-    return max(1, PIECE // max(1, values[:1].numel())) if values.dim() else 1
-
-
-def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a full master rounds to its parameter everywhere. Needs memory for a piece of them only."""
-    rows = rows_of_a_piece(parameter)
-    pieces = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
-    return all(torch.equal(part.to(weight.dtype), weight) for part, weight in pieces)
-
-
-def state_keys(layout: adam.Layout) -> dict[int, str]:
-    """The names of the state tensors of a layout, by operand of the kernel."""
-    keys = {adam.M: "exp_avg", adam.V: "exp_avg_sq", adam.STEP: "step"}
-    if layout.master != adam.NO_MASTER:
-        keys[adam.EXTRA] = "master"
-    if layout.amsgrad:
-        keys[adam.TOP] = "max_exp_avg_sq"
-    if layout.coded:
-        keys |= {adam.SCALES_OF[operand]: SCALES[key] for operand, key in keys.items() if key in MOMENTS}
-    return keys
+_MISSING = object()
+HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
+_REMAINDERS = tuple(getattr(torch, stored.dtype) for stored in REMAINDERS)
+_SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment in SCALE_KEYS.items()}
 
 
 def is_remainder(master: torch.Tensor) -> bool:
     """Whether the state tensor "master" completes a bf16 parameter to its master, and is not the master itself."""
-    return master.dtype in adam.REMAINDERS.values()
-
-
-def shape_of(key: str, shape: torch.Size) -> torch.Size:
-    """The shape of an entry of the state of a parameter, or of a part of a parameter, of some shape."""
-    if key not in SCALES.values():
-        return torch.Size(()) if key == "step" else shape
-    rows, columns = rows_and_columns(shape or (1,))
-    return torch.Size((rows, blocks_per_row(columns)))
-
-
-def entries(parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.dtype]:
-    """The names and dtypes of the state tensors that a step of a parameter needs, in the layout of its group."""
-    dtype, master = state_dtype_of(parameter, group["state_dtype"]), master_of(parameter, group["master_weights"])
-    dtypes = {"step": torch.float32}
-    for moment in MOMENTS if group["amsgrad"] else MOMENTS[:2]:
-        dtypes[moment] = dtype
-        if dtype == torch.uint8:
-            dtypes[SCALES[moment]] = DTYPES_OF_SCALES[SCALES[moment]]
-    return dtypes if master is None else {**dtypes, "master": MASTER_DTYPES[master]}
-
-
-def is_complete(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter's state has all entries that a step needs, with moments and the master as they are held."""
-    dtypes = entries(parameter, group)
-    if not dtypes.keys() <= state.keys():
-        return False
-    step, master = state["step"], state.get("master")
-    counted = isinstance(step, torch.Tensor) and (step.dtype, step.device) == (torch.float32, local(parameter).device)
-    kind = (master.dtype if is_remainder(master) else torch.float32) if isinstance(master, torch.Tensor) else None
-    return counted and kind in (None, dtypes.get("master")) and not foreign_moments(state, parameter, group)
-
-
-def foreign_moments(state: dict[str, Any], parameter: torch.Tensor, group: dict[str, Any]) -> list[str]:
-    """The names of moments that other code has assigned in fp32 or bf16, where the layout has another dtype."""
-    own = local(parameter)
-    held = {key: local(state[key]) for key in MOMENTS if isinstance(state.get(key), torch.Tensor)}
-    return [
-        key
-        for key, dtype in entries(parameter, group).items()
-        if key in held
-        and held[key].dtype in {torch.float32, torch.bfloat16} - {dtype}
-        and (held[key].shape, held[key].device) == (own.shape, own.device)
-    ]
-
-
-def new_entry(key: str, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
-    """A state tensor before the first step: a full master is a copy of the parameter, all others are 0."""
-    value = parameter.detach()
-    if key == "step":
-        return torch.zeros((), dtype=dtype, device=value.device)
-    if key in SCALES.values():
-        part = local(value)
-        return scales_like(parameter, part.new_zeros(shape_of(key, part.shape), dtype=dtype))
-    if key == "master" and dtype == torch.float32:
-        return value.to(dtype, memory_format=torch.preserve_format)
-    return torch.zeros_like(value, dtype=dtype, memory_format=torch.preserve_format)
+    return master.dtype in _REMAINDERS
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
-    return sharded_like(parameter, values) if is_sharded(parameter) else values
+    return Sharding(parameter).like(values)
 
 
 def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The scales of the local blocks of a parameter, sharded like the parameter."""
-    shape = shape_of(SCALES["exp_avg"], parameter.shape)
-    return sharded_like(parameter, scales, shape) if is_sharded(parameter) else scales
+    shape = torch.Size(shape_of(next(iter(SCALE_KEYS)), parameter.shape))
+    return Sharding(parameter).like(scales, shape)
+
+
+def new(key: str, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
+    """A state tensor before the first step: a full master is a copy of the parameter, all others are 0."""
+    values = parameter.detach()
+    if key == "step":
+        return torch.zeros((), dtype=dtype, device=values.device)
+    if key in SCALE_KEYS:
+        shard = local(values)
+        return scales_like(parameter, shard.new_zeros(shape_of(key, shard.shape), dtype=dtype))
+    if key == "master" and dtype == torch.float32:
+        return values.to(dtype, memory_format=torch.preserve_format)
+    return torch.zeros_like(values, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def encoded(moment: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state tensors of a moment in 8 bits, from its local values in fp32."""
+    if not MOMENTS[moment]:  # limited as in the step, and not negative
+        values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
+    codes, scales = encode(values.contiguous(), len(values), signed=MOMENTS[moment])
+    return {moment: like(parameter, codes), f"{moment}_scale": scales_like(parameter, scales)}
+
+
+def put_master(
+    state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, layout: StateLayout
+) -> torch.Tensor:
+    """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
+    dtype = layout.dtypes.get("master")
+    if dtype is not None and dtype in _REMAINDERS:
+        weight, master = split_master(master, dtype)
+    else:
+        weight = master.to(parameter.dtype)
+    state.pop("master", None)
+    if dtype is not None:
+        state["master"] = like(parameter, master)
+    return weight
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -172,16 +90,8 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {key: moved(one, device) for key, one in value.items()}
-    return type(value)(moved(one, device) for one in value) if type(value) in (list, tuple, set) else value
-
-
-def encoded(key: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The entries of the state of a moment in 8 bits, from its local values in fp32."""
-    if key != "exp_avg":  # second moments: limited as in the step, and not negative
-        values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
-    codes, scales = encode(values.contiguous(), len(values), signed=key == "exp_avg")
-    return {key: like(parameter, codes), SCALES[key]: scales_like(parameter, scales)}
+        return {key: moved(item, device) for key, item in value.items()}
+    return type(value)(moved(item, device) for item in value) if type(value) in (list, tuple, set) else value
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
@@ -190,10 +100,10 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         if saved.numel() != 1:
             raise ValueError(f"Expected 'step' in the {where} to be one number, but got shape {tuple(saved.shape)}")
-        held = local(saved.detach())
-        if not has_memory(held):
-            return held.reshape(()).to(torch.float32, copy=True)
-        device, value = held.device, held.item()
+        shard = local(saved.detach())
+        if not has_memory(shard):
+            return shard.reshape(()).to(torch.float32, copy=True)
+        device, value = shard.device, shard.item()
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
         raise ValueError(f"Expected 'step' in the {where} to be an integer of at least 0, but got {value!r}")
@@ -205,140 +115,266 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
     return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
-class _Masters(Mapping[torch.Tensor, torch.Tensor]):
-    """What `masters` returns. A split master is joined when it is looked up."""
-
-    def __init__(self, optimizer: OptimizerState) -> None:
-        self._optimizer = optimizer
-        self._own = dict.fromkeys(parameters_of(optimizer))
-
-    @torch.no_grad()
-    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._own:
-            raise KeyError("not a parameter of this optimizer")
-        master = self._optimizer._master(parameter)
-        return parameter.detach().float() if master is None else master
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
+# -------------------------------------------------------------------------------------------------------------- saving
 
 
-class OptimizerState(StepsOnVerdict, Optimizer):
-    """An optimizer's masters, and what other code writes to its parameters."""
+def shards_blocks(parameter: torch.Tensor) -> bool:
+    """Whether torch shards the codes and the scales of a parameter alike, so that each rank has whole blocks.
 
-    _agreed: dict[int, Agreed]  # by the parameter's id
-    _plans: dict[int, StepPlan]  # of the last step (`WHOLE`), and of each part that is stepped on its own
-    _bucket_of: Mapping[int, int] = {}  # by the parameter's id: different launches update different buckets
+    All ranks decide alike.
+    """
+    return Sharding(parameter).keeps_blocks(SPAN, evenly=True)
 
-    def _forget(self, part: int | None = None) -> None:
-        """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
-        self._note_agreed()
-        if part is None:
-            self._plans = {}
+
+def saved_state(
+    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, held: bool
+) -> dict[str, Any]:
+    """One parameter's state under the names of a checkpoint, with its full master.
+
+    With `held`, nothing is copied but moments in 8 bits whose blocks torch does not shard like the parameter: they
+    become fp32 on the CPU, as all of a canonical state. On a GPU, pieces of one tensor are then allocated.
+    """
+    saved: dict[str, Any] = {}
+    codes: dict[str, Any] = {}
+    for key, value in state.items():
+        coded = key in MOMENTS and value.dtype == torch.uint8
+        if coded and held and shards_blocks(parameter):
+            codes |= {f"{key}_codes": value, f"{key}_scale": _in_bytes(state[f"{key}_scale"])}
+        elif coded:
+            decoded = partial(decode, signed=MOMENTS[key])
+            values = _converted_on_cpu(parameter, decoded, value, state[f"{key}_scale"])
+            (codes if held else saved)[key] = values
+        elif key in MOMENTS and not held and value.dtype != torch.float32:
+            saved[key] = _converted_on_cpu(parameter, torch.Tensor.float, value)
+        elif key not in SCALE_KEYS and key != "master":
+            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) and not held else value
+    remainder = state.get("master")
+    if master is not None:
+        saved["master"] = master if held else _on_cpu(master)
+    elif isinstance(remainder, torch.Tensor) and parameter.dtype == torch.bfloat16:  # without which it is useless
+        if held:
+            saved[REMAINDER] = _in_bytes(remainder)
         else:
-            self._plans.pop(part, None)
+            saved["master"] = _converted_on_cpu(parameter, join_master, parameter.detach(), remainder)
+    return saved | codes
 
-    def _note_agreed(self) -> None:
-        """Copy from the plans when their parameters and masters last held the same weights."""
-        for plan in self._plans.values():
-            for batch, _ in plan.batches:
-                self._agreed.update(batch.agreed())
 
-    def _agree(self) -> None:
-        """Store that all parameters and their full masters hold the same weights now."""
-        self._agreed = {id(parameter): Agreed.now(parameter) for parameter in self._with_full_master()}
+def rows_of_a_piece(values: torch.Tensor) -> int:
+    """How many rows of a tensor, indices of dimension 0, are about `PIECE` elements; at least one."""
+    return max(1, PIECE // max(1, values[:1].numel())) if values.dim() else 1
 
-    def _with_full_master(self) -> list[torch.Tensor]:
-        masters = ((p, self.state[p].get("master")) for p in parameters_of(self) if p in self.state)
-        return [p for p, master in masters if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
 
-    def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The local values of a full master whose parameter other code wrote; None if no code did.
+def _converted_on_cpu(
+    parameter: torch.Tensor, convert: Callable[..., torch.Tensor], *operands: torch.Tensor
+) -> torch.Tensor:
+    """What `convert` makes of operands with the rows of a parameter: fp32 on the CPU, sharded like the parameter.
 
-        With `compare`, None too if the parameter has the same values as before. This waits for the device.
-        """
-        held, own = local(parameter.detach()), local(self.state[parameter]["master"])
-        known = self._agreed.get(id(parameter))
-        comparable = held.device == own.device and held.shape == own.shape
-        if known is None or not comparable or not known.may_be_written(parameter):
-            return None
-        if compare and has_memory(held) and _rounds_to(own, held):
-            return None
-        return as_written(held, own)
+    Rows are converted a few at a time, since there may be no memory on the device for a whole tensor.
+    """
+    shard = local(parameter.detach())
+    host = shard.device if shard.device.type in HOST else torch.device("cpu")
+    values = torch.empty_like(shard, dtype=torch.float32, device=host)
+    rows = rows_of_a_piece(shard)
+    pieces = zip(*(torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands)), strict=True)
+    for target, *piece in pieces:
+        target.copy_(convert(*piece))
+    return Sharding(parameter).moved(values)
 
-    def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
 
-        So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
-        """
-        state = self.state[parameter] if parameter in self.state else {}
-        master = state.get("master")
-        if parameter.dtype == torch.float32 or not isinstance(master, torch.Tensor):
-            return None
-        if is_remainder(master):
-            return like(parameter, join_master(local(parameter.detach()), local(master)))
-        written = self._master_if_written(parameter, compare)
-        return master if written is None else like(parameter, written)
+def _on_cpu(values: torch.Tensor) -> torch.Tensor:
+    sharding = Sharding(values)
+    return values if sharding.local.device.type in HOST else sharding.moved(sharding.local.cpu())
 
-    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """The fp32 weight of each parameter: its master, or the parameter itself if it has none.
 
-        Full masters and fp32 parameters are not copied. The next step changes them, so clone those that you keep, and
-        do not write to them. A split master is joined when it is looked up, so that iterating over `items` holds one of
-        them at a time. The masters of DTensors are DTensors.
+def _in_bytes(values: torch.Tensor) -> torch.Tensor:
+    """The same memory, for 16-bit integers as pairs of bytes in one more dimension.
 
-        A moving average of the weights, which would not change in bf16::
+    Neither NCCL nor gloo transfers such integers, and a load into them would silently convert other numbers.
+    """
+    if values.dtype != torch.int16:
+        return values
+    pairs = local(values).unsqueeze(-1).view(torch.uint8)
+    strides = (*(2 * stride for stride in values.stride()), 1)
+    return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
 
-            average = {p: master.clone() for p, master in optimizer.masters().items()}
-            for p, master in optimizer.masters().items():  # after each step
-                average[p].lerp_(master, 1 - decay)
-        """
-        self._note_agreed()
-        return _Masters(self)
 
-    @torch.no_grad()
-    def _take_outside_writes(self, recording: bool = False) -> None:
-        """Update the full masters of all parameters that other code wrote, including those without a gradient."""
-        self._note_agreed()
-        for parameter in self._with_full_master():
-            written = self._master_if_written(parameter)
-            if written is None:
-                continue
-            local(self.state[parameter]["master"]).copy_(written)
-            if not recording:  # a captured copy runs in each replay, and may run again
-                self._agreed[id(parameter)] = Agreed.now(parameter)
+def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_in_bytes` for 16-bit integers."""
+    return Sharding(pairs).like(local(pairs).contiguous().view(torch.int16).squeeze(-1), pairs.shape[:-1])
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-        """Set masters to the present parameters, discarding the bits beyond the parameter's dtype.
 
-        Call this after replacing weights by unrelated ones, or after writing them through ``.data``, which full masters
-        do not notice. The call does not wait for the device.
+def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+    """Memory for an entry of a saved state, sharded like its parameter. None for an entry of another shape."""
+    whole, shard = shape_of(key, parameter.shape), local(parameter.detach())
+    if key == "step" or size not in (whole, (*whole, 2)):
+        return None
+    values = shard.new_empty((*shape_of(key, shard.shape), *size[len(whole) :]), dtype=dtype)
+    return Sharding(parameter).like(values, size)
 
-        Args:
-            parameters: one or more parameters of this optimizer; None for all.
 
-        Raises:
-            ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
-        """
-        own = {id(parameter) for parameter in parameters_of(self)}
-        if parameters is None:
-            parameters = parameters_of(self)
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for index, parameter in enumerate(chosen):
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
-                    f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
-                )
-        self._note_agreed()
-        for parameter in chosen:
-            state = self.state[parameter] if parameter in self.state else {}
-            if "master" in state:
-                master = local(state["master"])
-                master.zero_() if is_remainder(master) else master.copy_(local(parameter.detach()))
-            self._agreed[id(parameter)] = Agreed.now(parameter)
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def loaded_state(
+    saved: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, where: str, final: bool = False
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """One parameter's saved state as copies in a layout, and the new weight (None: unchanged).
+
+    Args:
+        saved: a state as `saved_state` returns it, or of another optimizer with the names of a canonical one.
+        parameter: the parameter, with the weight that belongs to a remainder.
+        layout: the layout of the parameter in the optimizer that loads.
+        where: the name of the state in messages.
+        final: whether the master becomes that of the layout now. Otherwise a remainder stays as it was saved until the
+            first step, since the weight that belongs to it may be loaded later.
+
+    Raises:
+        ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
+    """
+    source = _with_names_in_memory(saved, parameter, where)
+    for key in ("step", *layout.moments):
+        if key not in source:
+            raise ValueError(
+                f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: "
+                "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
+                "state_dict_format='canonical'"
+            )
+    state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
+    for moment in layout.moments:
+        value, scales = source[moment], source.get(f"{moment}_scale")
+        if scales is not None and layout.coded:
+            copied = new(f"{moment}_scale", scales.dtype, parameter).copy_(scales)
+            state |= {moment: _copy(parameter, value, value.dtype), f"{moment}_scale": copied}
+            continue
+        if scales is not None:
+            device = local(parameter).device
+            codes, scales = local(value).to(device), local(scales).to(device)
+            value = like(parameter, decode(codes, scales, signed=MOMENTS[moment]))
+        _check_floating(value, moment, parameter, where)
+        if layout.coded:
+            state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter)
+        else:
+            state[moment] = _copy(parameter, value, layout.dtypes[moment])
+    known = {*state, *MOMENTS, *SCALE_KEYS, "master"}
+    state |= {key: moved(value, parameter.device) for key, value in source.items() if key not in known}
+    if "master" not in source:
+        if layout.master is not None:
+            state["master"] = new("master", layout.dtypes["master"], parameter)
+        return state, None
+    master = source["master"]
+    if isinstance(saved.get(REMAINDER), torch.Tensor) and is_remainder(master):
+        remainder = _copy(parameter, master, master.dtype)
+        if not final or layout.dtypes.get("master") == master.dtype:
+            return {**state, "master": remainder}, None
+        master = join_master(local(parameter.detach()), local(remainder))
+    else:
+        _check_floating(master, "master", parameter, where)
+        master = local(_copy(parameter, master, torch.float32))
+    return state, put_master(state, master, parameter, layout)
+
+
+def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where: str) -> dict[str, Any]:
+    """A saved state with its codes, scales and remainder, which are checked, under their names in memory."""
+    values = local(parameter.detach())
+    state = {key: value for key, value in saved.items() if key not in HELD}
+    for key, moment in CODE_KEYS.items():
+        if key not in saved:
+            continue
+        scale_key = f"{moment}_scale"
+        codes = _checked(saved, key, parameter.shape, torch.uint8, where=where)
+        scales = _checked(saved, scale_key, shape_of(scale_key, parameter.shape), _SCALES[scale_key], where=where)
+        if is_sharded(parameter) and not is_sharded(codes):
+            from torch.distributed.tensor import distribute_tensor
+
+            whole = decode(codes, scales, signed=MOMENTS[moment]).to(values.device)
+            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+            # Every rank has the same codes, so nothing is sent.
+            state[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        else:
+            state |= {moment: codes, scale_key: scales}
+    if REMAINDER in saved:
+        if "master" in saved:  # of other code; the remainder counts
+            _check_floating(saved["master"], "master", parameter, where)
+        remainder = _checked(saved, REMAINDER, parameter.shape, *_REMAINDERS, where=where)
+        if parameter.dtype == torch.bfloat16:
+            state["master"] = remainder
+        elif parameter.dtype == torch.float32 and torch.equal(values.bfloat16().float(), values):
+            state["master"] = like(parameter, join_master(values.bfloat16(), local(remainder).to(values.device)))
+        else:
+            raise ValueError(
+                f"Expected a parameter with numbers of bfloat16 for {REMAINDER!r} in the {where}, which completes "
+                f"these, but got others in {parameter.dtype}: load the model first, in bfloat16 or float32, and "
+                "convert it afterwards; or save canonical_state_dict()"
+            )
+    return state
+
+
+def fitted_state(
+    state: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, written: torch.Tensor | None
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """A state in memory with all tensors of a layout, and the new weight (None: unchanged).
+
+    It is the state itself if that has them. Other code may have assigned moments in other dtypes; options and the
+    dtype of the parameter may have changed. `written` is the full master, if other code wrote its parameter.
+    """
+    fitted = {**dict.fromkeys(layout.dtypes, _MISSING), **state}
+    weight, values = None, local(parameter.detach())
+    if isinstance(master := state.get("master"), torch.Tensor):
+        dtype = master.dtype if is_remainder(master) else torch.float32
+        expected = layout.dtypes.get("master")
+        if expected is None and (dtype == torch.float32 or parameter.dtype != torch.bfloat16):
+            del fitted["master"]
+        elif dtype != expected and dtype in _REMAINDERS and parameter.dtype == torch.bfloat16:
+            weight = put_master(fitted, join_master(values, local(master)), parameter, layout)
+        elif dtype != expected and dtype in _REMAINDERS:  # it is useless without its bf16 parameter
+            fitted["master"] = _MISSING
+        elif dtype != expected:
+            weight = put_master(fitted, local(master) if written is None else written, parameter, layout)
+    for key, dtype in layout.dtypes.items():
+        value = fitted[key]
+        if value is _MISSING:
+            fitted[key] = new(key, dtype, parameter)
+        elif key == "step":
+            ready = isinstance(value, torch.Tensor) and (value.dtype, value.device) == (torch.float32, values.device)
+            fitted[key] = value if ready else step_count(value, "state of a parameter").to(values.device)
+        elif key in MOMENTS and isinstance(value, torch.Tensor):
+            shard = local(value)
+            assigned = shard.dtype in {torch.float32, torch.bfloat16} - {dtype}
+            if assigned and (shard.shape, shard.device) == (values.shape, values.device):
+                if dtype == torch.uint8:
+                    fitted |= encoded(key, shard.float(), parameter)
+                else:
+                    fitted[key] = value.to(dtype)
+    same = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())
+    return (state if same else fitted), weight
+
+
+def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of saved values in a dtype, on the device of their parameter and sharded like it."""
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(values)
+
+
+def _check_floating(value: Any, key: str, parameter: torch.Tensor, where: str) -> None:
+    """Raise unless a moment or a master is a floating-point tensor of the shape of its parameter."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"Expected {key!r} in the {where} to have shape {tuple(parameter.shape)}, but got {shape}: the "
+            "checkpoint is of another model, or its parameters are in another order"
+        )
+    if not value.is_floating_point():
+        raise ValueError(f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}")
+
+
+def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
+    """An entry of a saved state, which must exist and have a shape and one of some dtypes."""
+    value = saved.get(key)
+    if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
+        value = _of_bytes(value)
+    got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype not in dtypes:
+        raise ValueError(
+            f"Expected {key!r} in the {where} to have shape {tuple(shape)} and dtype {' or '.join(map(str, dtypes))}, "
+            f"but got {got}: the checkpoint is of another model, or its parameters are in another order"
+        )
+    return value

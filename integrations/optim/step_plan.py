@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from halfstep.integrations.optim.checkpoints import CanonicalState
-from halfstep.integrations.optim.options import LAYOUT_OPTIONS, check_parameter, layout_of, options_of
-from halfstep.integrations.optim.state import (
-    SCALES,
-    Agreed,
-    as_written,
-    entries,
-    is_complete,
-    like,
-    scales_like,
-    shape_of,
-    state_keys,
-    version_of,
-)
-from halfstep.kernels import adam
+from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
+from halfstep.integrations.optim.state import fitted_state, like, scales_like
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
@@ -35,11 +22,15 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
 )
 from halfstep.kernels.streams import all_to_device, upload
-from halfstep.numerics.scaling.topology import cuts, is_sharded, local
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
-Group = dict[str, Any]
-_layout_options = itemgetter(*LAYOUT_OPTIONS, "amsgrad", "decoupled_weight_decay", "seed")
+if TYPE_CHECKING:
+    from halfstep.integrations.optim.classes import LayoutOptimizer
+    from halfstep.kernels import adam
+
+WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
 
 
@@ -65,108 +56,151 @@ def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
     return values.stride() == order.stride() or (values.is_contiguous() and order.is_contiguous())
 
 
-def place_of(parameter: torch.Tensor, where: str) -> tuple[int, int, int]:
-    """The position of a local part in the whole parameter: `BASE`, `INNER` and `INNER_WHOLE` of the kernels' table."""
-    if not is_sharded(parameter):
-        return 0, max(parameter.numel(), 1), max(parameter.numel(), 1)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    whole, part = tuple(parameter.shape), tuple(local(parameter).shape)
-    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
-    # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes are
-    # equal.
-    interleaved = {getattr(p, "dim", None) for p in placements if type(p).__name__ == "_StridedShard"}
-    uneven = any(dim in interleaved and whole[dim] % ways for dim, ways in cuts(parameter).items())
-    if tuple(shape) == part and 0 in part:
-        return 0, 1, 1
-    first = next((dim for dim, size in enumerate(whole) if size != 1), 0)  # the dimension of the rows
-    inner = [dim for dim, size in enumerate(whole) if dim != first and part[dim] != size]
-    if tuple(shape) != part or uneven or len(inner) > 1 or any(p.is_partial() for p in placements):
-        raise ValueError(
-            f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
-            f"rounding='stochastic', but got placements {tuple(placements)} on a mesh of shape {tuple(mesh.shape)}: "
-            "shard evenly, or use rounding='nearest'"
-        )
-    base = sum(start * math.prod(whole[dim + 1 :]) for dim, start in enumerate(offset))
-    if not inner:
-        return base, math.prod(part), math.prod(part)
-    return base, math.prod(part[inner[0] :]), math.prod(whole[inner[0] :])
-
-
 def check_blocks(parameter: torch.Tensor, where: str) -> None:
     """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
     remedy = (
         "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
         "its own"
     )
-    if getattr(parameter, "_fsdp_flattened", False):
+    sharding = Sharding(parameter)
+    if sharding.is_flat:
         raise ValueError(
             f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
             f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
         )
-    ways = cuts(parameter)
-    if max(ways, default=0) == 0:
-        return
-    # All shards but the last have this size, so that all ranks decide alike.
-    if max(ways) > 1 or -(-parameter.shape[1] // ways[1]) * math.prod(parameter.shape[2:]) % SPAN:
-        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if not sharding.keeps_blocks(SPAN):
         raise ValueError(
             f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
-            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and placements {tuple(placements)} on a mesh "
-            f"of shape {tuple(mesh.shape)}: {remedy}"
+            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and {sharding}: {remedy}"
         )
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that grows with every write to a parameter, through its DTensor or its local part."""
+    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+
+
+def _address_of(values: torch.Tensor) -> int:
+    return values.data_ptr() if has_memory(values) else 0
+
+
+class Agreed(NamedTuple):
+    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, parameter: torch.Tensor) -> Agreed:
+        return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
+
+    def may_be_written(self, parameter: torch.Tensor) -> bool:
+        """Whether other code may have written the parameter since. A change of dtype does not count."""
+        return parameter.dtype == self.dtype and self != Agreed.now(parameter)
+
+
+def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
+    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+
+
+class StepPlans:
+    """What an optimizer keeps from one step to the next. Pickles and copies of the optimizer do not contain it.
+
+    Attributes:
+        of_part: the plans of the last step, of all parameters (`WHOLE`) and of each part that is stepped on its own.
+        agreed: by the target's id, when it and its full master last held the same weight.
+        recorded: state tensors that CUDA graphs write to, by their id.
+        squares: the sum of squares of the gradients in the last step that clipped.
+        stepped_without_gradients: whether a step found no gradient.
+    """
+
+    def __init__(self) -> None:
+        self.of_part: dict[int, StepPlan] = {}
+        self.agreed: dict[int, Agreed] = {}
+        self.recorded: dict[int, torch.Tensor] = {}
+        self.squares: torch.Tensor | None = None
+        self.stepped_without_gradients = False
+
+    def forget(self, part: int | None = None) -> None:
+        """Discard the plan of a part or, by default, all plans."""
+        self.note_agreed()
+        if part is None:
+            self.of_part = {}
+        else:
+            self.of_part.pop(part, None)
+
+    def note_agreed(self) -> None:
+        """Copy from the plans when their targets and full masters last held the same weights."""
+        for plan in self.of_part.values():
+            for batch, _ in plan.batches:
+                self.agreed.update(batch.agreed())
+
+
+class Member(NamedTuple):
+    """A parameter in a launch."""
+
+    parameter: torch.Tensor
+    target: torch.Tensor  # which is stepped: the parameter, or its copy on the host
+    state: dict[str, Any]
+    row: int  # in the table of groups
 
 
 class LaunchGroup:
     """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
 
-    `rows` are the parameters' groups and `names` more rows of the table, by their number in the kernel.
+    `keys` are the names of the state tensors by the kernel's operand, and `numbers` more rows of the table.
     """
 
     def __init__(
         self,
-        layout: adam.Layout,
-        parameters: list[torch.Tensor],
-        states: list[dict[str, Any]],
-        rows: list[int],
-        names: dict[int, list[int]],
+        kernels: Any,
+        variant: Any,
+        members: list[Member],
+        keys: dict[int, str],
+        numbers: dict[int, list[int]],
     ) -> None:
-        self.parameters, self.states, self.keys = parameters, states, state_keys(layout)
-        self.sharded = any(map(is_sharded, parameters))
-        self.held = [local(parameter.detach()) for parameter in parameters]
-        self.device = self.held[0].device
-        lists: list[list[torch.Tensor]] = [[] for _ in range(adam.CODED_OPERANDS)]
-        for operand in self.keys:
+        self.kernels, self.keys = kernels, keys
+        self.parameters = [member.parameter for member in members]
+        self.targets = [member.target for member in members]
+        self.states = [member.state for member in members]
+        self.full = variant.master == kernels.FULL_MASTER
+        self.sharded = any(map(is_sharded, self.targets))
+        self.weights = [local(target.detach()) for target in self.targets]
+        self.device = self.weights[0].device
+        lists: list[list[torch.Tensor]] = [[] for _ in range(kernels.CODED_OPERANDS)]
+        for operand in keys:
             lists[operand] = self._state(operand)
-        hyper = torch.empty(len(rows), adam.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
-        row_of = upload(torch.tensor(rows, dtype=torch.int64, device="cpu"), self.device)
-        self.batch = adam.Batch(layout, None, lists, row_of, hyper)
+        hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        rows = torch.tensor([member.row for member in members], dtype=torch.int64, device="cpu")
+        self.batch = kernels.Batch(variant, None, lists, upload(rows, self.device), hyper)
         self.versions = self._versions()
-        self._point(names)
+        self._point(numbers)
 
-    def _point(self, names: dict[int, list[int]]) -> None:
+    def _point(self, numbers: dict[int, list[int]]) -> None:
         """Take the addresses of parameters and state."""
         layout, lists = self.batch.layout, self.batch.lists
-        self.dense = lists[adam.PARAM] = [dense(one, layout) for one in self.held]
-        self.copied = [(one, copy) for one, copy in zip(self.held, self.dense, strict=True) if one is not copy]
-        self.addresses = list(map(_address, self.held))
+        self.dense = lists[self.kernels.PARAM] = [dense(weight, layout) for weight in self.weights]
+        pairs = zip(self.weights, self.dense, strict=True)
+        self.copied = [(weight, copy) for weight, copy in pairs if weight is not copy]
+        self.addresses = list(map(_address, self.weights))
         self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
         # All rows except that of the gradients, which are known when the table is built.
-        self._contents: list[list[int] | None] = [names.get(row) for row in range(layout.operands)]
-        for operand in (adam.PARAM, *self.keys):
+        self._contents: list[list[int] | None] = [numbers.get(row) for row in range(layout.operands)]
+        for operand in (self.kernels.PARAM, *self.keys):
             self._contents[operand] = checked_addresses(lists[operand])
 
     def _versions(self) -> list[int]:
-        return list(map(version_of if self.sharded else attrgetter("_version"), self.parameters))
+        return list(map(version_of if self.sharded else attrgetter("_version"), self.targets))
 
     def agreed(self) -> dict[int, Agreed]:
-        """By the parameter's id, the version and address that its full master was last compared with."""
-        if self.batch.layout.master != adam.FULL_MASTER:
+        """By the target's id, the version and address that its full master was last compared with."""
+        if not self.full:
             return {}
         dtype = self.batch.layout.param
-        entries = [Agreed(*known, dtype) for known in zip(self.versions, self.addresses, strict=True)]
-        return dict(zip(map(id, self.parameters), entries, strict=True))
+        entries = [Agreed(*pair, dtype) for pair in zip(self.versions, self.addresses, strict=True)]
+        return dict(zip(map(id, self.targets), entries, strict=True))
 
     def _state(self, operand: int) -> list[torch.Tensor]:
         tensors = list(map(itemgetter(self.keys[operand]), self.states))
@@ -174,40 +208,36 @@ class LaunchGroup:
 
     def still_describes(self) -> bool:
         """Whether the addresses of parameters and state are those in the table."""
-        held = list(map(local, self.parameters)) if self.sharded else self.parameters
-        if list(map(_address, held)) != self.addresses:
+        weights = list(map(local, self.targets)) if self.sharded else self.targets
+        if list(map(_address, weights)) != self.addresses:
             return False
         for operand in self.keys:
-            now = self._state(operand)
+            tensors = self._state(operand)
             # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
             # compared.
-            if not self.sharded and not all(map(is_, now, self.batch.lists[operand])):
+            if not self.sharded and not all(map(is_, tensors, self.batch.lists[operand])):
                 return False
-            if list(map(_address, now)) != self._contents[operand]:
+            if list(map(_address, tensors)) != self._contents[operand]:
                 return False
         return True
 
     def take_outside_writes(self) -> None:
         """Update the full masters of parameters that other code wrote. Split masters need no update."""
-        if self.batch.layout.master != adam.FULL_MASTER:
+        if not self.full:
             return
-        now = self._versions()
-        for value, master, before, after in zip(
-            self.held, self.batch.lists[adam.EXTRA], self.versions, now, strict=True
-        ):
+        versions, masters = self._versions(), self.batch.lists[self.kernels.EXTRA]
+        for weight, master, before, after in zip(self.weights, masters, self.versions, versions, strict=True):
             if before != after:
-                master.copy_(as_written(value, master))
-        self.versions = now
+                master.copy_(as_written(weight, master))
+        self.versions = versions
 
-    def _in_order(
-        self, gradients: list[torch.Tensor], contiguous: bool
-    ) -> tuple[list[torch.Tensor], list[partial[Any]]]:
+    def _in_order(self, grads: list[torch.Tensor], contiguous: bool) -> tuple[list[torch.Tensor], list[partial[Any]]]:
         """The gradients in the memory order of the parameters, and the calls that copy those that autograd left in
         another order. They may still be arriving."""
         if self.contiguous and contiguous:
-            return gradients, []
+            return grads, []
         ordered, copies = [], []
-        for grad, dense in zip(gradients, self.dense, strict=True):
+        for grad, dense in zip(grads, self.dense, strict=True):
             if grad.is_neg() or not in_same_order(grad, dense):
                 copy = torch.empty_strided(grad.shape, dense.stride(), dtype=grad.dtype, device=grad.device)
                 copies.append(partial(copy.copy_, grad))
@@ -226,50 +256,51 @@ class LaunchGroup:
         if self.sharded:
             grads = list(map(local, grads))
             contiguous = all_contiguous(grads)
-        gradients, copies = self._in_order(grads, contiguous)
+        grads, copies = self._in_order(grads, contiguous)
         self.take_outside_writes()
-        self.batch.lists[adam.GRAD] = gradients
-        if self.batch.table is None:
+        batch, row = self.batch, self.kernels.GRAD
+        batch.lists[row] = grads
+        if batch.table is None:
             contents = list(self._contents)
-            contents[adam.GRAD] = checked_addresses(gradients)
-            sizes = self.batch.layout.sizes([one.shape for one in self.held])
-            self.batch.table = TensorTable(sizes, len(contents), self.batch.layout.chunk, self.device, contents)
+            contents[row] = checked_addresses(grads)
+            sizes = batch.layout.sizes([weight.shape for weight in self.weights])
+            batch.table = TensorTable(sizes, len(contents), batch.layout.chunk, self.device, contents)
         else:
-            self.batch.table.point(adam.GRAD, gradients)
-        back = [partial(parameter.copy_, copy) for parameter, copy in self.copied]
-        there = [partial(copy.copy_, parameter) for parameter, copy in self.copied]
-        return [*copies, *there, adam.launch(self.batch, groups, control), *back]
+            batch.table.point(row, grads)
+        before = [partial(copy.copy_, weight) for weight, copy in self.copied]
+        after = [partial(weight.copy_, copy) for weight, copy in self.copied]
+        return [*copies, *before, self.kernels.launch(batch, groups, control), *after]
 
     def finish(self) -> None:
         """Release the gradients and record the update. Must run after the calls that `prepare` returned."""
-        self.batch.lists[adam.GRAD] = []  # zero_grad must be able to free them
+        self.batch.lists[self.kernels.GRAD] = []  # zero_grad must be able to free them
         # The kernels write to addresses, which autograd does not notice.
-        torch.autograd.graph.increment_version(self.parameters)
-        if self.batch.layout.master == adam.FULL_MASTER:
+        torch.autograd.graph.increment_version(self.targets)
+        if self.full:
             self.versions = self._versions()
 
 
 class OperationsGroup(LaunchGroup):
     """Parameters that kernels cannot read (wrapper subclasses, fake and meta tensors). The reference updates them."""
 
-    def _point(self, names: dict[int, list[int]]) -> None:
-        self.known = list(map(local, self.parameters))
-        self.addresses = [0] * len(self.parameters)
+    def _point(self, numbers: dict[int, list[int]]) -> None:
+        self._shards = list(map(local, self.targets))
+        self.addresses = [0] * len(self.targets)
         self.batch.hyper.zero_()
 
     def still_describes(self) -> bool:
-        return all(map(is_, map(local, self.parameters), self.known)) and all(
+        return all(map(is_, map(local, self.targets), self._shards)) and all(
             all(map(is_, self._state(operand), self.batch.lists[operand])) for operand in self.keys
         )
 
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
-        # `parameter.data` may have been replaced.
-        self.held = self.batch.lists[adam.PARAM] = [local(parameter.detach()) for parameter in self.parameters]
+        # `target.data` may have been replaced.
+        self.weights = self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
         self.take_outside_writes()
-        self.batch.lists[adam.GRAD] = list(map(local, grads))
-        return [adam.launch(self.batch, groups, control)]
+        self.batch.lists[self.kernels.GRAD] = list(map(local, grads))
+        return [self.kernels.launch(self.batch, groups, control)]
 
 
 class StepPlan:
@@ -278,7 +309,7 @@ class StepPlan:
     With `recording`, for a step that is captured in a CUDA graph, state is neither created nor changed.
 
     Attributes:
-        batches: for each launch, what it updates and the indices of its parameters in `parameters`.
+        batches: for each launch, what it updates and the indices of its parameters in `targets`.
         limit: the 2-norm to which the last step clipped, or None.
 
     Raises:
@@ -288,16 +319,19 @@ class StepPlan:
 
     def __init__(
         self,
-        optimizer: CanonicalState,
-        parameters: list[torch.Tensor],
+        optimizer: LayoutOptimizer,
+        targets: list[torch.Tensor],
         grads: list[torch.Tensor],
         recording: bool = False,
     ) -> None:
-        self.parameters = parameters
-        self.batches = _batches(optimizer, parameters, grads, recording)
+        self.targets = targets
+        self.batches = _batches(optimizer, targets, grads, recording)
         self.limit: float | None = None
-        self._layouts = _layouts(optimizer.param_groups)
-        self._grads = _kinds(grads)
+        self._kernels, self._columns = optimizer._kernels, optimizer._columns
+        self._compiled_for = partial(_compiled_options, optimizer)
+        self._compiled = self._compiled_for(optimizer.param_groups)
+        self._options_of = itemgetter(*optimizer.defaults)
+        self._grads = _dtypes_and_types(grads)
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
         self._options: list[tuple[Any, ...]] = []
@@ -312,18 +346,17 @@ class StepPlan:
         """
         if self._changeable or len(groups) != len(self._options) or limit != self.limit:
             return True
-        return not all(
-            all(map(is_, options_of(group), known)) for group, known in zip(groups, self._options, strict=True)
-        )
+        options = map(self._options_of, groups)
+        return not all(all(map(is_, *pair)) for pair in zip(options, self._options, strict=True))
 
     def describes(
-        self, optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
+        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
     ) -> bool:
-        """Whether this plan matches a step of `parameters`. `contiguous` says whether all gradients are contiguous."""
+        """Whether this plan matches a step of `targets`. `contiguous` says whether all gradients are contiguous."""
         return (
-            len(parameters) == len(self.parameters)
-            and all(map(is_, parameters, self.parameters))
-            and _kinds(grads) == self._grads
+            len(targets) == len(self.targets)
+            and all(map(is_, targets, self.targets))
+            and _dtypes_and_types(grads) == self._grads
             and optimizer.state is self._state
             and len(self._state) == self._entries
             # Sparse gradients are never contiguous.
@@ -333,30 +366,27 @@ class StepPlan:
 
     def has_layouts_of(self, groups: list[Group]) -> bool:
         """Whether the launches are compiled for the options of these groups."""
-        return _layouts(groups) == self._layouts
+        return self._compiled_for(groups) == self._compiled
 
     def group_table(
         self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
     ) -> torch.Tensor:
         """The hyperparameters of all groups on a device. The table is only written if one has `changed`."""
-        known, table = self._tables.get(device, (None, None))
+        written, table = self._tables.get(device, (None, None))
         if table is not None and not changed:
             return table
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
         for row, group in enumerate(groups):
-            columns = [0.0] * adam.GROUP_COLUMNS
-            options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            for column, value in zip((adam.LR, adam.BETA1, adam.BETA2, adam.EPS, adam.DECAY), options, strict=True):
+            columns = [0.0] * self._kernels.GROUP_COLUMNS
+            for column, value in self._columns(group).items():
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     late.append((row, column, value))
                 else:
                     columns[column] = float(value)
-            columns[adam.MAXIMIZE] = float(bool(group["maximize"]))
-            columns[adam.DECOUPLED] = float(bool(group["decoupled_weight_decay"]))
-            columns[adam.MAX_NORM] = 0.0 if limit is None else float(limit)
+            columns[self._kernels.MAX_NORM] = 0.0 if limit is None else float(limit)
             values.append(columns)
-        if known != values or table is None:
+        if written != values or table is None:
             if table is not None:
                 self._tables[device] = (None, table)  # content unknown until the upload has ended
             table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
@@ -368,86 +398,104 @@ class StepPlan:
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
         """Store the options of the step that was taken."""
-        self._options, self.limit = list(map(options_of, groups)), limit
-        self.knows_options, self._changeable = True, any(map(_can_change, self._options))
+        self._options, self.limit = list(map(self._options_of, groups)), limit
+        self.knows_options, self._changeable = True, not all(map(_is_constant, chain.from_iterable(self._options)))
 
 
-def _can_change(options: tuple[Any, ...]) -> bool:
-    """Whether an option can change without becoming another object."""
-    lr, betas, eps, weight_decay, *_ = options
-    return type(betas) is not tuple or not {float, int}.issuperset(map(type, (lr, *betas, eps, weight_decay)))
+def _is_constant(option: Any) -> bool:
+    """Whether an option cannot change without becoming another object."""
+    if type(option) is tuple:
+        return all(map(_is_constant, option))
+    return option is None or isinstance(option, (int, float, str, torch.dtype))
 
 
-def _kinds(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
+def _dtypes_and_types(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
     return list(map(attrgetter("dtype"), grads)), set(map(type, grads))
 
 
-def _layouts(groups: list[Group]) -> list[tuple[Any, ...]]:
+_layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
+
+
+def _compiled_options(optimizer: LayoutOptimizer, groups: list[Group]) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    return [(*_layout_options(group), bool(group["weight_decay"] != 0)) for group in groups]
+    return [(_layout_options(group), optimizer._moments(group), optimizer._variant(group)) for group in groups]
+
+
+def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:
+    """The names of the state tensors of a layout, by operand of the kernel."""
+    kernels, operands = optimizer._kernels, optimizer._operands
+    keys = {kernels.STEP: "step", **{operands[moment]: moment for moment in layout.moments}}
+    if layout.master is not None:
+        keys[kernels.EXTRA] = "master"
+    if layout.coded:
+        keys |= {kernels.SCALES_OF[operands[moment]]: f"{moment}_scale" for moment in layout.moments}
+    return keys
 
 
 def _batches(
-    optimizer: CanonicalState, parameters: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
+    optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
 ) -> list[tuple[LaunchGroup, list[int]]]:
     """The parameters by bucket, device and layout, after checking that each of them can be updated."""
-    optimizer._note_agreed()
-    row_of = {id(p): row for row, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    rows = [row_of[id(parameter)] for parameter in parameters]
-    stream_of = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
+    optimizer._plans.note_agreed()
+    kernels, groups = optimizer._kernels, optimizer.param_groups
+    parameters = parameters_of(optimizer)
+    rows = [row for row, group in enumerate(groups) for _ in group["params"]]
+    numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
     kinds: dict[tuple[Any, ...], list[int]] = {}
-    names: dict[int, tuple[int, ...]] = {}
+    members: dict[int, Member] = {}
+    noise: dict[int, tuple[int, ...]] = {}
     seen: set[int] = set()
-    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-        if id(parameter) in seen:  # torch has warned; two updates of a parameter in one launch would race
+    for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
+        if id(target) in seen:  # torch has warned; two updates of a parameter in one launch would race
             continue
-        seen.add(id(parameter))
-        group = optimizer.param_groups[rows[index]]
-        where = f"parameter {index} with a gradient (group {rows[index]})"
-        _check_tensors(where, parameter, grad, group)
-        if recording and not is_complete(optimizer.state.get(parameter) or {}, parameter, group):
+        seen.add(id(target))
+        number = numbers_of[id(target)]
+        parameter, row = parameters[number], rows[number]
+        group, where = groups[row], f"parameter {index} with a gradient (group {row})"
+        _check_tensors(where, target, grad, group)
+        before = optimizer.state.get(parameter)
+        layout = optimizer._layout(target, group)
+        if recording and fitted_state(before or {}, target, layout, None)[0] is not before:
             raise RuntimeError(
                 f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, which "
                 "each replay would create again: take a step with the same parameters and options before the capture"
             )
-        layout = layout_of(parameter, grad.dtype, group)
-        if group["state_dtype"] == "8bit" and (layout.coded or parameter.dim() == 1):
-            check_blocks(parameter, where)
+        if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
+            check_blocks(target, where)
         state = optimizer._complete_state(parameter, group)
-        tensors = (parameter, grad, *map(state.__getitem__, state_keys(layout).values()))
-        addressable = all(map(has_memory, map(local, tensors)))
-        order = dense(local(parameter), layout) if addressable else None
-        for key, dtype in entries(parameter, group).items():
-            _check_entry(where, key, state[key], dtype, parameter)
+        addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
+        variant = layout.variant(kernels.Layout, grad.dtype, **optimizer._variant(group))
+        order = dense(local(target), variant) if addressable else None
+        for key, dtype in layout.dtypes.items():
+            _check_entry(where, key, state[key], dtype, target)
             if order is not None and key != "step":
-                _set_in_order(state, key, parameter, order, where, recording)
+                _set_in_order(state, key, target, order, where, recording)
         if layout.stochastic and not addressable:
-            if has_numbers(local(parameter)):
+            if has_numbers(local(target)):
                 rounding = group["rounding"]
                 remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
                 raise TypeError(
-                    f"Expected rounding to be 'nearest' for {where}, a {type(local(parameter)).__name__} without "
+                    f"Expected rounding to be 'nearest' for {where}, a {type(local(target)).__name__} without "
                     f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
                 )
-            layout = replace(layout, stochastic=False)
-        if layout.stochastic:
-            names[index] = (stream_of[id(parameter)], *place_of(parameter, where), group["seed"])
-        kind = optimizer._bucket_of.get(id(parameter)), local(parameter).device, layout, addressable
+            variant = replace(variant, stochastic=False)
+        if variant.stochastic:
+            noise[index] = (number, *Sharding(target).elements(where), group["seed"])
+        members[index] = Member(parameter, target, state, row)
+        kind = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
         kinds.setdefault(kind, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, layout, addressable), indices in kinds.items():
-        members = [parameters[index] for index in indices]
-        states = [optimizer.state[parameter] for parameter in members]
-        groups = [rows[index] for index in indices]
-        if not addressable:
-            batches.append((OperationsGroup(layout, members, states, groups, {}), indices))
-            continue
-        named = zip(*(names[index] for index in indices), strict=True) if layout.stochastic else ()
-        further = {adam.STREAM + row: list(values) for row, values in enumerate(named)}
+    for (_, _, variant, layout, addressable), indices in kinds.items():
+        of_launch, keys = [members[index] for index in indices], _operand_keys(optimizer, layout)
+        further: dict[int, list[int]] = {}
+        if variant.stochastic:
+            columns = zip(*(noise[index] for index in indices), strict=True)
+            further = {kernels.STREAM + row: list(values) for row, values in enumerate(columns)}
         if layout.coded:
-            further[adam.COLUMNS] = [rows_and_columns(local(parameter).shape)[1] for parameter in members]
-        batches.append((LaunchGroup(layout, members, states, groups, further), indices))
+            further[kernels.COLUMNS] = [rows_and_columns(local(member.target).shape)[1] for member in of_launch]
+        launch_group = LaunchGroup if addressable else OperationsGroup
+        batches.append((launch_group(kernels, variant, of_launch, keys, further), indices))
     return batches
 
 
@@ -485,7 +533,7 @@ def _set_in_order(
 
     The order of scales is row-major.
     """
-    values, scales = local(state[key]), key in SCALES.values()
+    values, scales = local(state[key]), key in SCALE_KEYS
     if values.is_contiguous() if scales else in_same_order(values, order):
         return
     if recording:

@@ -15,14 +15,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from halfstep.integrations.scheduler import SkipCount
-from halfstep.integrations.trainers.folding import (
-    awaits_step,
-    checked_scaler,
-    clip_in_next_step,
-    folds_all,
-    is_unscaled,
-    scaler_metrics,
-)
+from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds_all, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.verdict import parameters_of
 
@@ -52,7 +45,7 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
             self.optimizer.step(closure)
             return
         self.scaler.step(self.optimizer, closure)
-        if not awaits_step(self.scaler):
+        if not self.scaler.awaits_step():
             self.scaler.update()
 
     @property
@@ -144,7 +137,8 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeError: the attribute `scaler` was set after an optimizer was prepared, which would not unscale.
         """
-        if any(isinstance(one, SkipAwareOptimizer) and one.scaler is not self.scaler for one in self._optimizers):
+        wrappers = [wrapper for wrapper in self._optimizers if isinstance(wrapper, SkipAwareOptimizer)]
+        if any(wrapper.scaler is not self.scaler for wrapper in wrappers):
             raise RuntimeError(
                 "Expected accelerator.scaler to be that of the prepared optimizers, but got another: pass scaler= to "
                 "Accelerator, or set it before prepare"
@@ -159,11 +153,11 @@ class Accelerator(accelerate.Accelerator):
         if self.scaler is None:
             return
         if optimizer is None:
-            optimizer = [one for one in self._optimizers if not is_unscaled(self.scaler, one)]
-        if self._clipped is not None:
-            optimizer = [one for one in optimizer if not self._clipped.isdisjoint(map(id, parameters_of(one)))]
-        for one in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            self.scaler.unscale_(one)
+            optimizer = [wrapper for wrapper in self._optimizers if not self.scaler.is_unscaled(wrapper)]
+        if (ids := self._clipped) is not None:
+            optimizer = [wrapper for wrapper in optimizer if not ids.isdisjoint(map(id, parameters_of(wrapper)))]
+        for wrapper in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            self.scaler.unscale_(wrapper)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
@@ -190,14 +184,14 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` saved; see `accelerate.Accelerator.load_state`."""
-        wrappers = [one for one in self._optimizers if isinstance(one, SkipAwareOptimizer)]
-        for one in wrappers:
-            one._loading = True
+        wrappers = [wrapper for wrapper in self._optimizers if isinstance(wrapper, SkipAwareOptimizer)]
+        for wrapper in wrappers:
+            wrapper._loading = True
         try:
             super().load_state(*args, **kwargs)
         finally:
-            for one in wrappers:
-                one._loading = False
+            for wrapper in wrappers:
+                wrapper._loading = False
 
     def scaler_metrics(self) -> dict[str, float]:
         """``halfstep/scale`` and ``halfstep/skipped`` for `log`; empty without a scaler."""

@@ -14,7 +14,8 @@ from lightning.fabric.plugins import HalfPrecision as _HalfPrecision
 from lightning.fabric.plugins import MixedPrecision as _MixedPrecision
 
 from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, scaler_metrics
-from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.wrappers import unwrapped
 
 MIXED, HALF = ("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")
 
@@ -85,8 +86,8 @@ class Fabric(theirs.Fabric):
         if precision in MIXED + HALF:
             device = "cuda" if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else "cpu"
             cls: Any = FabricMixedPrecision if precision in MIXED else FabricHalfPrecision
-            others = [] if plugins is None else plugins if isinstance(plugins, (list, tuple)) else [plugins]
-            plugins, precision = [*others, cls(precision, device, scaler)], None
+            listed = [] if plugins is None else plugins if isinstance(plugins, (list, tuple)) else [plugins]
+            plugins, precision = [*listed, cls(precision, device, scaler)], None
         super().__init__(accelerator=accelerator, strategy=strategy, precision=precision, plugins=plugins, **kwargs)
 
     @property
@@ -112,7 +113,7 @@ class Fabric(theirs.Fabric):
         if max_norm is not None and clip_val is None and norm_type == 2 and folds(optimizer):
             norm = clip_in_next_step(optimizer, max_norm, self.scaler)
             if error_if_nonfinite and self.scaler is None and not norm.isfinite():
-                unwrapped(optimizer)._decision = None
+                unwrapped(optimizer).decide(None)
                 raise RuntimeError(
                     f"Expected the norm of the gradients to be finite, but got {norm.item()}: pass "
                     "error_if_nonfinite=False to take this step nevertheless"
@@ -131,10 +132,10 @@ class Fabric(theirs.Fabric):
         """
         objects = dict(state or {})
         rest: dict[str, Any] = super().load(path, state, strict, **options)
-        for name, one in objects.items():
-            if isinstance(state[name], dict) and hasattr(one, "load_state_dict"):
-                one.load_state_dict(state[name])
-                state[name] = one
+        for name, target in objects.items():
+            if isinstance(state[name], dict) and hasattr(target, "load_state_dict"):
+                target.load_state_dict(state[name])
+                state[name] = target
         return rest
 
     def scaler_metrics(self) -> dict[str, float]:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from halfstep.integrations.monitor import AmpMonitor
 from halfstep.integrations.scheduler import SkipAwareScheduler
-from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, is_unscaled, scaler_metrics
+from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
 
 
@@ -74,7 +74,7 @@ class _Stepping:
         if gradient_clip_algorithm == GradClipAlgorithmType.NORM and folds(optimizer):
             clip_in_next_step(optimizer, clip_val, self.scaler)
             return
-        if self.scaler is not None and not is_unscaled(self.scaler, optimizer):
+        if self.scaler is not None and not self.scaler.is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
         theirs.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 

@@ -13,6 +13,7 @@ import torch
 
 from halfstep.kernels.backend import EXACT, MOST_THREADS, TRITON_NAMES, most_warps
 from halfstep.kernels.block_codes import SPAN, blocks_per_row, rows_and_columns
+from halfstep.kernels.formats import CODED
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable
 
 CHUNK = 2048  # elements per program
@@ -95,7 +96,7 @@ class KernelLayout:
     @property
     def codes(self) -> tuple[int, ...]:
         """What C++ needs to know of the layout."""
-        state = 3 if self.coded else DTYPE_CODES[self.state]
+        state = CODED if self.coded else DTYPE_CODES[self.state]
         return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, *self.options
 
 

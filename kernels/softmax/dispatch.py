@@ -1,18 +1,27 @@
-"""Which implementation runs: reference, torch's or Triton's, over rows or across them, and what is copied before."""
+"""Which implementation runs: the rule, torch's on a CPU, or Triton's, over rows or across them; what is copied before.
+
+And the operators ``halfstep::softmax`` and ``halfstep::softmax_backward``, with derivatives and batching. Arguments of
+both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``dtype`` of the result.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import torch
 
 from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
-from halfstep.kernels.softmax import cpu, row_launches, strided
-from halfstep.kernels.softmax.layout import as_rows, is_transposed, outer_inner
-from halfstep.kernels.softmax.reference import reference_backward, reference_forward
+from halfstep.kernels.op import Op, batch_first
+from halfstep.kernels.softmax import rows, rule, strided
+from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions, outer_inner
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
-# row. What needs more is left to the reference.
+# row. What needs more is left to the rule.
 LONGEST = 2**31 - 2**20
+# The sum of torch's kernels loses digits over longer fp32 rows: 41 against 6 units in the last place at 2^20 columns.
+LONGEST_OF_TORCH = 2**14
 
 
 def _implementation(x: torch.Tensor, dim: int, *dtypes: torch.dtype) -> str:
@@ -26,12 +35,13 @@ def _implementation(x: torch.Tensor, dim: int, *dtypes: torch.dtype) -> str:
 def forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Compute the operator ``softmax``."""
     implementation = _implementation(x, dim, dtype)
     if implementation == "reference":
-        return reference_forward(x, mask, dim, scale, causal, log, dtype)
+        return rule.forward(x, mask, dim, scale, causal, log, dtype)
     if implementation == "torch":
         check_addresses(x, mask)
-        return cpu.forward(x, mask, dim, scale, causal, log, dtype)
+        return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
     # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
     x = x.resolve_neg()
     if mask is not None:
@@ -42,34 +52,36 @@ def forward(
         return y
     if mask is not None and mask.dtype == torch.float64:
         mask = mask.float()
-    if mask is not None:
-        mask = mask.expand(x.shape) if dim != -1 else mask
+    if mask is not None and dim != -1:
+        mask = mask.expand(x.shape)
     into = y
     while dim != -1 and x.shape[-1] == 1:
         dim, x, into = dim + 1, x.squeeze(-1), into.squeeze(-1)
         mask = None if mask is None else mask.squeeze(-1)
-    if not causal and (dim != -1 or is_transposed(x)):
-        strided.forward(x, mask, into, dim, scale, log)
+    across = not causal and (dim != -1 or is_transposed(x))
+    layout = outer_dimensions(x, mask, into, dim, across)
+    if across:
+        strided.forward(layout, into, scale, x.shape[dim], log)
     else:
-        row_launches.forward(as_rows(x, mask), into, scale, x.shape[-2] if causal else 0, log)
+        rows.forward(layout, into, scale, x.shape[-2] if causal else 0, log)
     return y
 
 
 def backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Compute the operator ``softmax_backward``."""
     implementation = _implementation(y, dim, grad.dtype, dtype)
     if implementation == "reference":
-        return reference_backward(grad, y, dim, scale, causal, log, dtype)
+        return rule.backward(grad, y, dim, scale, causal, log, dtype)
     if implementation == "torch":
         check_addresses(grad, y)
-        return cpu.backward(grad, y, dim, scale, causal, log, dtype)
+        if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
+            return rule.backward(grad, y, dim, scale, causal, log, dtype)
+        return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
     grad, y = grad.resolve_neg(), y.resolve_neg()
     check_addresses(grad, y)
-    if y.is_contiguous():
-        dx = torch.empty_like(y, dtype=dtype)
-    else:
-        dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
+    dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return dx
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
@@ -79,7 +91,103 @@ def backward(
     if sizes[2] == 1:
         if dim != -1:
             grad, y = grad.view(sizes[:2]), y.view(sizes[:2])
-        row_launches.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
     else:
         strided.backward(grad, y, dx, sizes, scale, log)
     return dx
+
+
+def _forward_of_torch(
+    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """torch's own kernels, and our rule where they have none or another."""
+    if x.numel() == 0 or x.shape[dim] > LONGEST_OF_TORCH:
+        return rule.forward(x, mask, dim, scale, causal, log, dtype)
+    plain = mask is None and not causal and scale == 1.0
+    # With another dtype of the result, torch rounds before it computes. In 16 bits its logarithm, and its kernel for
+    # other dimensions than the last, round on the way.
+    exact = dtype == x.dtype and (dtype == torch.float32 or (dim == -1 and not log))
+    z = x if plain and exact else rule.logits(x, mask, scale, causal, torch.float32)
+    y = torch.log_softmax(z, dim) if log else torch.softmax(z, dim)
+    if y.select(dim, 0).isnan().any():  # a NaN spoils its whole row; torch makes one of a row with nothing to keep
+        nothing = (z.amax(dim) == -math.inf).unsqueeze(dim)
+        y = y.masked_fill(nothing, -math.inf if log else 0.0)
+    return y.to(dtype).contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, mask, *ctx.options, _ = inputs  # dim, scale, causal, log
+    ctx.x_dtype = x.dtype
+    ctx.mask_dtype, ctx.mask_shape = (None, None) if mask is None else (mask.dtype, mask.shape)
+    ctx.save_for_backward(output)
+
+
+def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    dx = dmask = None
+    if ctx.needs_input_grad[0]:
+        dx = softmax_backward(grad, y, *ctx.options, ctx.x_dtype)
+    if ctx.needs_input_grad[1]:
+        dim, _, causal, log = ctx.options
+        dz = softmax_backward(grad, y, dim, 1.0, causal, log, rule.math_dtype(grad.dtype, y.dtype))
+        dmask = dz.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)
+    return dx, dmask, None, None, None, None, None
+
+
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    grad, y, *ctx.options, _ = inputs
+    ctx.save_for_backward(grad, y)
+
+
+def _differentiate_backward(ctx: Any, grad_of_dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *rule.double_backward(grad_of_dx, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+def _batch_forward(info: Any, in_dims: Any, x: Any, mask: Any, *options: Any) -> tuple[torch.Tensor, int]:
+    x = batch_first(x, in_dims[0], info.batch_size)
+    if mask is not None and in_dims[1] is not None:
+        mask = mask.movedim(in_dims[1], 0)
+        mask = mask.reshape(mask.shape[0], *[1] * (x.ndim - mask.ndim), *mask.shape[1:])
+    return softmax(x, mask, *options), 0
+
+
+def _batch_backward(info: Any, in_dims: Any, grad: Any, y: Any, *options: Any) -> tuple[torch.Tensor, int]:
+    grad, y = (batch_first(t, d, info.batch_size) for t, d in zip((grad, y), in_dims[:2], strict=True))
+    return softmax_backward(grad, y, *options), 0
+
+
+def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
+    raise NotImplementedError(
+        "halfstep.softmax and log_softmax have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode "
+        "(torch.func.vjp, jacrev or jacrev(jacrev(...))), or torch.softmax"
+    )
+
+
+def _fake(like: torch.Tensor, *options: Any) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=options[-1], device=like.device)
+
+
+_OPTIONS = "int dim, float scale, bool causal, bool log, ScalarType dtype"
+softmax = Op(
+    f"softmax(Tensor x, Tensor? mask, {_OPTIONS}) -> Tensor",
+    operands=2,
+    compute=forward,
+    fake=_fake,
+    save=_save_forward,
+    differentiate=_differentiate_forward,
+    tangent=_no_forward_mode,
+    batch=_batch_forward,
+)
+softmax_backward = Op(
+    f"softmax_backward(Tensor grad, Tensor y, {_OPTIONS}) -> Tensor",
+    operands=2,
+    compute=backward,
+    fake=_fake,
+    save=_save_backward,
+    differentiate=_differentiate_backward,
+    tangent=_no_forward_mode,
+    batch=_batch_backward,
+)

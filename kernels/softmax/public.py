@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.softmax import operators
+from halfstep.kernels.softmax.dispatch import softmax as operator
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -38,13 +38,7 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
 
 
 def _checked(
-    x: torch.Tensor,
-    dim: int,
-    scale: float,
-    mask: torch.Tensor | None,
-    causal: bool,
-    dtype: torch.dtype | None,
-    log: bool,
+    x: Any, dim: Any, scale: Any, mask: Any, causal: bool, dtype: torch.dtype | None, log: bool
 ) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")
@@ -88,8 +82,8 @@ def _checked(
     if mask is not None:
         _check_mask(x, mask)
     if ndim == 0:
-        return operators.softmax(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
-    return operators.softmax(x, mask, dim, scale, bool(causal), log, dtype)
+        return operator(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
+    return operator(x, mask, dim, scale, bool(causal), log, dtype)
 
 
 def softmax(

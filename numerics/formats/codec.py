@@ -1,6 +1,6 @@
 """Encode values in a format and decode codes: numpy arrays, torch tensors, lists, single numbers and texts.
 
-`exact.py` specifies the rounding of one number; `bitwise.py` computes the same for arrays of fp32 and fp64. Values that
+`exact.py` specifies the rounding of one number; `arrays.py` computes the same for arrays of fp32 and fp64. Values that
 these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are rounded by `exact.py`, so that every
 value is rounded once.
 
@@ -13,12 +13,11 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats.bitwise import Array, code_dtype, encode_array
+from halfstep.numerics.formats.arrays import Array, code_dtype, decode_array, encode_array, next_array, ulp_array
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
@@ -26,32 +25,20 @@ from halfstep.numerics.formats.exact import (
     Neighbours,
     check_options,
     encode_exact,
-    largest_magnitude,
     neighbours,
     next_down_exact,
     next_up_exact,
+    parse_number,
     ulp_exact,
 )
-from halfstep.numerics.formats.parse import parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = [
-    "ENCODE_ROUNDINGS",
-    "NANS",
-    "OVERFLOWS",
-    "Neighbours",
-    "decode",
-    "encode",
-    "neighbours",
-    "next_down",
-    "next_up",
-    "parse_number",
-    "round_to",
-    "ulp",
-]
+    "ENCODE_ROUNDINGS", "NANS", "OVERFLOWS", "Neighbours", "decode", "encode", "neighbours", "next_down", "next_up",
+    "parse_number", "round_to", "ulp",
+]  # fmt: skip
 
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
-_FP32 = formats["fp32"]
 
 
 # -------------------------------------------------------------------------------------------------------------- public
@@ -107,24 +94,23 @@ def encode(
     """
     form = formats[format]
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
-    if _is_tensor(values):
-        if rounding == "stochastic" and seed is None:
-            torch = sys.modules["torch"]
-            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-        return _as_tensor(encode(_array_of(values), form, rounding, overflow=overflow, nan=nan,
-                                 subnormals=subnormals, seed=seed, offset=offset), values)  # fmt: skip
+    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "offset": offset}
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
+        if _is_tensor(values):
+            torch = sys.modules["torch"]
+            seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+    if _is_tensor(values):
+        return _as_tensor(encode(_array_of(values), form, rounding, **options, seed=seed), values)
     array = _prepared(values)
     rows = np.ascontiguousarray(array).reshape(-1)
     if rows.dtype != object:
-        codes = encode_array(rows, form, rounding, overflow, nan, subnormals, seed or 0, offset)
+        codes = encode_array(rows, form, rounding, **options, seed=seed or 0)
     else:
-        options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "seed": seed}
-        codes = np.array(
-            [encode_exact(v, form, rounding, **options, offset=offset + i) for i, v in enumerate(rows.tolist())],
-            code_dtype(form),
-        )
+        del options["offset"]
+        elements = enumerate(rows.tolist(), offset)
+        exactly = [encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
+        codes = np.array(exactly, code_dtype(form))
     codes = codes.reshape(array.shape)
     return codes if isinstance(values, np.ndarray) else codes[()]
 
@@ -162,21 +148,11 @@ def decode(codes: Any, format: Any) -> Any:
     if array.size and (array.min() < 0 or array.max() >= form.codes):
         wrong = int(array.min() if array.min() < 0 else array.max())
         raise ValueError(f"Expected codes of {form.name} to be from 0 to {form.codes - 1:#x}, but got {wrong:#x}")
-    values = _values(array.reshape(-1).astype(np.uint64), form).reshape(array.shape)
+    values = decode_array(array, form)
     return values if isinstance(codes, np.ndarray) else values[()]
 
 
-def round_to(
-    values: Any,
-    format: Any,
-    rounding: str = "nearest",
-    *,
-    overflow: str = "inf",
-    nan: str = "canonical",
-    subnormals: bool = True,
-    seed: int | None = None,
-    offset: int = 0,
-) -> Any:
+def round_to(values: Any, format: Any, rounding: str = "nearest", **options: Any) -> Any:
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
@@ -189,10 +165,7 @@ def round_to(
         >>> halfstep.round_to(torch.tensor([0.1]), "fp16")
         tensor([0.1000])
     """
-    codes = encode(
-        values, format, rounding, overflow=overflow, nan=nan, subnormals=subnormals, seed=seed, offset=offset
-    )
-    result = decode(codes, format)
+    result = decode(encode(values, format, rounding, **options), format)
     if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
         return result.to(values.dtype)
     return result
@@ -209,16 +182,7 @@ def ulp(values: Any, format: Any) -> Any:
         >>> ulp([1.0, 1000.0], "bf16").tolist()
         [0.0078125, 4.0]
     """
-    form = formats[format]
-
-    def fast(x: Array) -> Array:
-        magnitude = np.abs(x)
-        if form.kind == "integer":
-            return np.where(np.isfinite(x), 1.0, magnitude)
-        exponent = np.where(x == 0, form.emin, np.frexp(x)[1] - 1)
-        return np.where(np.isfinite(x), np.ldexp(1.0, np.maximum(exponent, form.emin) - form.mantissa), magnitude)
-
-    return _around(values, form, fast, ulp_exact)
+    return _around(values, formats[format], ulp_array, ulp_exact)
 
 
 def next_up(values: Any, format: Any) -> Any:
@@ -235,8 +199,7 @@ def next_up(values: Any, format: Any) -> Any:
         >>> next_up([1.0, 65504.0], "fp16").tolist()
         [1.0009765625, inf]
     """
-    form = formats[format]
-    return _around(values, form, lambda x: _next(x, form, 1), next_up_exact)
+    return _around(values, formats[format], lambda x, form: next_array(x, form, 1), next_up_exact)
 
 
 def next_down(values: Any, format: Any) -> Any:
@@ -247,8 +210,28 @@ def next_down(values: Any, format: Any) -> Any:
         >>> float(next_down(1.0, "bf16"))
         0.99609375
     """
-    form = formats[format]
-    return _around(values, form, lambda x: _next(x, form, -1), next_down_exact)
+    return _around(values, formats[format], lambda x, form: next_array(x, form, -1), next_down_exact)
+
+
+def _around(values: Any, form: Format, fast: Callable[[Array, Format], Array], slow: Callable[..., Any]) -> Any:
+    """Apply `fast` to float64 values, or `slow` to exact numbers if float64 does not represent the values."""
+    if _is_tensor(values):
+        return _as_tensor(_around(_array_of(values), form, fast, slow), values)
+    array = _prepared(values)
+    if array.dtype == object:
+        result = np.array([_float(slow(value, form)) for value in array.reshape(-1).tolist()]).reshape(array.shape)
+    else:
+        if array.dtype == np.float32:  # by its code: astype reads subnormals as zeros after set_flush_denormal(True)
+            array = decode_array(array.view(np.uint32), formats["fp32"])
+        result = fast(np.ascontiguousarray(array).reshape(-1), form).reshape(array.shape)
+    return result if isinstance(values, np.ndarray) else result[()]
+
+
+def _float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # the ulp of a number beyond float64
+        return float("inf")
 
 
 # ------------------------------------------------------------------------------------------------------------- sources
@@ -287,93 +270,6 @@ def _prepared(values: Any) -> Array:
     return array.astype(np.float64)
 
 
-def _around(values: Any, form: Format, fast: Callable[[Array], Array], slow: Callable[..., Any]) -> Any:
-    """Apply `fast` to float64 values, or `slow` to exact numbers if float64 does not represent the values."""
-    if _is_tensor(values):
-        return _as_tensor(_around(_array_of(values), form, fast, slow), values)
-    array = _prepared(values)
-    rows = np.ascontiguousarray(array).reshape(-1)
-    if array.dtype == object:
-        flat = np.array([_float(slow(value, form)) for value in rows.tolist()], np.float64)
-    else:  # by its code, since fp32 subnormals may be read as zeros after torch.set_flush_denormal(True)
-        flat = fast(rows if rows.dtype == np.float64 else _values(rows.view(np.uint32).astype(np.uint64), _FP32))
-    result = flat.reshape(array.shape)
-    return result if isinstance(values, np.ndarray) else result[()]
-
-
-def _float(number: Any) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # the ulp of a number beyond float64
-        return float("inf")
-
-
-# -------------------------------------------------------------------------------------------------------------- values
-
-
-def _values(codes: Array, form: Format) -> Array:
-    """The values of valid codes, which are uint64."""
-    return _table(form)[codes] if form.bits <= 16 else _computed(codes, form)
-
-
-@lru_cache(maxsize=32)
-def _table(form: Format) -> Array:
-    """The value of every code."""
-    values = _computed(np.arange(form.codes, dtype=np.uint64), form)
-    values.flags.writeable = False
-    return values
-
-
-def _computed(codes: Array, form: Format) -> Array:
-    """The values, computed by integer arithmetic."""
-    U = np.uint64
-    negative, magnitude = (codes & U(form.sign_bit)) != 0, codes & U(form.codes - 1 - form.sign_bit)
-    if form.kind == "integer":
-        return codes.astype(np.float64) - negative * float(form.codes)
-    field, units = (magnitude >> U(form.mantissa)).astype(np.int64), magnitude & U((1 << form.mantissa) - 1)
-    if form.kind == "scale":
-        values = np.ldexp(1.0, field + form.emin)
-    elif form.name == "fp64":
-        values = magnitude.copy().view(np.float64)
-    else:
-        whole = units + ((field > 0).astype(U) << U(form.mantissa))
-        with np.errstate(over="ignore"):  # infinities and NaNs are replaced below
-            values = np.ldexp(whole.astype(np.float64), np.maximum(field, 1) - 1 + form.emin - form.mantissa)
-    patterns = values.view(U)
-    special = magnitude > U(form.largest_code)
-    patterns[special] = 0x7FF8 << 48
-    if form.kind == "ieee":
-        patterns[special] |= units[special] << U(52 - form.mantissa)
-        patterns[magnitude == U(form.infinity_code or 0)] = 0x7FF << 52
-    patterns |= negative.astype(U) << U(63)
-    if form.kind == "fnuz":
-        patterns[codes == U(form.sign_bit)] = 0x7FF8 << 48
-    return values
-
-
-def _next(x: Array, form: Format, step: int) -> Array:
-    """The next number up (1) or down (-1) of float64 values, as `exact.next_up_exact` finds it."""
-    codes = encode_array(x, form, "down" if step > 0 else "up", "saturate", "zero", True, 0, 0).astype(np.uint64)
-    near = _values(codes, form)
-    order, minus = codes.astype(np.int64), (codes & np.uint64(form.sign_bit)) != 0
-    if form.kind == "integer":
-        order = near.astype(np.int64)
-    elif form.signed:
-        order = np.where(minus, -(codes & np.uint64(form.sign_bit - 1)).astype(np.int64), order)
-    beyond = x < near if step > 0 else x > near
-    order = np.where(beyond, order, order + step)
-    inside = order.clip(0 if form.kind == "scale" else -largest_magnitude(True, form), form.largest_code)
-    minus = (inside < 0) | ((inside == 0) & (step > 0) & form.has_negative_zero)
-    if form.kind == "integer":
-        result = inside.astype(np.float64)
-    else:
-        result = _values(np.abs(inside).astype(np.uint64) | minus * np.uint64(form.sign_bit), form)
-    if form.has_infinity or form.has_nan:
-        result[order != inside] = step * np.inf if form.has_infinity else np.nan
-    result[np.isnan(x)] = np.nan
-    return result
-
-
 def _holds(outer: Format, inner: Format) -> bool:
     """Whether every value of `inner` is a value of `outer`, a dtype of torch, all of which have NaN."""
     return (
@@ -404,19 +300,13 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
     if codes or not tensor.dtype.is_floating_point or tensor.dtype in (torch.float16, torch.float32, torch.float64):
         array: Array = tensor.numpy()
         return array
-    if tensor.dtype not in _unknown_to_numpy():
-        raise TypeError(f"Expected a dtype with one number per element, but got {tensor.dtype}")
     form = formats[tensor.dtype]
+    if form.bits not in (8, 16):
+        raise TypeError(f"Expected a dtype with one number per element, but got {tensor.dtype}")
     patterns = tensor.view(torch.int16 if form.bits == 16 else torch.uint8).numpy()
-    if form.name == "bf16":
-        return (patterns.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return _values(patterns.view(np.uint8).astype(np.uint64), form).astype(np.float32)
-
-
-def _unknown_to_numpy() -> tuple[Any, ...]:
-    torch = sys.modules["torch"]
-    names = (form.torch for form in formats.values() if form.bits in (8, 16) and form.kind != "integer")
-    return tuple(getattr(torch, name) for name in names if name)
+    if form.name == "bf16":  # shifted, which keeps the payload of a NaN
+        return (patterns.astype(np.uint32) << 16).view(np.float32)
+    return decode_array(patterns, form).astype(np.float32)
 
 
 def _as_tensor(array: Array, like: Any) -> Any:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from halfstep.kernels.formats import BY_NAME as KERNEL_FORMATS
+
 Kind = Literal["ieee", "fn", "fnuz", "finite", "scale", "integer"]
 FORMAT_KINDS: dict[str, str] = {
     "ieee": "the largest exponent is reserved for infinity and NaN",
@@ -67,103 +69,95 @@ class Format:
     hardware: tuple[str, ...] = ()
     container: int | None = field(default=None, repr=False)
 
-    # ------------------------------------------------------------------------------------------------------ fields
+    # What follows from the fields is computed once: the lookup reads it hundreds of times for an answer.
 
-    @property
+    @cached_property
     def signed(self) -> bool:
         """Whether the format has a sign bit."""
         return self.kind != "scale"
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Bits of a code."""
         return self.signed + self.exponent + self.mantissa
 
-    @property
+    @cached_property
     def bytes(self) -> float:
         """Bytes of one number in packed memory: 0.5 for E2M1, and 4 for TF32, whose 19 bits are stored as fp32."""
         return (self.container or self.bits) / 8
 
-    @property
+    @cached_property
     def precision(self) -> int:
         """Significant bits p: the bits of the mantissa field and the implicit bit."""
-        return self.mantissa if self.kind == "integer" else self.mantissa + 1
+        return self.mantissa + (self.kind != "integer")
 
-    # ------------------------------------------------------------------------------------------------------- codes
-
-    @property
+    @cached_property
     def codes(self) -> int:
         """Number of codes, 2^bits."""
         return 1 << self.bits
 
-    @property
+    @cached_property
     def sign_bit(self) -> int:
         """The sign bit of a code; 0 in a format without sign."""
         return 1 << (self.bits - 1) if self.signed else 0
 
-    @property
+    @cached_property
     def largest_code(self) -> int:
         """The code of `max`."""
-        all_ones = (1 << (self.bits - self.signed)) - 1
-        if self.kind == "ieee":
-            return self.infinity_code - 1  # type: ignore[operator]
-        return all_ones - 1 if self.kind in ("fn", "scale") else all_ones
+        if self.infinity_code is not None:
+            return self.infinity_code - 1
+        return (1 << (self.bits - self.signed)) - 1 - (self.kind in ("fn", "scale"))
 
-    @property
+    @cached_property
     def infinity_code(self) -> int | None:
         """The code of positive infinity; None in a format without infinity."""
         return ((1 << self.exponent) - 1) << self.mantissa if self.kind == "ieee" else None
 
-    @property
+    @cached_property
     def nan_code(self) -> int | None:
         """The code of the canonical NaN, positive and quiet if there are several; None in a format without NaN."""
-        if self.kind == "ieee":
-            # With one mantissa bit there is a single NaN, and with none there is no NaN.
-            return None if self.mantissa == 0 else self.largest_code + 1 + (1 << (self.mantissa - 1))
         if self.kind == "fnuz":
             return self.sign_bit
-        return self.largest_code + 1 if self.kind in ("fn", "scale") else None
+        if not self.has_nan:
+            return None
+        return self.largest_code + 1 + ((1 << self.mantissa) // 2 if self.kind == "ieee" else 0)
 
-    @property
+    @cached_property
     def nans(self) -> int:
         """Number of codes that are NaN."""
         return {"ieee": 2 * ((1 << self.mantissa) - 1), "fn": 2, "fnuz": 1, "scale": 1}.get(self.kind, 0)
 
-    @property
+    @cached_property
     def has_infinity(self) -> bool:
         return self.kind == "ieee"
 
-    @property
+    @cached_property
     def has_nan(self) -> bool:
         return self.nans > 0
 
-    @property
+    @cached_property
     def has_negative_zero(self) -> bool:
         return self.kind in ("ieee", "fn", "finite")
 
-    @property
+    @cached_property
     def has_zero(self) -> bool:
         return self.kind != "scale"
 
-    @property
+    @cached_property
     def has_subnormals(self) -> bool:
         return self.kind not in ("scale", "integer") and self.mantissa > 0
 
-    @property
+    @cached_property
     def values(self) -> int:
         """Number of distinct values. Infinities count, NaNs do not, and both zeros count as one."""
         return self.codes - self.nans - self.has_negative_zero
 
-    # ----------------------------------------------------------------------------------------------------- figures
-
-    @property
+    @cached_property
     def emin(self) -> int:
         """The exponent of `min_normal`."""
-        if self.kind == "integer":
-            return 0
-        return (0 if self.kind == "scale" else 1) - self.bias
+        return 0 if self.kind == "integer" else (self.kind != "scale") - self.bias
 
-    @property
+    @cached_property
     def emax(self) -> int:
         """The exponent of `max`."""
         return self.mantissa - 1 if self.kind == "integer" else (self.largest_code >> self.mantissa) - self.bias
@@ -173,32 +167,30 @@ class Format:
         """The largest finite number."""
         if self.kind == "integer":
             return float(self.largest_code)
-        fraction = self.largest_code & ((1 << self.mantissa) - 1)
-        return math.ldexp((1 << self.mantissa) + fraction, self.emax - self.mantissa)
+        implicit = 1 << self.mantissa
+        return math.ldexp(implicit + self.largest_code % implicit, self.emax - self.mantissa)
 
-    @property
+    @cached_property
     def lowest(self) -> float:
         """The lowest finite number: `-max`, except -128 for int8 and 2^-127 for E8M0."""
-        if self.kind == "integer":
-            return -self.max - 1
-        return self.min_normal if self.kind == "scale" else -self.max
+        return self.min_normal if self.kind == "scale" else -self.max - (self.kind == "integer")
 
-    @property
+    @cached_property
     def min_normal(self) -> float:
         """The smallest positive number with full precision, 2^emin."""
         return math.ldexp(1.0, self.emin)
 
-    @property
+    @cached_property
     def min_subnormal(self) -> float:
         """The smallest positive number; `min_normal` in a format without subnormals."""
         return math.ldexp(1.0, self.emin - self.mantissa) if self.has_subnormals else self.min_normal
 
-    @property
+    @cached_property
     def eps(self) -> float:
         """The distance from 1 to the next larger number, 2^-mantissa."""
         return 1.0 if self.kind == "integer" else math.ldexp(1.0, -self.mantissa)
 
-    @property
+    @cached_property
     def overflow(self) -> float:
         """The magnitude from which rounding to nearest overflows: half an ulp above `max`, 65520 in fp16.
 
@@ -206,8 +198,6 @@ class Format:
         itself therefore still rounds to `max`. The result is `math.inf` in fp64, whose threshold 2^1024 (1 - 2^-54) no
         float represents.
         """
-        if self.kind == "scale":
-            return 1.5 * self.max
         return self.max + self.ulp(self.max) / 2
 
     def ulp(self, x: float) -> float:
@@ -226,42 +216,38 @@ class Format:
         exponent = math.frexp(x)[1] - 1 if x else self.emin
         return math.ldexp(1.0, max(exponent, self.emin) - self.mantissa)
 
-    @property
+    @cached_property
     def integer_range(self) -> int:
         """The largest n such that all integers from 0 to n are numbers of the format; 0 if 0 or 1 is not."""
-        if self.kind == "integer":
-            return int(self.max)
         if self.kind == "scale" or self.max < 1 or self.min_subnormal > 1:
             return 0
         return int(min(math.ldexp(1.0, self.precision), self.max))
 
-    @property
+    @cached_property
     def digits10(self) -> int:
         """Decimal digits that survive conversion to the format and back: floor((p - 1) log10 2), as C's FLT_DIG."""
-        binary = self.precision if self.kind == "integer" else self.precision - 1
-        return len(str(1 << binary)) - 1
+        return len(str(1 << (self.precision - (self.kind != "integer")))) - 1
 
-    @property
+    @cached_property
     def max_digits10(self) -> int:
         """Decimal digits that distinguish any two numbers: ceil(1 + p log10 2), as C's FLT_DECIMAL_DIG."""
         return len(str(1 << self.precision)) + (self.kind != "integer")
 
-    @property
+    @cached_property
     def decimal_digits(self) -> float:
         """The precision in decimal digits, p log10 2. It differs from `digits10` and `max_digits10`."""
         return self.precision * math.log10(2)
 
     def as_dict(self) -> dict[str, Any]:
         """The row and all properties, for JSON."""
-        names = ("name", "title", "kind", "exponent", "mantissa", "bias", "bits", "bytes", "precision", "emin", "emax")
-        figures = ("max", "lowest", "min_normal", "min_subnormal", "eps", "overflow", "integer_range")
-        digits = ("digits10", "max_digits10", "decimal_digits", "codes", "values", "nans")
-        special = ("infinity_code", "nan_code", "largest_code", "signed")
-        flags = ("has_infinity", "has_nan", "has_negative_zero", "has_zero", "has_subnormals")
-        elsewhere = ("torch", "numpy", "ml_dtypes")
-        row = {key: getattr(self, key) for key in (*names, *figures, *digits, *special, *flags, *elsewhere)}
+        row = {name: getattr(self, name) for name in _JSON.split()}
         row["overflow"] = None if math.isinf(self.overflow) else self.overflow  # JSON has no infinity
         return {**row, "aliases": list(self.aliases), "hardware": list(self.hardware)}
+
+
+_JSON = """name title kind exponent mantissa bias bits bytes precision emin emax max lowest min_normal min_subnormal eps
+overflow integer_range digits10 max_digits10 decimal_digits codes values nans infinity_code nan_code largest_code signed
+has_infinity has_nan has_negative_zero has_zero has_subnormals torch numpy ml_dtypes"""
 
 
 def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | None = None) -> Format:
@@ -278,7 +264,10 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     """
     if kind not in ("ieee", "fn", "fnuz", "finite"):
         raise ValueError(f"Expected kind to be 'ieee', 'fn', 'fnuz' or 'finite', but got {kind!r}")
-    for name, value, low, high in (("exponent", exponent, 1, 11), ("mantissa", mantissa, int(kind == "fn"), 52)):
+    limits: list[tuple[str, int, float, float]] = [("exponent", exponent, 1, 11)]
+    limits += [("mantissa", mantissa, int(kind == "fn"), 52)]
+    limits += [] if bias is None else [("bias", bias, -math.inf, math.inf)]
+    for name, value, low, high in limits:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"Expected {name} to be an integer, but got {value!r}")
         if not low <= value <= high:
@@ -290,23 +279,27 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
             "Expected exponent to be 2 bits or more with kind='ieee', but got 1: one bit leaves no normal numbers"
         )
     usual = (1 << (exponent - 1)) - (kind != "fnuz")
-    chosen = usual if bias is None else bias
-    if isinstance(chosen, bool) or not isinstance(chosen, int):
-        raise TypeError(f"Expected bias to be an integer, but got {bias!r}")
-    name = f"e{exponent}m{mantissa}" + ("" if chosen == usual else f"b{chosen}") + ("" if kind == "ieee" else kind)
+    bias = usual if bias is None else bias
+    name = f"e{exponent}m{mantissa}" + ("" if bias == usual else f"b{bias}") + ("" if kind == "ieee" else kind)
     if name in ("e4m3", "e2m3", "e3m2", "e2m1"):  # names of OCP's formats, whose largest exponent is not reserved
         name += kind
     if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # names in ml_dtypes of OCP's formats without NaN
         name += "-nan"
     title = f"{1 + exponent + mantissa}-bit format of your own: {FORMAT_KINDS[kind]}"
-    result = Format(name, title, exponent, mantissa, chosen, kind)
+    result = Format(name, title, exponent, mantissa, bias, kind)
     if result.emin - mantissa < -1074 or result.emax > 1023:
-        least, most = 1 - chosen - mantissa, result.emax
         raise ValueError(
-            f"Expected values within float64's range, 2^-1074 to 2^1023, but got 2^{least} to 2^{most}: choose a "
-            f"smaller exponent or another bias than {chosen}"
+            f"Expected values within float64's range, 2^-1074 to 2^1023, but got 2^{1 - bias - mantissa} to "
+            f"2^{result.emax}: choose a smaller exponent or another bias than {bias}"
         )
     return result
+
+
+def _of_kernels(name: str, title: str, aliases: tuple[str, ...], *columns: Any) -> Format:
+    """A row whose bits and torch dtype are in the table of the kernels; `columns` are those after the dtype."""
+    row = KERNEL_FORMATS[name]
+    bits: Any = row.exponent, row.mantissa, row.bias, row.kind
+    return Format(name, title, *bits, aliases, row.torch, *columns)
 
 
 _ROWS = (
@@ -314,29 +307,29 @@ _ROWS = (
         "fp64", "IEEE 754 binary64, double precision", 11, 52, 1023, "ieee", ("float64", "double", "binary64", "f64"),
         "float64", "float64", None, ("NVIDIA A100", "AMD MI200"),
     ),
-    Format(
-        "fp32", "IEEE 754 binary32, single precision", 8, 23, 127, "ieee",
-        ("float32", "single", "float", "binary32", "f32"), "float32", "float32", None, ("AMD MI100",),
+    _of_kernels(
+        "fp32", "IEEE 754 binary32, single precision", ("float32", "single", "float", "binary32", "f32"),
+        "float32", None, ("AMD MI100",),
     ),
     Format(
         "tf32", "TensorFloat-32", 8, 10, 127, "ieee", ("tensorfloat32",), None, None, None,
         ("NVIDIA A100", "AMD MI300"), container=32,
     ),
-    Format(
-        "fp16", "IEEE 754 binary16, half precision", 5, 10, 15, "ieee", ("float16", "half", "binary16", "f16"),
-        "float16", "float16", None, ("NVIDIA V100", "AMD MI100"),
+    _of_kernels(
+        "fp16", "IEEE 754 binary16, half precision", ("float16", "half", "binary16", "f16"),
+        "float16", None, ("NVIDIA V100", "AMD MI100"),
     ),
-    Format(
-        "bf16", "bfloat16", 8, 7, 127, "ieee", ("bfloat16", "bfloat", "brainfloat16"), "bfloat16", None, "bfloat16",
+    _of_kernels(
+        "bf16", "bfloat16", ("bfloat16", "bfloat", "brainfloat16"), None, "bfloat16",
         ("Google TPU v2", "NVIDIA A100", "AMD MI100"),
     ),
-    Format(
-        "e4m3fn", "OCP FP8 E4M3", 4, 3, 7, "fn", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"),
-        "float8_e4m3fn", None, "float8_e4m3fn", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
+    _of_kernels(
+        "e4m3fn", "OCP FP8 E4M3", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"), None, "float8_e4m3fn",
+        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
-    Format(
-        "e5m2", "OCP FP8 E5M2", 5, 2, 15, "ieee", ("float8_e5m2", "fp8_e5m2"),
-        "float8_e5m2", None, "float8_e5m2", ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
+    _of_kernels(
+        "e5m2", "OCP FP8 E5M2", ("float8_e5m2", "fp8_e5m2"), None, "float8_e5m2",
+        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
     ),
     Format(
         "e4m3fnuz", "FP8 E4M3 without infinity and negative zero", 4, 3, 8, "fnuz",
@@ -369,13 +362,8 @@ _ROWS = (
     ),
 )  # fmt: skip
 
-# Names that several formats share.
-AMBIGUOUS = {
-    "fp8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
-    "float8": ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"),
-    "fp6": ("e2m3fn", "e3m2fn"),
-    "float6": ("e2m3fn", "e3m2fn"),
-}
+_FP8, _FP6 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m3fn", "e3m2fn")
+AMBIGUOUS = {"fp8": _FP8, "float8": _FP8, "fp6": _FP6, "float6": _FP6}  # names that several formats share
 
 
 class UnknownFormat(KeyError):
@@ -399,6 +387,7 @@ class _Formats(Mapping[str, Format]):
     def __init__(self, rows: tuple[Format, ...]) -> None:
         self._rows = {row.name: row for row in rows}
         self._names = {_plain(name): row for row in rows for name in (row.name, *row.aliases)}
+        self._fields = {(row.exponent, row.mantissa, row.bias, row.kind): row for row in rows}
 
     def __getitem__(self, name: object) -> Format:
         """The format of a name, an alias, a pair ``(exponent, mantissa)``, or a dtype of numpy, ml_dtypes or torch.
@@ -411,18 +400,18 @@ class _Formats(Mapping[str, Format]):
         if name is float:
             return self._rows["fp64"]  # Python's float; the name "float" means fp32, as in C and torch
         if isinstance(name, tuple) and len(name) == 2:
-            return self._row_of(custom(*name))
-        text = name if isinstance(name, str) else getattr(name, "name", None) or getattr(name, "__name__", str(name))
-        plain = _plain(str(text))
-        if plain in self._names:
-            return self._names[plain]
-        fields = re.fullmatch(r"(?:float[0-9]+)?e([0-9]+)m([0-9]+)(?:b([0-9]+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
-        if fields and (not fields[5] or fields[4] == "fn"):
-            kind: Any = fields[4] or "ieee"
-            return self._row_of(
-                custom(int(fields[1]), int(fields[2]), kind, bias=int(fields[3]) if fields[3] else None)
-            )
-        raise UnknownFormat(self._unknown(str(text), plain))
+            result = custom(*name)
+        else:
+            text = name if isinstance(name, str) else getattr(name, "name", None) or getattr(name, "__name__", name)
+            plain = _plain(str(text))
+            if plain in self._names:
+                return self._names[plain]
+            match = re.fullmatch(r"(?:float[0-9]+)?e([0-9]+)m([0-9]+)(?:b([0-9]+))?(ieee|fn|fnuz|finite)?(nan)?", plain)
+            if not match or (match[5] and match[4] != "fn"):
+                raise UnknownFormat(self._unknown(str(text), plain))
+            kind: Any = match[4] or "ieee"
+            result = custom(int(match[1]), int(match[2]), kind, bias=int(match[3]) if match[3] else None)
+        return self._fields.get((result.exponent, result.mantissa, result.bias, result.kind), result)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -432,22 +421,14 @@ class _Formats(Mapping[str, Format]):
 
     def __contains__(self, name: object) -> bool:
         try:
-            self[name]
+            return bool(self[name])
         except (KeyError, ValueError):
             return False
-        return True
-
-    def _row_of(self, result: Format) -> Format:
-        """The row with the same fields, or the format itself if there is none."""
-        same = (result.exponent, result.mantissa, result.bias, result.kind)
-        return next(
-            (row for row in self._rows.values() if (row.exponent, row.mantissa, row.bias, row.kind) == same), result
-        )
 
     def _unknown(self, text: str, plain: str) -> str:
-        for prefix, meant in AMBIGUOUS.items():
-            if plain == prefix:
-                return f"format {text!r} is ambiguous: choose {_either(meant)}"
+        if plain in AMBIGUOUS:
+            *names, last = map(repr, AMBIGUOUS[plain])
+            return f"format {text!r} is ambiguous: choose {', '.join(names)} or {last}"
         near = difflib.get_close_matches(plain, self._names, n=1, cutoff=0.6)
         hint = f"did you mean {self._names[near[0]].name!r}? C" if near else "c"
         return (
@@ -459,10 +440,6 @@ class _Formats(Mapping[str, Format]):
 def _plain(name: str) -> str:
     """A name in lower case, without separators and without the name of the package."""
     return re.sub(r"[\s_-]", "", name.strip().lower().removeprefix("torch.").removeprefix("np."))
-
-
-def _either(names: tuple[str, ...]) -> str:
-    return f"{', '.join(repr(name) for name in names[:-1])} or {names[-1]!r}"
 
 
 formats = _Formats(_ROWS)

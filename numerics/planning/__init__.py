@@ -7,9 +7,7 @@
 All sizes are whole bytes. A part is *exact* if it equals the allocated bytes: weights, gradients, states and DDP's
 buckets. The other parts are estimates from the formulas named in ``work.py`` and ``sharding.py``. The CUDA context,
 communication libraries, fragmentation of the allocator and workspaces of matrix libraries are not counted. `usable`
-subtracts a reserve for them.
-
-Needs no torch.
+subtracts a reserve for them. Needs no torch.
 """
 
 from halfstep.numerics.planning.catalog import CARDS, MODELS, RESERVE, Card, card, from_config, usable
@@ -18,35 +16,11 @@ from halfstep.numerics.planning.layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, 
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, unit
 from halfstep.numerics.planning.plans import Part, Plan, Totals, Work, fit, plan
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Strategy
+from halfstep.numerics.planning.training import Training
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 __all__ = [
-    "CARDS",
-    "CHECKPOINTING",
-    "LAYOUTS",
-    "MODELS",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "RESERVE",
-    "STRATEGIES",
-    "Card",
-    "Collective",
-    "Layout",
-    "Part",
-    "Plan",
-    "Strategy",
-    "Tensor",
-    "Totals",
-    "Transformer",
-    "Unit",
-    "Way",
-    "Work",
-    "card",
-    "fit",
-    "from_config",
-    "layout",
-    "plan",
-    "unit",
-    "usable",
-    "ways_to_fit",
-]
+    "CARDS", "CHECKPOINTING", "LAYOUTS", "MODELS", "OPTIMIZERS", "PRECISIONS", "RESERVE", "STRATEGIES",
+    "Card", "Collective", "Layout", "Part", "Plan", "Strategy", "Tensor", "Totals", "Training", "Transformer", "Unit",
+    "Way", "Work", "card", "fit", "from_config", "layout", "plan", "unit", "usable", "ways_to_fit",
+]  # fmt: skip

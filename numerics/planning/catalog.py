@@ -1,7 +1,4 @@
-"""Models and GPUs by name, with the shapes and sizes that their makers publish, and ``config.json`` of Hugging Face.
-
-Needs no torch.
-"""
+"""Models and GPUs by name, with what their makers publish, and ``config.json`` of Hugging Face. Needs no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +23,9 @@ _gpt2 = partial(Transformer, vocab=50257, seq=1024, tied=True)
 
 
 def _shape(
-    family: Any, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, **more: Any
+    family: Any, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, **others: Any
 ) -> Transformer:
-    return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **more)
+    return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **others)
 
 
 # From the published config.json of each model: blocks, width, heads, heads of keys, MLP, vocabulary, positions.
@@ -93,22 +90,26 @@ MODELS: dict[str, Transformer] = {
     "olmo-3-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100278, 65536, qk_norm="width"),
 }
 
-# What the model_type of a config.json says beyond its numbers; its head is tied unless the third entry is False.
+# By the model_type of a config.json: the family, what it says beyond its numbers, and whether its head is tied.
 _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
-    "llama": (_llama, {}, False),
-    "mistral": (_llama, {}, False),
-    "mixtral": (_llama, {}, False),
-    "granite": (_llama, {}, False),
+    **dict.fromkeys(("llama", "mistral", "mixtral", "granite", "phi3"), (_llama, {}, False)),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), (_qwen3, {}, False)),
+    **dict.fromkeys(("olmo2", "olmo3"), (_llama, {"qk_norm": "width"}, False)),
     "smollm3": (_llama, {}, True),
-    "phi3": (_llama, {}, False),
     "qwen2": (_qwen2, {}, False),
-    "qwen3": (_qwen3, {}, False),
-    "qwen3_moe": (_qwen3, {}, False),
     "gemma": (_llama, {"head_dim": 256}, True),
     "gemma2": (_gemma2, {"head_dim": 256}, True),
     "gemma3_text": (_gemma2, {"head_dim": 256, "qk_norm": "head"}, True),
-    "olmo2": (_llama, {"qk_norm": "width"}, False),
-    "olmo3": (_llama, {"qk_norm": "width"}, False),
+}
+# The names of sizes in a config.json.
+_SIZES = {
+    **{"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"},
+    **{"seq": "max_position_embeddings", "ffn": "intermediate_size"},
+}
+_GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "seq": "n_positions"}
+_EXPERTS = {
+    "mixtral": {"experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
+    "qwen3_moe": {"experts": "num_experts", "active_experts": "num_experts_per_tok", "ffn": "moe_intermediate_size"},
 }
 HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as for Hugging Face's own libraries
 
@@ -157,51 +158,34 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
             try:
                 config = json.loads(path.read_text(encoding="utf-8"))
             except (OSError, ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
-                ) from error
+                message = f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
+                raise ValueError(message) from error
         if not isinstance(config, Mapping):
             raise ValueError(f"Expected {source} to hold a JSON object: pass a config.json of Hugging Face")
-    name = str(config.get("model_type"))
-
-    def get(key: str, default: int | None = None) -> int:
-        """A size. Without a default, the file must have it."""
-        if default is not None and config.get(key) is None:
-            return default
-        if key not in config:
-            raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
-        return whole(key, config[key])
-
-    if name == "gpt2":
-        layers, hidden, heads, vocab, seq = map(get, ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"))
-        inner = None if config.get("n_inner") is None else get("n_inner")
-        tied = config.get("tie_word_embeddings") is not False
-        return Transformer(layers, hidden, heads, vocab, seq, ffn=inner, tied=tied)
-    if name not in _FAMILIES:
-        planned = ["gpt2", *_FAMILIES]
+    name, planned = str(config.get("model_type")), ["gpt2", *_FAMILIES]
+    if name not in planned:
         hint = ": pass a file with its text_config" if "text_config" in config else ""
         raise ValueError(
             f"Expected model_type to be one of {', '.join(planned)}, but got {name!r}{hint}; "
             f"{instead(name, planned, False)}or give the shape as numbers"
         )
-    family, options, tied = _FAMILIES[name]
-    heads = get("num_attention_heads")
-    more: dict[str, Any] = {**options, "tied": bool(config.get("tie_word_embeddings", tied))}
-    if config.get("head_dim") is not None:
-        more["head_dim"] = get("head_dim")
-    if config.get("attention_bias") and not name.startswith("qwen2"):
+
+    family, options, tied = _FAMILIES.get(name, (Transformer, {}, True))
+    fields = {**options, "tied": bool(config.get("tie_word_embeddings", tied))}
+    if config.get("attention_bias") and name != "qwen2":
         raise ValueError("Expected attention_bias to be false, but got true: give the shape as numbers")
-    ffn = get("intermediate_size")
-    if name == "mixtral":
-        more |= {"experts": get("num_local_experts"), "active_experts": get("num_experts_per_tok")}
-    elif name == "qwen3_moe":
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            raise ValueError("Expected all blocks to have experts, but some have not: give the shape as numbers")
-        ffn = get("moe_intermediate_size")
-        more |= {"experts": get("num_experts"), "active_experts": get("num_experts_per_tok")}
-    kv_heads, layers, hidden = get("num_key_value_heads", heads), get("num_hidden_layers"), get("hidden_size")
-    vocab, seq = get("vocab_size"), get("max_position_embeddings")
-    return _shape(family, layers, hidden, heads, kv_heads, ffn, vocab, seq, **more)
+    if name == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        raise ValueError("Expected all blocks to have experts, but some have not: give the shape as numbers")
+    for field, key in (_GPT2 if name == "gpt2" else {**_SIZES, **_EXPERTS.get(name, {})}).items():
+        if key not in config:
+            raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
+        fields[field] = whole(key, config[key])
+    optional = {"ffn": "n_inner"} if name == "gpt2" else {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    for field, key in optional.items():
+        if config.get(key) is not None:
+            fields[field] = whole(key, config[key])
+    shape: Transformer = family(**fields)
+    return shape
 
 
 # ---------------------------------------------------------------------------------------------------------- cards

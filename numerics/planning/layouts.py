@@ -1,63 +1,42 @@
 """The memory of optimizers per parameter: one frozen row per optimizer and precision.
 
 A row gives the formats of weights, gradients, master and moments, the format in which the model computes, and the
-temporary memory of `step`. Rows of other libraries come from their source code, at the version in `Layout.source`.
-tests/numerics/planning/test_planning_reality.py compares the rows of halfstep, torch and flashoptim with the memory
-that they allocate.
+temporary memory of `step`. The rows of halfstep are those of its `StateLayout`; rows of other libraries come from their
+source code, at the version in `Layout.source`. tests/numerics/planning/test_planning_reality.py compares the rows of
+halfstep, torch and flashoptim with the memory that they allocate.
 
 Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from halfstep.numerics.messages import one_of
+from halfstep.numerics.state_layout import (
+    BF16,
+    CODES,
+    FP16,
+    FP32,
+    INT8,
+    INT16,
+    POSITIVE_CODES,
+    REMAINDERS,
+    StateLayout,
+    StoredFormat,
+)
 
-
-@dataclass(frozen=True)
-class StoredFormat:
-    """A format in memory."""
-
-    name: str
-    width: int  # bytes per element
-    group: int = 0  # elements that share a scale; 0 without shared scales
-    scale: int = 0  # bytes of a scale
-    # Where groups lie within rows, the format of tensors without rows; None if groups lie anywhere.
-    without_rows: StoredFormat | None = None
-    least: int = 0  # elements of the smallest tensor in this format; smaller ones are in fp32
-
-    def bytes(self, elements: int, row: int = 0) -> int:
-        """Bytes of a tensor with rows of `row` elements, or 0 without rows. A short last group has a complete scale."""
-        if elements < self.least:
-            return 4 * elements
-        if self.without_rows is None:
-            return elements * self.width + (-(-elements // self.group) * self.scale if self.group else 0)
-        if not row:
-            return self.without_rows.bytes(elements)
-        return elements * self.width + elements // row * -(-row // self.group) * self.scale
-
-    @property
-    def per_parameter(self) -> Fraction:
-        """Bytes per element of a tensor without a short group, and with rows if the format depends on them."""
-        return self.width + (Fraction(self.scale, self.group) if self.group else Fraction(0))
-
-
-FP32, FP16, BF16 = StoredFormat("fp32", 4), StoredFormat("fp16", 2), StoredFormat("bf16", 2)
 FP8 = StoredFormat("fp8", 1)
-INT16, INT8 = StoredFormat("int16", 2), StoredFormat("int8", 1)
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
-# kernels/block_codes.py; the scales of second moments have two bytes.
-CODES = StoredFormat("8bit", 1, group=32, scale=1, without_rows=FP32)
-POSITIVE_CODES = replace(CODES, name="8bit, positive", scale=2)
 INT8_BLOCKS = StoredFormat("int8 in blocks of 256", 1, group=256, scale=4, least=4096)
-REMAINDERS = (INT16, INT8)  # formats of the bits that extend a 16-bit weight to its master
 STORED_FORMATS = {stored.name: stored for stored in (FP32, FP16, BF16, FP8, CODES, POSITIVE_CODES)}
-
+# Formats that second moments have instead of that of the first.
+SECOND_MOMENTS = {CODES.name: POSITIVE_CODES}
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
+GRADIENTS = ("fp32", "bf16", "fp16")  # formats of gradients, of their sums, and of what is sent
 
 
 @dataclass(frozen=True)
@@ -99,10 +78,8 @@ class Layout:
 
     def per_parameter(self, amsgrad: bool = False) -> Fraction:
         """Bytes of weight, gradient and states."""
-        return sum(
-            (stored.per_parameter for _, stored in self.states(amsgrad)),
-            self.weights.per_parameter + self.gradients.per_parameter,
-        )
+        states = sum((stored.per_parameter for _, stored in self.states(amsgrad)), Fraction(0))
+        return states + self.weights.per_parameter + self.gradients.per_parameter
 
     def moved_per_step(self, amsgrad: bool = False) -> Fraction:
         """The least number of bytes per parameter that one step reads and writes.
@@ -145,6 +122,7 @@ _TE = {
 _TE_MASTER = {**_TE, "master_allowed": ("fp32", "fp16")}
 _TE_FP32 = {**_TE_MASTER, "note": "allocates a master of fp32 parameters, never updated"}
 _FLASH = {"source": "flashoptim 0.1.4, flashoptim/optimizers.py"}
+_BITSANDBYTES = {"source": "bitsandbytes 0.50.2, bitsandbytes/optim/optimizer.py"}
 _DEEPSPEED = {
     "temporary": 4,
     "note": "its own estimators count 2 bytes more: the fp32 gradients of the step as if they always existed",
@@ -155,21 +133,13 @@ _DEEPSPEED_BF16 = {
     "source": "DeepSpeed, deepspeed/runtime/zero/base_optimizer.py, and pull request 8010",
 }
 
-# Optimizer, formats of the parameters, of the master, of the moments (None: that of the parameters), and the rest.
-_TABLE: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFormat | None, dict[str, Any]], ...] = (
-    ("halfstep", (FP32,), None, FP32, _OURS),
-    ("halfstep", (BF16,), INT16, FP32, _OURS),
-    ("halfstep", (FP16,), FP32, FP32, _OURS),
-    ("halfstep-full", _HALF, FP32, FP32, _OURS),
-    ("halfstep-split", (BF16,), INT16, FP32, _OURS),
-    ("halfstep-split-bf16", (BF16,), INT16, BF16, _OURS),
-    ("halfstep-split-8bit", (BF16,), INT16, CODES, _OURS),
-    ("halfstep-split24", (BF16,), INT8, FP32, _OURS),
-    ("halfstep-split24-bf16", (BF16,), INT8, BF16, _OURS),
-    ("halfstep-split24-8bit", (BF16,), INT8, CODES, _OURS),
-    ("halfstep-stochastic", _HALF, None, FP32, _OURS),
-    ("halfstep-stochastic-bf16", _HALF, None, BF16, _OURS),
-    ("halfstep-stochastic-8bit", _HALF, None, CODES, _OURS),
+# Of ours: the name, the formats of the parameters, and `master_weights`, with each format of the moments.
+_MASTERS: tuple[tuple[str, tuple[StoredFormat, ...], str | None], ...] = (
+    *(("halfstep-full", _HALF, "full"), ("halfstep-split", (BF16,), "split")),
+    *(("halfstep-split24", (BF16,), "split24"), ("halfstep-stochastic", _HALF, None)),
+)
+# Of others: the formats of the parameters, of the master, of the moments (None: that of the parameters), and the rest.
+_OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFormat | None, dict[str, Any]], ...] = (
     ("torch", (FP32,), None, FP32, {**_FOREACH, "temporary": 4}),
     ("torch", _HALF, None, None, {**_FOREACH, "temporary": 2}),
     ("torch-fused", _ALL, None, None, {**_TORCH, "scalars": 4}),
@@ -187,34 +157,35 @@ _TABLE: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFo
     ("flashoptim-24", _HALF, INT8, INT8_GROUPS, _FLASH),
     ("flashoptim-32", _HALF, INT16, INT8_GROUPS, _FLASH),
     ("flashoptim-none", _HALF, None, INT8_GROUPS, _FLASH),
-    ("bitsandbytes-8bit", _ALL, None, INT8_BLOCKS, {"source": "bitsandbytes 0.50.2, bitsandbytes/optim/optimizer.py"}),
+    ("bitsandbytes-8bit", _ALL, None, INT8_BLOCKS, _BITSANDBYTES),
     ("torchao-8bit", _ALL, None, INT8_BLOCKS, {"source": "torchao 0.18, torchao/optim/adam.py"}),
     ("deepspeed", _HALF, FP32, FP32, _DEEPSPEED),
     ("deepspeed-bf16", (BF16,), BF16, BF16, _DEEPSPEED_BF16),
 )
-# Formats that second moments have instead of that of the first.
-SECOND_MOMENTS = {CODES.name: POSITIVE_CODES}
 
 
-def _layouts() -> Iterator[Layout]:
-    """The rows of the table, and those with fp32 parameters once more for each dtype of autocast."""
-    rows = []
-    for optimizer, forms, master, moment, rest in _TABLE:
-        for form in forms:
-            first = moment or form
-            second = SECOND_MOMENTS.get(first.name, first)
-            rows.append(Layout(optimizer, form.name, form, form, master, first, second, compute=form, **rest))
-    yield from rows
-    for compute in (BF16, FP16):
-        for row in rows:
-            if row.precision == "fp32":
-                yield replace(row, precision=f"amp-{compute.name}", compute=compute)
+def _ours(optimizer: str, form: StoredFormat, master: str | None, state: str) -> Layout:
+    formats = StateLayout.resolve(form.name, master, state).formats
+    stored = formats.get("master", formats.get("remainder"))
+    return Layout(optimizer, form.name, form, form, stored, formats["exp_avg"], formats["exp_avg_sq"], form, **_OURS)
 
 
-LAYOUTS = tuple(_layouts())
+def _rows() -> tuple[Layout, ...]:
+    """The rows of all optimizers, and those with fp32 parameters once more for each dtype of autocast."""
+    rows = [_ours("halfstep", form, "auto", "fp32") for form in _ALL]
+    for optimizer, forms, master in _MASTERS:
+        for state in ("fp32",) if master == "full" else ("fp32", "bf16", "8bit"):
+            name = optimizer if state == "fp32" else f"{optimizer}-{state}"
+            rows += [_ours(name, form, master, state) for form in forms]
+    for optimizer, forms, stored, moment, more in _OTHERS:
+        rows += [Layout(optimizer, f.name, f, f, stored, moment or f, moment or f, f, **more) for f in forms]
+    plain = [row for row in rows if row.precision == "fp32"]
+    autocast = (replace(row, precision=f"amp-{form.name}", compute=form) for form, row in product(_HALF, plain))
+    return (*rows, *autocast)
+
+
+LAYOUTS = _rows()
 OPTIMIZERS = tuple(dict.fromkeys(row.optimizer for row in LAYOUTS))
-_ROWS = {(row.optimizer, row.precision): row for row in LAYOUTS}
-GRADIENTS = ("fp32", "bf16", "fp16")  # formats of gradients, of their sums, and of what is sent
 # Bytes of the scales that TransformerEngine stores for each tensor of a state: one scale, and for fp8 also the scale,
 # largest magnitude and inverse scale of the fp8 tensor.
 TE_SCALES = {"fp32": 0, "fp16": 4, "bf16": 4, "fp8": 16}
@@ -249,12 +220,12 @@ def layout(
     """
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("precision", precision, PRECISIONS)
-    has = tuple(row.precision for row in LAYOUTS if row.optimizer == optimizer)
-    if precision not in has:
+    rows = {row.precision: row for row in LAYOUTS if row.optimizer == optimizer}
+    if precision not in rows:
         raise ValueError(
-            f"Expected precision to be one of {', '.join(has)} for optimizer {optimizer!r}, but got {precision!r}"
+            f"Expected precision to be one of {', '.join(rows)} for optimizer {optimizer!r}, but got {precision!r}"
         )
-    row = _ROWS[optimizer, precision]
+    row = rows[precision]
     if gradients is not None:
         one_of("gradients", gradients, GRADIENTS)
         row = replace(row, gradients=STORED_FORMATS[gradients])
@@ -271,9 +242,9 @@ def layout(
     if not optimizer.startswith("te"):
         return row
     # TransformerEngine has scales, and its `step` makes fp32 copies of fp16 and fp8 states.
-    states = [row.exp_avg, row.exp_avg_sq] + ([] if row.master in (None, INT16) else [row.master])
-    scalars = sum(TE_SCALES[state.name] for state in states if state is not None)
-    return replace(row, scalars=scalars, temporary=4 * sum(state in (FP16, FP8) for state in states))
+    states = [stored for name, stored in row.states() if name != "remainder"]
+    scalars = sum(TE_SCALES[stored.name] for stored in states)
+    return replace(row, scalars=scalars, temporary=4 * sum(stored in (FP16, FP8) for stored in states))
 
 
 def _with_moments(row: Layout, moments: str) -> Layout:

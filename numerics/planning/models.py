@@ -1,17 +1,15 @@
-"""The parameters of a model, tensor by tensor, and the transformer that most plans describe.
-
-Needs no torch.
-"""
+"""The parameters of a model, tensor by tensor, and the transformer that most plans describe. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep.numerics.messages import divides, whole
 
 NORMS, QK_NORMS = ("layer", "rms"), ("", "head", "width")
+_SIZES = ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads", "head_dim", "block_norms")
 
 
 @dataclass(frozen=True)
@@ -67,14 +65,12 @@ def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool 
 
 def tensors_of(units: Iterable[Unit]) -> Iterator[tuple[Tensor, int]]:
     """Every tensor, and how often the model contains it."""
-    for one in units:
-        for tensor in one.tensors:
-            yield tensor, one.count
+    return ((tensor, unit.count) for unit in units for tensor in unit.tensors)
 
 
 def parameters_of(units: Iterable[Unit]) -> int:
     """The number of parameters in all units."""
-    return sum(one.count * one.elements for one in units)
+    return sum(unit.count * unit.elements for unit in units)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,8 @@ class Transformer:
         tied: whether the head uses the matrix of the embedding.
         dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
             embedding.
-        flash: whether attention stores one fp32 number per row of scores instead of the scores.
+        flash: whether attention stores one fp32 number per row of scores, as flash attention and torch's
+            scaled_dot_product_attention do, instead of the scores.
         experts: number of MLPs of a mixture-of-experts block, and a router; 0 for one MLP without a router.
         active_experts: experts that compute each token.
 
@@ -132,7 +129,7 @@ class Transformer:
     positions: bool = True
     tied: bool = False
     dropout: bool = True
-    flash: bool = False
+    flash: bool = True
     head_dim: int | None = None
     block_norms: int = 2
     qk_norm: str = ""
@@ -140,11 +137,10 @@ class Transformer:
     active_experts: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads", "head_dim", "block_norms"):
+        least = {**dict.fromkeys(_SIZES, 1), "experts": 0, "active_experts": 1 if self.experts else 0}
+        for name, smallest in least.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "experts", whole("experts", self.experts, 0))
-        object.__setattr__(self, "active_experts", whole("active_experts", self.active_experts, min(self.experts, 1)))
+                object.__setattr__(self, name, whole(name, getattr(self, name), smallest))
         if self.active_experts > self.experts:
             raise ValueError(
                 f"Expected active_experts to be at most experts, {self.experts}, but got {self.active_experts}"
@@ -159,18 +155,16 @@ class Transformer:
 
     @property
     def kv(self) -> int:
-        """Number of heads of keys and of values."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def kv_width(self) -> int:
         """Width of the keys, and of the values."""
         return self.head_width * self.kv
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head."""
-        return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def query_width(self) -> int:
@@ -179,10 +173,14 @@ class Transformer:
 
     @property
     def mlp(self) -> int:
-        """Width of the MLP."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
-    def check_parallel(self, tensor_parallel: int, sequence_parallel: bool = False) -> None:
+    @property
+    def matrices(self) -> int:
+        """Matrices of one MLP."""
+        return 3 if self.gated else 2
+
+    def check_parallel(self, tensor_parallel: int = 1, sequence_parallel: bool = False) -> None:
         """Raise ValueError unless heads, MLP and vocabulary can be divided evenly among the GPUs."""
         remedy = "tensor parallelism gives every GPU equal parts: choose another --tp or size"
         sizes = {"heads": self.heads, "kv_heads": self.kv, "ffn": self.mlp, "vocab": self.vocab}
@@ -206,26 +204,19 @@ class Transformer:
             return [Tensor(f"{name}.weight", (rows, columns)), *bias]
 
         def norm(name: str) -> list[Tensor]:
-            bias = [Tensor(f"{name}.bias", (h,), "norm")] if self.norm == "layer" else []
-            return [Tensor(f"{name}.weight", (h,), "norm"), *bias]
+            return [Tensor(f"{name}.{part}", (h,), "norm") for part in ("weight", "bias")[: 1 + (self.norm == "layer")]]
 
         block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, queries // t)]
-        if self.qk_norm:
-            widths = (queries, self.kv_width) if self.qk_norm == "width" else (self.head_width,) * 2
-            block += [
-                Tensor(f"attention.{name}_norm", (width,), "norm") for name, width in zip("qk", widths, strict=True)
-            ]
+        widths = {"": (), "width": (queries, self.kv_width), "head": (self.head_width,) * 2}[self.qk_norm]
+        block += [Tensor(f"attention.{name}_norm", (width,), "norm") for name, width in zip("qk", widths, strict=False)]
         for number in range(2, self.block_norms + 1):
             block += norm(f"norm{number}")
-        into = 2 if self.gated else 1
         if self.experts:
-            block += [
-                Tensor("router", (self.experts, h)),
-                Tensor("experts.up", (self.experts, into * f, h)),
-                Tensor("experts.down", (self.experts, h, f)),
-            ]
+            up = (self.experts, (self.matrices - 1) * f, h)
+            block += [Tensor("router", (self.experts, h)), Tensor("experts.up", up)]
+            block.append(Tensor("experts.down", (self.experts, h, f)))
         else:
-            for name in ("mlp.gate", "mlp.up")[2 - into :]:
+            for name in ("mlp.up", "mlp.gate")[: self.matrices - 1][::-1]:
                 block += linear(name, f, h)
             block += linear("mlp.down", h, f)
         # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
@@ -241,18 +232,15 @@ class Transformer:
         A router and experts have none.
         """
         block = self.units()[0]
-        tensors = []
-        for tensor in block.tensors:
-            if len(tensor.shape) == 2 and tensor.name != "router":
-                rows, columns = tensor.shape
-                tensors += [Tensor(f"{tensor.name}_a", (rank, columns)), Tensor(f"{tensor.name}_b", (rows, rank))]
-        return (Unit("block", tuple(tensors), block.count),)
+        matrices = [tensor for tensor in block.tensors if len(tensor.shape) == 2 and tensor.name != "router"]
+        tensors = [Tensor(f"{tensor.name}_a", (rank, tensor.shape[1])) for tensor in matrices]
+        tensors += [Tensor(f"{tensor.name}_b", (tensor.shape[0], rank)) for tensor in matrices]
+        return (replace(block, tensors=tuple(tensors)),)
 
     def units_with_adapters(self, rank: int) -> tuple[Unit, ...]:
         """All weights, those of the adapters in the units of their matrices."""
         block, root = self.units()
-        (added,) = self.adapters(rank)
-        return Unit("block", (*block.tensors, *added.tensors), block.count), root
+        return replace(block, tensors=block.tensors + self.adapters(rank)[0].tensors), root
 
     @property
     def parameters(self) -> int:
@@ -263,4 +251,4 @@ class Transformer:
     def active_parameters(self) -> int:
         """The number of parameters that compute a token: all but those of experts that the router does not choose."""
         idle = self.experts - self.active_experts
-        return self.parameters - self.layers * idle * (3 if self.gated else 2) * self.mlp * self.hidden
+        return self.parameters - self.layers * idle * self.matrices * self.mlp * self.hidden

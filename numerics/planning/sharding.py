@@ -7,7 +7,6 @@ each parameter and pads the weights and gradients of short shards, but not the s
 fewest elements so far (distributed/optim). ``zero1`` to ``zero3`` follow the paper (Rajbhandari et al., ZeRO: memory
 optimizations toward training trillion parameter models, 2020, §5) and DeepSpeed: one flat buffer, or each parameter in
 stage 3, is divided into equal parts, rounded up. The bytes sent are those of ring algorithms, which are optimal.
-
 Needs no torch.
 """
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -24,9 +23,9 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
+from halfstep.numerics.state_layout import LEAST_CODED
 
 BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
-LEAST_CODED = 4096  # elements of the smallest parameter whose moments integrations/optim keeps in 8 bits
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ STRATEGIES = {
 
 # Local tensors of a rank: their elements, how many there are, and the elements in a row, an index of dimension 0. The
 # latter is 0 for vectors, for parameters of less than `LEAST_CODED` elements, and for shards that are not whole rows.
-Local = tuple[int, int, int]
-Locals = tuple[Local, ...]
+Locals = tuple[tuple[int, int, int], ...]
 
 
 class Shards(NamedTuple):
@@ -118,12 +116,12 @@ def assigned(sizes: Sequence[int], ways: int) -> list[list[int]]:
     Ranks after the last one that holds a parameter are left out.
     """
     loads = [(0, rank) for rank in range(min(ways, len(sizes)))]
-    owned: list[list[int]] = [[] for _ in loads]
+    indices: list[list[int]] = [[] for _ in loads]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, rank = heapq.heappop(loads)
-        owned[rank].append(index)
+        indices[rank].append(index)
         heapq.heappush(loads, (load + sizes[index], rank))
-    return owned
+    return indices
 
 
 @dataclass(frozen=True)
@@ -132,35 +130,32 @@ class Sharding:
 
     strategy: Strategy
     ranks: int  # data-parallel GPUs
-    ways: int  # GPUs among which the model is divided
+    group: int | None  # GPUs in one group of ``"hsdp"``
     # Whether units have the shapes of the parameters, and not only their number. Without shapes, the parameters count
     # as one long row, and every rank is assumed to hold an equal part.
     shaped: bool
 
-    @classmethod
-    def of(cls, strategy: Strategy, ranks: int, group: int | None, shaped: bool) -> Sharding:
-        """The division among `ranks` GPUs, in groups of `group` GPUs with ``hsdp``.
-
-        Raises:
-            ValueError: `group` is given for a strategy without groups, is missing for ``hsdp``, or does not divide
-                `ranks`.
-        """
-        if strategy.name != "hsdp" and group is not None:
+    def __post_init__(self) -> None:
+        name = self.strategy.name
+        if name != "hsdp" and self.group is not None:
             raise ValueError(
-                f"shard is {group}, but strategy {strategy.name!r} has no groups; leave it out, or choose 'hsdp'"
+                f"shard is {self.group}, but strategy {name!r} has no groups; leave it out, or choose 'hsdp'"
             )
-        if strategy.name != "hsdp":
-            return cls(strategy, ranks, ranks if strategy.states else 1, shaped)
-        if group is None:
+        if name == "hsdp" and self.group is None:
             raise ValueError("strategy is 'hsdp', but shard is not given; give the GPUs of one group, as --shard 8")
-        divides("shard", group, "the number of data-parallel GPUs", ranks, "every group needs as many GPUs")
-        return cls(strategy, ranks, group, shaped)
+        if self.group is not None:
+            remedy = "every group needs as many GPUs"
+            divides("shard", self.group, "the number of data-parallel GPUs", self.ranks, remedy)
+
+    @property
+    def ways(self) -> int:
+        """GPUs among which the model is divided."""
+        return self.group or (self.ranks if self.strategy.states else 1)
 
     def shards(self, units: Sequence[Unit], rank: int | None = None) -> Shards:
         """The local tensors of a rank; of the one that holds most if `rank` is None."""
-        by, ways = self.strategy.by, self.ways
-        tensors = [(tensor, tensor.elements, count) for tensor, count in tensors_of(units)]
-        whole = tuple((size, count, self._row(tensor)) for tensor, size, count in tensors)
+        by, ways, count_of = self.strategy.by, self.ways, list(tensors_of(units))
+        whole = tuple((tensor.elements, count, self._row(tensor)) for tensor, count in count_of)
         if ways == 1 or by == "nothing":
             return Shards(whole, whole, whole)
         if by == "flat" or (by == "parameters" and not self.shaped):
@@ -169,24 +164,22 @@ class Sharding:
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
             # In the order of the model, which decides among parameters of the same size.
-            every = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
-            owned = assigned([size for size, _, _ in every], ways)
-            loads = [sum(every[index][0] for index in indices) for indices in owned]
-            rank = loads.index(max(loads)) if rank is None else rank
-            return Shards(whole, whole, tuple(every[index] for index in owned[rank]) if rank < len(owned) else ())
-        if by != "rows":
-            flat = [(unit.elements, unit.count) for unit in units] if by == "units" else [each[1:] for each in tensors]
-            parts = tuple((-(-size // ways), count, 0) for size, count in flat)
+            tensors = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
+            by_rank = [[tensors[i] for i in indices] for indices in assigned([size for size, *_ in tensors], ways)]
+            if rank is None:
+                return Shards(whole, whole, tuple(max(by_rank, key=lambda local: sum(size for size, *_ in local))))
+            return Shards(whole, whole, tuple(by_rank[rank]) if rank < len(by_rank) else ())
+        if by in ("units", "elements"):
+            sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [each[:2] for each in whole]
+            parts = tuple((-(-size // ways), count, 0) for size, count in sizes)
             return Shards(parts, parts, parts)
-        padded: list[Local] = []
-        states: list[Local] = []
-        for (tensor, _, count), (_, _, row) in zip(tensors, whole, strict=True):
-            first = tensor.shape[0] if tensor.shape else 1
-            chunk = -(-first // ways)
-            length = math.prod(tensor.shape[1:])
-            rows = chunk if rank is None else max(0, min(chunk, first - rank * chunk))
+        padded, states = [], []
+        for (tensor, count), (*_, row) in zip(count_of, whole, strict=True):
+            rows = tensor.shape[0] if tensor.shape else 1
+            chunk, length = -(-rows // ways), math.prod(tensor.shape[1:])
+            local = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
             padded.append((length * chunk, count, row))
-            states.append((length * rows, count, row if self.shaped else length * rows))
+            states.append((local, count, row if self.shaped else local))
         return Shards(tuple(padded), tuple(padded), tuple(states))
 
     def _row(self, tensor: Tensor) -> int:
@@ -202,13 +195,7 @@ class Sharding:
         return self.ways * elements(shards.states if self.strategy.by == "flat" else shards.gradients)
 
     def communication(
-        self,
-        trained: Sequence[Unit],
-        units: Sequence[Unit],
-        *,
-        gradient_width: Fraction,
-        weight_width: Fraction,
-        accumulate: int,
+        self, trained: Sequence[Unit], units: Sequence[Unit], widths: tuple[Fraction, Fraction], accumulate: int
     ) -> tuple[Collective, ...]:
         """The messages that one GPU sends in a step for data parallelism.
 
@@ -221,8 +208,7 @@ class Sharding:
         Args:
             trained: the units whose gradients are sent.
             units: the units whose weights are sent, also those of frozen ones.
-            gradient_width: bytes per gradient in a message, after compression by a hook.
-            weight_width: bytes per weight in a message.
+            widths: bytes per gradient in a message, after compression by a hook, and bytes per weight.
             accumulate: micro-batches in a step.
         """
         ranks, ways, by = self.ranks, self.ways, self.strategy.by
@@ -234,9 +220,9 @@ class Sharding:
         def sent(
             name: str, what: str, share: Fraction, to: int = ways, count: int = times, note: str = ""
         ) -> Collective:
-            width, number = (gradient_width, gradients) if "gradients" in what else (weight_width, weights)
-            each = share * width * count
-            return Collective(name, what, math.ceil(each * number), each, to, count, note)
+            width, number = (widths[0], gradients) if "gradients" in what else (widths[1], weights)
+            size = share * width * count
+            return Collective(name, what, math.ceil(size * number), size, to, count, note)
 
         summed = sent("all-reduce", "gradients", 2 * ring(ranks), ranks, 1)
         if by == "nothing":
@@ -246,38 +232,33 @@ class Sharding:
         scattered = sent("reduce-scatter", "gradients", once)
         if not self.strategy.gathers:
             return scattered, sent("all-gather", "weights", once, ways, 1)
-        roots = [unit for unit in units if unit.root] if by in ("rows", "units") and len(units) > 1 else []
-        kept = self.padded(roots)
-        note = "the root unit stays gathered" if kept else ""
+        root = self.padded([unit for unit in units if unit.root and by != "elements"] if len(units) > 1 else [])
+        note = "the root unit stays gathered" if root else ""
         forward = sent("all-gather", "weights, forward", once)
-        backward = sent("all-gather", "weights, backward", once * Fraction(weights - kept, weights), note=note)
+        backward = sent("all-gather", "weights, backward", once * Fraction(weights - root, weights), note=note)
         divided = (forward, backward, scattered) if ways > 1 else ()
-        replicas = ranks // ways
-        if replicas == 1:
+        if ranks == ways:
             return divided
-        return (*divided, sent("all-reduce", "shards of gradients", 2 * ring(replicas) / ways, replicas))
+        return (*divided, sent("all-reduce", "shards of gradients", 2 * ring(ranks // ways) / ways, ranks // ways))
 
 
-def over_the_bus(row: Layout, how: Strategy, shards: Shards, accumulate: int) -> tuple[Collective, ...]:
+def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, accumulate: int) -> tuple[Collective, ...]:
     """The copies between a GPU and its host if states, or everything, are offloaded."""
     # One GPU copies the gradients of each backward to the host, which adds them.
-    gradients, down = (shards.gradients, accumulate) if how.gradients or how.name == "single" else (shards.states, 1)
-    weights, up = (shards.states, 1) if how.offloads == "states" else (shards.weights, 2 * accumulate)
-    sizes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
-    copies = (
-        Collective("copy to the host", "gradients", sizes[0], None, 1, down),
-        Collective("copy from the host", "weights", sizes[1], None, 1, up),
-    )
-    if how.name not in MIRRORED:
-        return copies
+    often = strategy.gradients or strategy.name == "single"
+    gradients, down = (shards.gradients, accumulate) if often else (shards.states, 1)
+    weights, up = (shards.states, 1) if strategy.offloads == "states" else (shards.weights, 2 * accumulate)
+    down_bytes, up_bytes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
+    to_host = Collective("copy to the host", "gradients", down_bytes, None, 1, down)
+    from_host = Collective("copy from the host", "weights", up_bytes, None, 1, up)
+    if strategy.name not in MIRRORED:
+        return to_host, from_host
     # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
-    return copies[0], replace(copies[1], name="copy to the host"), copies[1]
+    return to_host, replace(from_host, name="copy to the host"), from_host
 
 
-def between_layers(
-    row: Layout, model: Transformer, batch: int, seq: int, t: int, accumulate: int
-) -> tuple[Collective, ...]:
-    """The messages of tensor parallelism (Shoeybi et al., 2019, §3).
+def between_layers(model: Transformer, activation: int, tokens: int, t: int, accumulate: int) -> Iterator[Collective]:
+    """The messages of tensor parallelism (Shoeybi et al., 2019, §3) for activations of `activation` bytes.
 
     Each block all-reduces s·b·h activations twice in the forward and twice in the backward. With sequence parallelism,
     a reduce-scatter and an all-gather with the same number of bytes replace each all-reduce. Embedding and head are
@@ -285,14 +266,9 @@ def between_layers(
     input in the backward. The loss reduces three fp32 numbers per token: the maximum of the logits, the sum of their
     exponentials, and the logit of the target.
     """
-    tokens = batch * seq
-    activation = tokens * model.hidden * row.compute.width
-    listed = (
+    for what, size, times in (
         ("activations", activation, 4 * model.layers * accumulate),
         ("activations at embedding and head", activation, 2 * accumulate),
         ("loss", 4 * tokens, 3 * accumulate),
-    )
-    return tuple(
-        Collective("all-reduce", what, -(-(2 * (t - 1) * size * times) // t), None, t, times)
-        for what, size, times in listed
-    )
+    ):
+        yield Collective("all-reduce", what, math.ceil(2 * ring(t) * size * times), None, t, times)

@@ -1,28 +1,18 @@
-"""FLOPs of a linear layer and of a transformer, and bytes saved for the backward.
+"""FLOPs of a transformer, of which only matrix products count, and bytes saved for the backward. Needs no torch.
 
-A multiplication and an addition are two FLOPs. For models only matrix products are counted, as is usual.
-
-Needs no torch.
+A multiplication and an addition are two FLOPs.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning.models import Transformer, parameters_of
 
 CHECKPOINTING = ("none", "selective", "full", "sqrt")
-
-
-# ------------------------------------------------------------------------------------------------------------ FLOPs
-
-
-def linear_flops(tokens: int, inputs: int, outputs: int) -> int:
-    """Forward FLOPs of a linear layer: 2·B·D·K for B tokens, D inputs and K outputs."""
-    return 2 * tokens * inputs * outputs
 
 
 def score_flops(model: Transformer, seq: int) -> int:
@@ -32,24 +22,19 @@ def score_flops(model: Transformer, seq: int) -> int:
 
 def layer_flops(model: Transformer, seq: int) -> int:
     """Forward FLOPs of one block on one sequence: 24·s·h² + 4·s²·h if the MLP is 4·h wide and `kv_heads` is `heads`."""
-    h, f = model.hidden, model.mlp
-    projections = 2 * linear_flops(seq, h, model.query_width) + 2 * linear_flops(seq, h, model.kv_width)
-    mlp = (3 if model.gated else 2) * linear_flops(seq, h, f) * (model.active_experts or 1)
-    return projections + score_flops(model, seq) + mlp + linear_flops(seq, h, model.experts)
+    mlps = model.matrices * model.mlp * (model.active_experts or 1)
+    widths = 2 * model.query_width + 2 * model.kv_width + mlps + model.experts
+    return 2 * seq * model.hidden * widths + score_flops(model, seq)
 
 
-def forward_flops(model: Transformer, batch: int, seq: int) -> int:
-    """Forward FLOPs of blocks and head on `batch` sequences. Looking up embeddings takes no FLOPs.
+def forward_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
+    """Forward FLOPs of blocks and head on `batch` sequences, with adapters of a rank. Embeddings take none.
 
     This agrees with Narayanan et al., Efficient large-scale language model training on GPU clusters (2021), appendix,
     who count 96·b·s·l·h²·(1 + s/(6·h) + V/(16·l·h)) for training with full recomputation.
     """
-    return batch * (model.layers * layer_flops(model, seq) + linear_flops(seq, model.hidden, model.vocab))
-
-
-def adapter_flops(model: Transformer, batch: int, seq: int, rank: int) -> int:
-    """Forward FLOPs of adapters of a rank; 0 without, for rank 0."""
-    return 2 * batch * seq * parameters_of(model.adapters(rank)) if rank else 0
+    outside = model.hidden * model.vocab + (parameters_of(model.adapters(rank)) if rank else 0)
+    return batch * (model.layers * layer_flops(model, seq) + 2 * seq * outside)
 
 
 def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
@@ -57,31 +42,18 @@ def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> i
 
     Beside adapters of a rank, the weights are frozen and have no gradient, so their products have one.
     """
-    forward = forward_flops(model, batch, seq)
+    forward = forward_flops(model, batch, seq, rank)
     if not rank:
         return 3 * forward
-    scores = batch * model.layers * score_flops(model, seq)
-    return 2 * forward + scores + 3 * adapter_flops(model, batch, seq, rank)
+    frozen = forward_flops(model, batch, seq) - batch * model.layers * score_flops(model, seq)
+    return 3 * forward - frozen
 
 
 def recomputed_flops(model: Transformer, batch: int, seq: int, checkpointing: str) -> int:
-    """FLOPs repeated in the backward: the forward of all blocks, or only the scores with selective checkpointing."""
-    one_of("checkpointing", checkpointing, CHECKPOINTING)
-    if checkpointing == "none":
+    """FLOPs repeated in the backward: the forward of all blocks, or only stored scores if selective."""
+    if checkpointing == "none" or (checkpointing == "selective" and model.flash):  # which stores no scores
         return 0
-    per_layer = score_flops(model, seq) if checkpointing == "selective" else layer_flops(model, seq)
-    return batch * model.layers * per_layer
-
-
-def utilisation(flops: float, seconds: float, peak_flops: float) -> float:
-    """Achieved FLOP/s as a share of the peak: MFU from the FLOPs of the model, HFU if recomputed FLOPs are added."""
-    for name, value in (("seconds", seconds), ("peak_flops", peak_flops)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"Expected {name} to be a number above 0, but got {value!r}")
-    return flops / seconds / peak_flops
-
-
-# ------------------------------------------------------------------------------------------------------ activations
+    return batch * model.layers * (score_flops if checkpointing == "selective" else layer_flops)(model, seq)
 
 
 def layer_activations(
@@ -94,25 +66,25 @@ def layer_activations(
     sequence_parallel: bool = False,
     scores: bool = True,
 ) -> int:
-    """Bytes that one block saves for the backward on one of `tensor_parallel` GPUs.
+    """Bytes that one block saves for the backward on one of `tensor_parallel` GPUs. `width`: bytes of an activation.
 
     From Korthikanti et al., Reducing activation recomputation in large transformer models (2022), §4. With two bytes
-    per element, one per element of a dropout mask, an MLP of width 4·h, and without the statistics of norms, this is
+    per element, one per element of a dropout mask, stored scores and an MLP of width 4·h, this is
     s·b·h·(34 + 5·a·s/h) on one GPU and s·b·h·(10 + 24/t + 5·a·s/(h·t)) on t GPUs. With sequence parallelism, which
     also shards norms and dropouts, everything is divided by t. Without `scores`, the scores, their dropout and its mask
-    are recomputed (selective checkpointing). `width`: bytes of an activation.
+    are recomputed (selective checkpointing).
     """
-    tokens, t, h = batch * seq, tensor_parallel, model.hidden
-    masks = 2 * tokens * h if model.dropout else 0
-    # Inputs of both norms, of the projections and of the MLP.
-    replicated = 4 * width * tokens * h + masks
+    tokens, h = batch * seq, model.hidden
+    # Inputs of both norms, of the projections and of the MLP; and masks.
+    replicated = tokens * h * (4 * width + (2 if model.dropout else 0))
     # Queries and the result of the attention, keys and values, and the activations between the matrices of the MLP.
-    between = (4 * model.mlp if model.gated else 2 * model.mlp) * (model.active_experts or 1)
+    between = (4 if model.gated else 2) * model.mlp * (model.active_experts or 1)
     sharded = width * tokens * (2 * model.query_width + 2 * model.kv_width + between)
     if model.flash:
         sharded += 4 * model.heads * tokens  # the logarithm of the sum of each row, in fp32
     elif scores:
-        sharded += model.heads * batch * seq**2 * (2 * width + 1 if model.dropout else width)
+        sharded += model.heads * tokens * seq * (2 * width + 1 if model.dropout else width)
+    t = tensor_parallel
     return (replicated + sharded) // t if sequence_parallel else replicated + sharded // t
 
 
@@ -125,30 +97,22 @@ class Activations(NamedTuple):
 
 
 def activations(
-    model: Transformer,
-    batch: int,
-    seq: int,
-    *,
-    width: int = 2,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    checkpointing: str = "none",
+    model: Transformer, batch: int, seq: int, *, checkpointing: str = "none", width: int = 2, **sharding: Any
 ) -> Activations:
-    """Activations of a forward pass on one GPU; see `layer_activations`.
+    """Activations of a forward pass on one GPU; `width` and `sharding` as in `layer_activations`.
 
-    Checkpointing ``"selective"`` recomputes the scores (Korthikanti et al., §5). ``"full"`` saves only the input of
+    Checkpointing ``"selective"`` recomputes stored scores (Korthikanti et al., §5). ``"full"`` saves only the input of
     each block, and recomputes one block at a time. ``"sqrt"`` saves the input of every ⌈√L⌉-th block, and recomputes
     ⌈√L⌉ blocks at a time (Chen et al., Training deep nets with sublinear memory cost, 2016).
     """
     one_of("checkpointing", checkpointing, CHECKPOINTING)
-    model.check_parallel(tensor_parallel, sequence_parallel)
-    t, parallel = tensor_parallel, sequence_parallel
-    layer = partial(layer_activations, model, batch, seq, width=width, tensor_parallel=t, sequence_parallel=parallel)
-    share = t if parallel else 1
-    hidden_states = width * batch * seq * model.hidden // share
+    model.check_parallel(**sharding)
+    layer = partial(layer_activations, model, batch, seq, width=width, **sharding)
+    divisor = sharding.get("tensor_parallel", 1) if sharding.get("sequence_parallel") else 1
+    hidden_states = width * batch * seq * model.hidden // divisor
     # The inputs of the last norm and of the head, and the dropout mask of the embedding.
     ends = hidden_states * (2 if model.final_norm else 1)
-    ends += batch * seq * model.hidden // share if model.dropout else 0
+    ends += batch * seq * model.hidden // divisor if model.dropout else 0
     if checkpointing in ("none", "selective"):
         return Activations(model.layers * layer(scores=checkpointing == "none"), 0, ends)
     together = 1 if checkpointing == "full" else math.isqrt(model.layers - 1) + 1  # ⌈√L⌉

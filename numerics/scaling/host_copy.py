@@ -33,17 +33,17 @@ class HostCopy:
         if not self._free:
             if len(self._under_way) == self.SLOTS:
                 return
-            place = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            self._free.append((torch.cuda.Event(), place))
-        event, place = self._free.pop()
-        download(numbers, place, event)
-        self._under_way.append((event, place))
+            memory = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._free.append((torch.cuda.Event(), memory))
+        event, memory = self._free.pop()
+        download(numbers, memory, event)
+        self._under_way.append((event, memory))
 
     def _look(self) -> None:
         while self._under_way and self._under_way[0][0].query():
-            event, place = self._under_way.popleft()
-            self._known = place.clone()
-            self._free.append((event, place))
+            event, memory = self._under_way.popleft()
+            self._known = memory.clone()
+            self._free.append((event, memory))
 
     def newest(self, numbers: torch.Tensor, wait: bool = False) -> torch.Tensor | None:
         """The newest values that have arrived. If there are none yet: None or, with `wait`, the present ones."""

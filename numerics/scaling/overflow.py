@@ -58,17 +58,17 @@ def names_of(
     optimizer: torch.optim.Optimizer, number: int, named_parameters: Iterable[tuple[str, torch.Tensor]]
 ) -> list[str]:
     """A name for every parameter of an optimizer: one of `named_parameters`, the optimizer's own, or its position."""
-    given = {id(parameter): name for name, parameter in named_parameters}
+    name_of = {id(parameter): name for name, parameter in named_parameters}
     names = []
-    for place, group in enumerate(optimizer.param_groups):
-        own = group.get("param_names")
+    for row, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            fallback = own[index] if own else f"optimizer {number}, group {place}, parameter {index}"
-            names.append(given.get(id(parameter), fallback))
+            saved = group["param_names"][index] if group.get("param_names") else None
+            fallback = saved or f"optimizer {number}, group {row}, parameter {index}"
+            names.append(name_of.get(id(parameter), fallback))
     return names
 
 
-def read(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
+def overflows(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
     """The parameters that overflowed, from `kernels.unscale.Tally.counts`. Waits for the device."""
     rows = counts.tolist()
     return [Overflow(name, *row) for name, row in zip(names, rows, strict=False) if row[3]]

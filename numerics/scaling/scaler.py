@@ -22,8 +22,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from numbers import Real
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,12 @@ from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.streams import all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.host_copy import HostCopy
-from halfstep.numerics.scaling.overflow import Overflow, OverflowReport, names_of, read
+from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
+from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
-from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, parameters_of
+from halfstep.numerics.scaling.topology import NOWHERE, topology_of
+from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.wrappers import stepping, unwrapped
 
 # 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
 # that.
@@ -50,16 +53,16 @@ class _Option(NamedTuple):
 
     allowed: str
     fits: Callable[[Any], bool]
-    kind: Callable[[Any], Any] = float
+    convert: Callable[[Any], Any] = float
 
     def checked(self, name: str, value: Any) -> Any:
         """The number as a float or an int of Python. Raises a ValueError if it is no number, or out of range."""
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
             raise ValueError(f"Expected {name} to be {self.allowed}, but got {value!r}")
-        return self.kind(value)
+        return self.convert(value)
 
 
-def _between(low: float, high: float, allowed: str) -> _Option:
+def _scale_between(low: float, high: float, allowed: str = "a number from min_scale {} to max_scale {}") -> _Option:
     return _Option(allowed.format(low, high), lambda x: low <= x <= high)
 
 
@@ -68,7 +71,16 @@ BACKOFF_FACTOR = _Option("a number between 0 and 1, both excluded", lambda x: 0 
 COUNT = _Option("an integer of at least 1", lambda x: x >= 1 and x == int(x), int)
 TRACKER = _Option(f"an integer from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
 MAX_NORM = _Option("a finite number above 0", lambda x: x > 0)
-ANY_SCALE = _between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
+ANY_SCALE = _scale_between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
+# The entries of a state: torch's five, and one of ours.
+SAVED = {
+    "scale": ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)"),
+    "growth_factor": GROWTH_FACTOR,
+    "backoff_factor": BACKOFF_FACTOR,
+    "growth_interval": COUNT,
+    "_growth_tracker": TRACKER,
+    "_hysteresis_tracker": TRACKER,
+}
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
 # The entries of a state: torch's five, and one of ours.
 SAVED = {
@@ -84,45 +96,6 @@ STEPPED_TWICE = "step() has already been called since the last update()."
 
 def _zero() -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer in a wrapper that holds it as ``optimizer`` or ``optim``, as in Accelerate, Fabric and torchft.
-
-    A scaler stores its knowledge under the innermost optimizer, so that it may be called with either. A wrapper must
-    have the same parameters as what it holds: the local part of a `ZeroRedundancyOptimizer` has only some of them.
-    """
-    if not hasattr(optimizer, "optimizer") and not hasattr(optimizer, "optim"):
-        return optimizer
-    passed: list[Any] = []
-    while not any(one is optimizer for one in passed):
-        passed.append(optimizer)
-        for name in ("optimizer", "optim"):
-            inner = getattr(optimizer, name, None)
-            if inner is not None and _same_parameters(optimizer, inner):
-                optimizer = inner
-                break
-    return optimizer
-
-
-def _same_parameters(outer: Any, inner: Any) -> bool:
-    groups, others = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
-    if groups is None or others is None or not callable(getattr(inner, "step", None)) or _is_zero(outer):
-        return False
-    if groups is others:
-        return True
-    own, its = parameters_of(outer), parameters_of(inner)
-    return len(own) == len(its) and all(map(is_, own, its))
-
-
-def _is_zero(optimizer: Any) -> bool:
-    """Whether it is a `ZeroRedundancyOptimizer`. Does not import torch.distributed."""
-    return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-
-
-def _stepping(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
-    return getattr(optimizer, "optim", optimizer) if _is_zero(optimizer) else optimizer
 
 
 def _clip_is_due(state: dict[str, Any]) -> bool:
@@ -204,16 +177,14 @@ class GradScaler(torch.amp.GradScaler):
                     ANY_SCALE.checked(name, value)
             low = SMALLEST_SCALE if min_scale is None else min_scale
             high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
-            init_scale = _between(low, high, "a number from min_scale {} to max_scale {}").checked(
-                "init_scale", init_scale
-            )
+            init_scale = _scale_between(low, high).checked("init_scale", init_scale)
             self._min_scale, self._max_scale = float(low), float(high)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
         self._refill_on_clean = hysteresis_refill == "clean_step"
         self._init_hysteresis_tracker = hysteresis
         self._begin()
-        self._process_group, self._write_back = checked_group(process_group), write_back
+        self._process_group, self.write_back = checked_group(process_group), write_back
 
     def _begin(self) -> None:
         """Initialize what pickles and copies do not contain. The tensors are created with the scale at first use."""
@@ -251,25 +222,34 @@ class GradScaler(torch.amp.GradScaler):
 
     # ----------------------------------------------------------------------------------------------------- checking
 
-    def _checker(self, optimizer: torch.optim.Optimizer) -> Checker:
-        """The checker of an optimizer, which is stored for as long as the optimizer exists."""
-        known = self._checkers.get(id(optimizer))
-        if known is None or known.optimizer() is not optimizer:
+    def checker(self, optimizer: torch.optim.Optimizer) -> Checker:
+        """The checker of an optimizer's gradients, which is stored for as long as the optimizer exists."""
+        checker = self._checkers.get(id(optimizer))
+        if checker is None or checker.optimizer() is not optimizer:
             # The checkers of deleted optimizers would keep their parameters alive.
-            self._checkers = {key: one for key, one in self._checkers.items() if one.optimizer() is not None}
-            known = self._checkers[id(optimizer)] = Checker(optimizer, self._process_group)
-        return known
+            self._checkers = {key: old for key, old in self._checkers.items() if old.optimizer() is not None}
+            checker = self._checkers[id(optimizer)] = Checker(optimizer, self._process_group)
+        return checker
 
-    def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> Verdict | None:
-        """The verdict on an optimizer's gradients times a factor, which is stored until `update`."""
-        self._refuse_twice(optimizer)
-        checker = self._checker(optimizer)
-        verdict = checker.verdict(factor, write=write, step=self._decided)
-        self._keep(optimizer, checker, verdict)
+    def factor(self) -> Factor:
+        """What unscales a gradient. Raises an AssertionError if `scale` was never called."""
+        return Factor(self._check_scale_growth_tracker("check")[0], inverted=True)
+
+    def end_parts(self, optimizer: torch.optim.Optimizer) -> Verdict | None:
+        """End a check in parts by the `checker` of an optimizer, whose next step uses the verdict."""
+        checker = self.checker(optimizer)
+        verdict = checker.end_parts(self._decided)
+        self._store(optimizer, checker, verdict)
         return verdict
 
-    def _keep(self, optimizer: torch.optim.Optimizer, checker: Checker, verdict: Verdict | None) -> None:
-        """Store a verdict on an optimizer's gradients until `update`."""
+    def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> None:
+        """Check an optimizer's gradients times a factor, and store the verdict until `update`."""
+        if not self._per_optimizer_states.keys() <= {id(optimizer)}:
+            self._refuse_twice(optimizer)
+        checker = self.checker(optimizer)
+        self._store(optimizer, checker, checker.verdict(factor, write=write, step=self._decided))
+
+    def _store(self, optimizer: torch.optim.Optimizer, checker: Checker, verdict: Verdict | None) -> None:
         state = self._per_optimizer_states[id(optimizer)]
         # A single entry, so that torch's sum over devices is 0 or 1.
         state["found_inf_per_device"] = {} if verdict is None else {verdict.found_inf.device: verdict.found_inf}
@@ -281,21 +261,16 @@ class GradScaler(torch.amp.GradScaler):
         They would be unscaled twice, or not clipped. This happens if a wrapper that does not expose its optimizer was
         passed before.
         """
-        if self._per_optimizer_states.keys() <= {id(optimizer)}:
-            return
-        others = [
-            state
-            for key, state in self._per_optimizer_states.items()
-            if key != id(optimizer) and (state["stage"] is OptState.UNSCALED or _clip_is_due(state))
-        ]
-        own = set(map(id, parameters_of(optimizer))) if others else set()
-        for state in others:
-            other = state["checker"].optimizer()
-            if other is not None and not own.isdisjoint(map(id, parameters_of(other))):
+        ids = set(map(id, parameters_of(optimizer)))
+        for key, state in self._per_optimizer_states.items():
+            if key == id(optimizer) or not (state["stage"] is OptState.UNSCALED or _clip_is_due(state)):
+                continue
+            earlier = state["checker"].optimizer()
+            if earlier is not None and not ids.isdisjoint(map(id, parameters_of(earlier))):
                 raise RuntimeError(
                     "Expected one object for unscale_, clip_grad_norm_ and step, but got a "
-                    f"{type(optimizer).__qualname__} after a {type(other).__qualname__} with the same parameters since "
-                    "the last update(): pass the wrapper, or the optimizer in it, to all of them"
+                    f"{type(optimizer).__qualname__} after a {type(earlier).__qualname__} with the same parameters "
+                    "since the last update(): pass the wrapper, or the optimizer in it, to all of them"
                 )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -326,8 +301,8 @@ class GradScaler(torch.amp.GradScaler):
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        found: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
-        return found
+        flags: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
+        return flags
 
     # ------------------------------------------------------------------------------------------------ step and update
 
@@ -352,28 +327,56 @@ class GradScaler(torch.amp.GradScaler):
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
-        inner = unwrapped(optimizer)
-        if inner is not optimizer:
-            return self._step_wrapper(optimizer, inner, *args, **kwargs)
-        stepping = _stepping(optimizer)
-        if not isinstance(stepping, StepsOnVerdict):
+        inner: Any = optimizer
+        if not isinstance(optimizer, StepsOnVerdict):
+            if (inner := unwrapped(optimizer)) is not optimizer:
+                return self._step_wrapper(optimizer, inner, *args, **kwargs)
+            inner = stepping(optimizer)
+        if not isinstance(inner, StepsOnVerdict):
             if self._is_elsewhere(optimizer):
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
+        decision = self.decision(optimizer)
+        if decision is None:
+            raise AssertionError(NO_GRADIENT)
+        result: float | None = inner.apply(decision, partial(optimizer.step, *args, **kwargs))
+        self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+        return result
+
+    def decision(self, optimizer: torch.optim.Optimizer) -> Decision | None:
+        """The decision about the next step of an optimizer of halfstep, whose gradients are checked if they were not.
+
+        Returns:
+            The decision; None if no parameter has a gradient, on any rank.
+
+        Raises:
+            RuntimeError: `step` was called already since the last `update`.
+        """
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(STEPPED_TWICE)
-        verdict = self._verdict(optimizer, state)
-        if verdict is None:
-            raise AssertionError(NO_GRADIENT)
+        if state["stage"] is OptState.READY and self.write_back:
+            self.unscale_(optimizer)
+        elif "verdict" not in state:
+            assert self._scale is not None
+            self._check(optimizer, Factor(self._scale, inverted=True))
+        verdict = state["verdict"]
         scale = self._scale if state["stage"] is OptState.READY else None
-        stepping._decision = Decision(verdict, scale, state.get("max_norm"))
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            stepping._decision = None
-        state["stage"] = OptState.STEPPED
-        return result
+        return None if verdict is None else Decision(verdict, scale, state.get("max_norm"))
+
+    def verdict_of(self, optimizer: torch.optim.Optimizer) -> Verdict | None:
+        """The verdict on an optimizer's gradients since the last `update`; None if there is none yet."""
+        verdict: Verdict | None = self._per_optimizer_states.get(id(optimizer), {}).get("verdict")
+        return verdict
+
+    def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's gradients were unscaled in place, and its step has not been taken."""
+        return self._per_optimizer_states.get(id(unwrapped(optimizer)), {}).get("stage") is OptState.UNSCALED
+
+    def awaits_step(self) -> bool:
+        """Whether gradients were unscaled or are to be clipped for a step that has not been taken."""
+        states = self._per_optimizer_states.values()
+        return any(state["stage"] is OptState.UNSCALED or _clip_is_due(state) for state in states)
 
     def _is_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer has parameters on the CPU and the scale is on a GPU, or the other way round.
@@ -382,18 +385,7 @@ class GradScaler(torch.amp.GradScaler):
         arrived: gradients are unscaled here, and the flag is read.
         """
         assert self._scale is not None
-        kinds = {parameter.device.type for parameter in parameters_of(optimizer)}
-        return not kinds <= {self._scale.device.type}
-
-    def _verdict(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Verdict | None:
-        """The verdict for the next step of an optimizer of halfstep. If there is none yet, it is made."""
-        if state["stage"] is OptState.READY and self._write_back:
-            self.unscale_(optimizer)
-        elif state["stage"] is OptState.READY and "verdict" not in state:
-            assert self._scale is not None
-            self._check(optimizer, Factor(self._scale, inverted=True))
-        verdict: Verdict | None = state["verdict"]
-        return verdict
+        return not {parameter.device.type for parameter in parameters_of(optimizer)} <= {self._scale.device.type}
 
     def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step a wrapper. It may do more than step, so it is not called if the step is skipped."""
@@ -435,7 +427,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         max_norm = MAX_NORM.checked("max_norm", max_norm)
         optimizer = unwrapped(optimizer)
-        if not self._enabled or not isinstance(_stepping(optimizer), StepsOnVerdict):
+        if not self._enabled or not isinstance(stepping(optimizer), StepsOnVerdict):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
                 self.unscale_(optimizer)
             return self._clip_in_place(optimizer, max_norm)
@@ -443,16 +435,15 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("clip_grad_norm_() is being called after step().")
-        verdict = self._verdict(optimizer, state)
-        if verdict is None:
+        decision = self.decision(optimizer)
+        if decision is None:
             return _zero()
         state["max_norm"] = max_norm
-        norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
-        return norm
+        return norm_of(decision.verdict)
 
     @torch.no_grad()
     def _clip_in_place(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        parameters, checker = parameters_of(optimizer), self._checker(optimizer)
+        parameters, checker = parameters_of(optimizer), self.checker(optimizer)
         topology = checker.find_topology(parameters)
         if not topology.settled:
             settle_gradients(parameters)
@@ -464,15 +455,12 @@ class GradScaler(torch.amp.GradScaler):
             whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return whole.full_tensor() if is_sharded(whole) else whole
         verdict = checker.verdict(keep=False)  # the verdict of `unscale_` is still needed
-        norm = _zero() if verdict is None else verdict.sum_of_squares.sqrt().float()
+        norm = _zero() if verdict is None else norm_of(verdict)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for grad in shards:
-            by_device.setdefault(grad.device, []).append(grad)
-        for device, own in by_device.items():
-            torch._foreach_mul_(own, to_device(factor, device))
+        for device in dict.fromkeys(map(attrgetter("device"), shards)):
+            torch._foreach_mul_([shard for shard in shards if shard.device == device], to_device(factor, device))
         # As in torch, the dtype of the gradients; on ranks without gradients that of the parameters.
-        return norm.to(functools.reduce(torch.promote_types, {one.dtype for one in grads or parameters}))
+        return norm.to(functools.reduce(torch.promote_types, {tensor.dtype for tensor in grads or parameters}))
 
     @torch._disable_dynamo
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
@@ -493,24 +481,28 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
-                own = _between(self._min_scale, self._max_scale, "a number from min_scale {} to max_scale {}")
-                new_scale = own.checked("new_scale", new_scale)
+                new_scale = _scale_between(self._min_scale, self._max_scale).checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
             self._scale_copy.take(scale)
             return
-        found = [
+        flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        if not found:
+        if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
-        overflow = found[0]
-        if len(found) > 1 or overflow.device != scale.device:
-            overflow = torch.stack(all_to_device(found, scale.device)).amax()
+        overflow = flags[0]
+        if len(flags) > 1 or overflow.device != scale.device:
+            overflow = torch.stack(all_to_device(flags, scale.device)).amax()
         overflow = self._agreed(overflow)
         assert self._hysteresis_tracker is not None and self._skipped is not None and self._counts is not None
         state = loss_scale.State(scale, growth_tracker, self._hysteresis_tracker, self._skipped, self._counts)
-        loss_scale.update(state, overflow, self._rules())
+        interval = min(self._growth_interval, 2**31 - 1)
+        rules = loss_scale.Rules(
+            *(self._growth_factor, self._backoff_factor, interval, self._hysteresis, self._refill_on_clean),
+            *(self._min_scale, self._max_scale),
+        )
+        loss_scale.update(state, overflow, rules)
         self._host_copy.take(self._counts)
         self._scale_copy.take(scale)
         self._per_optimizer_states.clear()
@@ -530,23 +522,12 @@ class GradScaler(torch.amp.GradScaler):
         """The flag combined over all ranks, if the optimizers are distributed over different sets of ranks."""
         if len(self._per_optimizer_states) < 2:
             return overflow
-        known = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
-        if len({topology.ranks for topology in known}) < 2:
+        topologies = [state["checker"].topology for state in self._per_optimizer_states.values() if "checker" in state]
+        if len({topology.members for topology in topologies}) < 2:
             return overflow
-        parameters = [parameter for topology in known for parameter in topology.parameters]
+        parameters = [parameter for topology in topologies for parameter in topology.parameters]
         self._joint = topology_of(parameters, self._joint, self._process_group)
         return self._combination.combine(self._joint, [overflow], []).found_inf.to(overflow.device)
-
-    def _rules(self) -> loss_scale.Rules:
-        return loss_scale.Rules(
-            self._growth_factor,
-            self._backoff_factor,
-            min(self._growth_interval, 2**31 - 1),
-            self._hysteresis,
-            self._refill_on_clean,
-            self._min_scale,
-            self._max_scale,
-        )
 
     # ----------------------------------------------------------------------------------------------- what was skipped
 
@@ -567,17 +548,17 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             Whether that step was skipped; None if the host knows of no step yet.
         """
-        known = self._known()
-        return None if known is None or known[DECIDED] == 0 else known[LAST_SKIPPED] == known[DECIDED]
+        counts = self._arrived_counts()
+        return None if counts is None or counts[DECIDED] == 0 else counts[LAST_SKIPPED] == counts[DECIDED]
 
     def skips_known(self) -> int:
         """The number of skipped steps that the host knows of, without waiting; see `last_step_skipped`."""
-        known = self._known()
-        return 0 if known is None else known[SKIPPED]
+        counts = self._arrived_counts()
+        return 0 if counts is None else counts[SKIPPED]
 
-    def _known(self, wait: bool = False) -> list[int] | None:
-        known = None if self._counts is None else self._host_copy.newest(self._counts, wait)
-        return None if known is None else known.tolist()
+    def _arrived_counts(self, wait: bool = False) -> list[int] | None:
+        counts = None if self._counts is None else self._host_copy.newest(self._counts, wait)
+        return None if counts is None else counts.tolist()
 
     def scalars(self) -> dict[str, float]:
         """``halfstep/scale`` and ``halfstep/skipped``, the number of skipped steps, for a log; empty if disabled.
@@ -587,7 +568,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         scale = None if self._scale is None else self._scale_copy.newest(self._scale, wait=True)
-        counts = self._known(wait=True)
+        counts = self._arrived_counts(wait=True)
         return {
             "halfstep/scale": self._init_scale if scale is None else scale.item(),
             "halfstep/skipped": 0.0 if counts is None else float(counts[SKIPPED]),
@@ -604,15 +585,16 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer was created with, or positions in the optimizer.
         """
         named = list(named_parameters)
-        found: list[Overflow] = []
-        for number, checker in enumerate(self._checkers.values()):
-            optimizer = checker.optimizer()
-            if optimizer is not None:
-                names = names_of(optimizer, number, named)
-                found += [one for counts in checker.counts.values() for one in read(counts, names)]
-        found.sort(key=lambda one: (-one.inf_steps - one.nan_steps, one.first_step, one.name))
-        counts = [0, 0, 0] if self._counts is None else self._counts.tolist()
-        return OverflowReport(counts[DECIDED], counts[SKIPPED], counts[LAST_SKIPPED], found)
+        rows = [
+            row
+            for number, checker in enumerate(self._checkers.values())
+            if (optimizer := checker.optimizer()) is not None
+            for counts in checker.counts.values()
+            for row in overflows(counts, names_of(optimizer, number, named))
+        ]
+        rows.sort(key=lambda row: (-row.inf_steps - row.nan_steps, row.first_step, row.name))
+        totals = [0, 0, 0] if self._counts is None else self._counts.tolist()
+        return OverflowReport(totals[DECIDED], totals[SKIPPED], totals[LAST_SKIPPED], rows)
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

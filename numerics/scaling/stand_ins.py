@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.numerics.scaling.topology import is_sharded, local, sharded_like
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 aten = torch.ops.aten
 
@@ -23,10 +23,10 @@ class StandIn(torch.Tensor):
     """A tensor without memory, with the shape, strides and dtype of `like`. Derived classes define the dispatch."""
 
     def __new__(cls, like: torch.Tensor, device: torch.device | None = None, **_: Any) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+        stand_in: StandIn = torch.Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device or like.device, storage_size=0
         )
-        return made
+        return stand_in
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -91,7 +91,7 @@ class FreedGradient(StandIn):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         options = dict(kwargs or {})
-        one = next(leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, FreedGradient))
+        freed = next(leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, FreedGradient))
         if func in (aten.zero_.default, aten._foreach_zero_.default):
             for tensor in tree_leaves(args):
                 if not isinstance(tensor, FreedGradient):
@@ -100,20 +100,20 @@ class FreedGradient(StandIn):
                     tensor._numbers("zero_ of a view or copy")
                 else:
                     tensor._alias_of.zeroed = True
-            return one if func is aten.zero_.default else None
+            return freed if func is aten.zero_.default else None
         if func is aten.detach_.default:
-            return one
+            return freed
         if func.is_view or func in (aten.clone.default, aten._to_copy.default):
-            device = options.pop("device", None) or one.device
+            device = options.pop("device", None) or freed.device
             args, options = tree_map_only(FreedGradient, _on_meta, (args, options))
 
             def returned(result: torch.Tensor) -> FreedGradient:
-                made = type(one)(result, device, remedy=one.remedy)
-                made._alias_of = one._alias_of if func in (aten.detach.default, aten.alias.default) else None
-                return made
+                copy = type(freed)(result, device, remedy=freed.remedy)
+                copy._alias_of = freed._alias_of if func in (aten.detach.default, aten.alias.default) else None
+                return copy
 
             return tree_map_only(torch.Tensor, returned, func(*args, **options))
-        return one._numbers(func.name())
+        return freed._numbers(func.name())
 
     def _numbers(self, reader: str) -> torch.Tensor:
         raise RuntimeError(
@@ -131,8 +131,8 @@ class FreedGradient(StandIn):
 class _FreedShard(FreedGradient):
     """The local part of a DTensor that stands in for a gradient: FSDP2 adds the next gradient to it by ``+=``."""
 
-    def __iadd__(self, other: Any) -> Any:  # type: ignore[misc]
-        return other
+    def __iadd__(self, grad: Any) -> Any:  # type: ignore[misc]
+        return grad
 
 
 def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
@@ -142,7 +142,7 @@ def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
     like = torch.empty_strided(shard.shape, shard.stride(), dtype=grad.dtype, device="meta")
     if not is_sharded(parameter):
         return FreedGradient(like, shard.device, remedy=remedy)
-    return sharded_like(parameter, _FreedShard(like, shard.device, remedy=remedy))
+    return Sharding(parameter).like(_FreedShard(like, shard.device, remedy=remedy))
 
 
 def is_stand_in(grad: torch.Tensor | None) -> bool:

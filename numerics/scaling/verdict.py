@@ -1,17 +1,21 @@
-"""Verdicts on gradients: whether they are finite, and their norm, over all devices and ranks, in one pass.
+"""Check, verdict, decision: whether gradients are finite, their norm, and what a step does about it.
 
-A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients in each step. It owns what the verdicts of
-successive steps share: the tensors they are written to, the counts of non-finite gradients, and the topology of the
-parameters. fp32, fp16 and bf16 gradients are checked by kernels/unscale.py. Shards of DTensor and FSDP1 parameters are
-checked where they are. The flag and the sum of squares are then combined by one packed sum over all ranks that hold any
-part of the optimizer's parameters. Copies on several ranks are counted once.
+A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients in each step. A `Decision` is a verdict and
+what follows from it: the scale to divide by, the norm to clip to, and whether to skip. A scaler, a step in the backward
+or a trainer passes it to the optimizer (`StepsOnVerdict.apply`, `StepsOnVerdict.decide`), which otherwise decides by
+itself.
+
+A checker owns what the verdicts of successive steps share: the tensors they are written to, the counts of non-finite
+gradients, and the topology of the parameters. fp32, fp16 and bf16 gradients are checked by kernels/unscale.py, shards
+where they are. The flag and the sum of squares are then combined by one packed sum over all ranks that hold any part of
+the optimizer's parameters. Copies on several ranks are counted once.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -21,10 +25,13 @@ import torch
 from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
+from halfstep.numerics.scaling.sharding import local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, Topology, local, settle_gradients, topology_of
+from halfstep.numerics.scaling.topology import NOWHERE, Topology, topology_of
 
-Kind = tuple[torch.device, int, bool]
+# Gradients that are checked together: on one device, with one sharding, and whether kernels support their dtypes.
+Key = tuple[torch.device, int, bool]
+Batch = tuple[list[torch.Tensor], Sequence[int]]  # local values of gradients, and the slots of their parameters
 
 _gradient, _of_group = attrgetter("grad"), itemgetter("params")
 
@@ -46,19 +53,52 @@ class Decision(NamedTuple):
 
 
 class StepsOnVerdict:
-    """Base of optimizers that unscale, clip and skip inside their step: those of halfstep."""
+    """Base of optimizers that unscale, clip and skip inside their step, as a `Decision` says: those of halfstep.
 
-    _decision: Decision | None = None  # about the present step, while it was made elsewhere
+    Attributes:
+        last_verdict: the verdict by which the last step was taken; None if nothing checked its gradients.
+    """
+
+    step: Callable[..., Any]
+    last_verdict: Verdict | None = None
+    _decision: Decision | None = None  # about the present or the next step
+    _lasts = False  # whether the decision stays when a step has been taken
 
     @functools.cached_property
-    def _checker(self) -> Checker:
-        """The checker for steps without a decision of a scaler."""
+    def checker(self) -> Checker:
+        """The checker of this optimizer's gradients where no scaler checks them."""
         return Checker(self, is_part=True)
+
+    def apply(self, decision: Decision, step: Callable[[], Any] | None = None) -> Any:
+        """Take a step that unscales, clips and skips as decided elsewhere, by a loss scaler for example.
+
+        Args:
+            decision: the verdict on the present gradients, and what follows from it.
+            step: what to call, by default ``self.step``. The step of a wrapper calls that of this optimizer.
+
+        Returns:
+            What the step returned.
+        """
+        before, self._decision, self._lasts = (self._decision, self._lasts), decision, True
+        try:
+            return self.step() if step is None else step()
+        finally:
+            self._decision, self._lasts = before
+
+    def decide(self, decision: Decision | None) -> None:
+        """Make the next step unscale, clip and skip as `decision` says, or as without one; later steps do not."""
+        self._decision, self._lasts = decision, False
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """All parameters of an optimizer, in its order."""
     return list(chain.from_iterable(map(_of_group, optimizer.param_groups)))
+
+
+def norm_of(verdict: Verdict) -> torch.Tensor:
+    """The 2-norm of the gradients of a verdict, 0-dim fp32."""
+    norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
+    return norm
 
 
 def _on_device(
@@ -73,37 +113,45 @@ def _on_device(
 
 
 class Combination:
-    """Combines the verdicts on several kinds of gradients and of several ranks. It reuses its memory."""
+    """Combines the verdicts on several batches of gradients and of several ranks. It reuses its memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
+        self._tensors: dict[torch.device, tuple[torch.Tensor, Verdict]] = {}
 
-    def combine(self, topology: Topology, found: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
+    def combine(self, topology: Topology, flags: list[torch.Tensor], squares: list[torch.Tensor]) -> Verdict:
         """The verdict of all ranks of a topology, from the flags of this rank and the squares that it adds.
 
         All of them must call this.
         """
-        held = [*found, *map(local, topology.parameters[:1])]
-        home = held[0].device if held else torch.device("cpu")
+        present = [*flags, *map(local, topology.parameters[:1])]
+        home = present[0].device if present else torch.device("cpu")
         device = topology.device_for(home)
         numbers, verdict = self._on(device)
-        values = all_to_device([*found, *squares], device)
         numbers.zero_()
-        for index, value in enumerate(values):
-            numbers[int(index >= len(found))].add_(value)
+        for index, value in enumerate(all_to_device([*flags, *squares], device)):
+            numbers[int(index >= len(flags))].add_(value)
         topology.sum_over_ranks(numbers)
         torch.gt(numbers[0], 0, out=verdict.found_inf)
-        return verdict if home == device or not held else Verdict(*all_to_device(verdict, home))
+        return verdict if home == device or not present else Verdict(*all_to_device(verdict, home))
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Verdict]:
         """The two fp64 numbers to sum over ranks, flag and sum of squares, and the verdict made from them."""
-        if device in self._kept and not capturing(device):
-            return self._kept[device]
+        if device in self._tensors and not capturing(device):
+            return self._tensors[device]
         numbers = torch.zeros(2, dtype=torch.float64, device=device)
         tensors = numbers, Verdict.empty(0, device)._replace(sum_of_squares=numbers[1])
         if not capturing(device):
-            self._kept[device] = tensors
+            self._tensors[device] = tensors
         return tensors
+
+
+class _Part(NamedTuple):
+    """The check of one gradient: its position in `check`, its batch, and the stream of a GPU that ran it."""
+
+    check: PartialCheck
+    position: int
+    key: Key
+    stream: torch.cuda.Stream | None
 
 
 class Checker:
@@ -115,7 +163,7 @@ class Checker:
 
     Attributes:
         topology: the topology of its parameters in the last verdict.
-        counts: for each device `Tally.counts`, with a row for each parameter of the optimizer in its order.
+        counts: for each device `Tally.counts`, with a row for each parameter of the optimizer, its slot.
     """
 
     def __init__(self, optimizer: Any, process_group: Any = None, is_part: bool = False) -> None:
@@ -123,12 +171,11 @@ class Checker:
         self.topology: Topology = NOWHERE
         self.counts: dict[torch.device, torch.Tensor] = {}
         self._recorded: dict[int, torch.Tensor] = {}  # counts that CUDA graphs write to
-        self._kept: dict[Kind, Verdict] = {}
+        self._verdicts: dict[Key, Verdict] = {}
         self._combination = Combination()
         self._process_group, self._is_part = process_group, is_part
-        self._places: dict[int, int] = {}  # in the optimizer, by the parameter's id, for a verdict in parts
-        # By the parameter's place: the check of its gradient, its index there, its kind, and the stream.
-        self._parts: dict[int, tuple[PartialCheck, int, Kind, torch.cuda.Stream | None]] = {}
+        self._slots: dict[int, int] = {}  # by the parameter's id, for a verdict in parts
+        self._parts: dict[int, _Part] = {}  # by slot
 
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
         """The present topology of `parameters`, which are all parameters of the optimizer."""
@@ -151,32 +198,30 @@ class Checker:
         last one. It is on the device of the first gradient; None if there are neither gradients nor other ranks.
         """
         parameters = parameters_of(self.optimizer())
-        topology = self.find_topology(parameters)
-        if not topology.settled:
+        if not self.find_topology(parameters).settled:
             settle_gradients(parameters)
         grads = list(map(_gradient, parameters))
-        places: Sequence[int] = range(len(grads))
+        slots: Sequence[int] = range(len(grads))
         if any(map(is_, grads, repeat(None))):
-            places = [place for place, grad in enumerate(grads) if grad is not None]
-            grads = [grads[place] for place in places]
-        kinds = self._by_kind(parameters, grads, places, scales=step is not None)
+            slots = [slot for slot, grad in enumerate(grads) if grad is not None]
+            grads = [grads[slot] for slot in slots]
+        batches = self._batches(parameters, grads, slots, scales=step is not None)
         # Before the first check: the CPU would wait for that, too.
-        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(kind[0] for kind in kinds)}
+        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(key[0] for key in batches)}
         verdicts = {
-            kind: self._of_kind(kind, tensors, where, len(parameters), *numbers[kind[0]], write, keep)
-            for kind, (tensors, where) in kinds.items()
+            key: self._of_batch(key, batch, len(parameters), *numbers[key[0]], write, keep)
+            for key, batch in batches.items()
         }
         return self._combined(verdicts, keep)
 
-    def _combined(self, verdicts: dict[Kind, Verdict], keep: bool) -> Verdict | None:
-        """The verdict on the gradients of all kinds and ranks."""
+    def _combined(self, verdicts: dict[Key, Verdict], keep: bool) -> Verdict | None:
+        """The verdict on the gradients of all batches and ranks."""
         topology = self.topology
         if not topology.groups and len(verdicts) < 2:
             return next(iter(verdicts.values()), None)
-        found = [one.found_inf for one in verdicts.values()]
-        squares = [one.sum_of_squares for kind, one in verdicts.items() if topology.counted[kind[1]]]
-        combination = self._combination if keep else Combination()
-        return combination.combine(topology, found, squares)
+        flags = [verdict.found_inf for verdict in verdicts.values()]
+        squares = [verdict.sum_of_squares for key, verdict in verdicts.items() if topology.counted[key[1]]]
+        return (self._combination if keep else Combination()).combine(topology, flags, squares)
 
     # ------------------------------------------------------------------------------------------------------ in parts
 
@@ -185,72 +230,71 @@ class Checker:
         self._parts = {}
         parameters = parameters_of(self.optimizer())
         self.find_topology(parameters)
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._slots = {id(parameter): slot for slot, parameter in enumerate(parameters)}
 
     def add_part(self, parameters: list[torch.Tensor], factor: Factor | None = None) -> None:
         """Check the gradients of some parameters times a factor. The gradients are not needed afterwards."""
         if not self.topology.settled:
             settle_gradients(parameters)
-        places = [self._places[id(parameter)] for parameter in parameters]
-        kinds = self._by_kind(parameters_of(self.optimizer()), list(map(_gradient, parameters)), places)
-        for kind, (tensors, where) in kinds.items():
-            device, _, known = kind
+        slots = [self._slots[id(parameter)] for parameter in parameters]
+        batches = self._batches(parameters_of(self.optimizer()), list(map(_gradient, parameters)), slots)
+        for key, (grads, of_grads) in batches.items():
+            device, _, supported = key
             stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-            part = check_part(
-                tensors, _on_device(device, factor, None)[0], in_memory=known and all_have_memory(tensors)
-            )
-            self._parts.update((place, (part, index, kind, stream)) for index, place in enumerate(where))
+            in_memory = supported and all_have_memory(grads)
+            part = check_part(grads, _on_device(device, factor, None)[0], in_memory=in_memory)
+            self._parts.update((slot, _Part(part, index, key, stream)) for index, slot in enumerate(of_grads))
 
     def end_parts(self, step: torch.Tensor | None = None) -> Verdict | None:
         """The verdict on the gradients of all parts, with the bits of `verdict`; `step` is as there.
 
         All ranks of the topology must call this.
         """
-        kinds: dict[Kind, list[int]] = {}
-        for place in sorted(self._parts):
-            kinds.setdefault(self._parts[place][2], []).append(place)
-        verdicts = {kind: self._of_parts(kind[0], places, step) for kind, places in kinds.items()}
+        slots_of: dict[Key, list[int]] = {}
+        for slot in sorted(self._parts):
+            slots_of.setdefault(self._parts[slot].key, []).append(slot)
+        verdicts = {key: self._of_parts(key[0], slots, step) for key, slots in slots_of.items()}
         self._parts = {}
         return self._combined(verdicts, keep=False)
 
-    def _of_parts(self, device: torch.device, places: list[int], step: torch.Tensor | None) -> Verdict:
-        slots = len(self._places)
-        tally = None if step is None else self._tally(slots, device, to_device(step, device), False)
-        parts, indices, _, streams = zip(*map(self._parts.__getitem__, places), strict=True)
-        others = set(streams) - {None}
-        if others:
-            now = torch.cuda.current_stream(device)
-            others.discard(now)
-            for other in others:
-                now.wait_stream(other)
+    def _of_parts(self, device: torch.device, slots: list[int], step: torch.Tensor | None) -> Verdict:
+        count = len(self._slots)
+        tally = None if step is None else self._tally(count, device, to_device(step, device), False)
+        parts = list(map(self._parts.__getitem__, slots))
+        streams = {part.stream for part in parts if part.stream is not None}
+        if streams:
+            current = torch.cuda.current_stream(device)
+            streams.discard(current)
+        for stream in streams:
+            current.wait_stream(stream)
+        checks = [(part.check, part.position) for part in parts]
         whole = PartialCheck(
-            [part.dtypes[index] for part, index in zip(parts, indices, strict=True)],
-            [part.sums[index] for part, index in zip(parts, indices, strict=True)],
-            [part.flags[index] for part, index in zip(parts, indices, strict=True)],
-            all(part.in_memory for part in parts),
+            [check.dtypes[index] for check, index in checks],
+            [check.sums[index] for check, index in checks],
+            [check.flags[index] for check, index in checks],
+            all(check.in_memory for check, _ in checks),
         )
-        verdict = finish_parts(whole, places, Verdict.empty(slots, device), tally)
-        for other in others:  # they reuse the memory of the sums
-            other.wait_stream(now)
+        verdict = finish_parts(whole, slots, Verdict.empty(count, device), tally)
+        for stream in streams:  # they reuse the memory of the sums
+            stream.wait_stream(current)
         return verdict
 
-    def _by_kind(
-        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], places: Sequence[int], scales: bool = False
-    ) -> Mapping[Kind, tuple[list[torch.Tensor], Sequence[int]]]:
-        """Local values of the gradients and their places among `parameters`, by device, kind in the topology, and
-        whether kernels support them. If a scaler asks, which must have all, one that was freed raises an error."""
-        kind_of = self.topology.kind_of
+    def _batches(
+        self, parameters: list[torch.Tensor], grads: list[torch.Tensor], slots: Sequence[int], scales: bool = False
+    ) -> Mapping[Key, Batch]:
+        """The gradients that are checked together. If a scaler asks, which must have all, one that was freed raises."""
+        number_of = self.topology.number_of
         # The usual case needs no loop in Python, which for thousands of tensors takes longer than the step.
         if (
-            kind_of is None
+            number_of is None
             and set(map(type, grads)) == {torch.Tensor}
             and set(map(attrgetter("layout"), grads)) == {torch.strided}
         ):
             devices = set(map(attrgetter("device"), grads))
             if len(devices) == 1 and DTYPE_CODES.keys() >= set(map(attrgetter("dtype"), grads)):
-                return {(devices.pop(), 0, True): (grads, places)}
-        kinds: dict[Kind, tuple[list[torch.Tensor], list[int]]] = {}
-        for grad, place in zip(grads, places, strict=True):
+                return {(devices.pop(), 0, True): (grads, slots)}
+        batches: dict[Key, tuple[list[torch.Tensor], list[int]]] = {}
+        for grad, slot in zip(grads, slots, strict=True):
             if is_stand_in(grad):
                 elsewhere = grad.gradient() if isinstance(grad, StandIn) else None
                 if elsewhere is None:
@@ -260,48 +304,48 @@ class Checker:
                 grad = elsewhere
             if grad.is_sparse:
                 if not grad.is_coalesced():  # the optimizer adds duplicates, and their sum may overflow
-                    parameters[place].grad = grad = grad.coalesce()
+                    parameters[slot].grad = grad = grad.coalesce()
                 values = grad._values()
             else:
                 values = local(grad)
-            kind = values.device, 0 if kind_of is None else kind_of[place], values.dtype in DTYPE_CODES
-            of_kind, where = kinds.setdefault(kind, ([], []))
-            of_kind.append(values)
-            where.append(place)
-        return kinds
+            key = values.device, 0 if number_of is None else number_of[slot], values.dtype in DTYPE_CODES
+            batch = batches.setdefault(key, ([], []))
+            batch[0].append(values)
+            batch[1].append(slot)
+        return batches
 
-    def _of_kind(
+    def _of_batch(
         self,
-        kind: Kind,
-        tensors: list[torch.Tensor],
-        where: Sequence[int],
+        key: Key,
+        batch: Batch,
         slots: int,
         factor: Factor | None,
         step: torch.Tensor | None,
         write: bool,
         keep: bool,
     ) -> Verdict:
-        device, _, known = kind
+        """The verdict on one batch, with an entry for each of the optimizer's `slots`."""
+        device, _, supported = key
         recording = capturing(device)
-        out = self._kept.get(kind) if keep and not recording else None
+        out = self._verdicts.get(key) if keep and not recording else None
         if out is None or out.flags.numel() != slots:
             out = Verdict.empty(slots, device)
             if keep and not recording:
-                self._kept[kind] = out
+                self._verdicts[key] = out
         tally = None if step is None else self._tally(slots, device, step, recording)
-        in_memory = None if known else False
-        return check(tensors, factor, write=write, out=out, tally=tally, places=where, in_memory=in_memory)
+        in_memory = None if supported else False
+        return check(batch[0], factor, write=write, out=out, tally=tally, slots=batch[1], in_memory=in_memory)
 
     def _tally(self, slots: int, device: torch.device, step: torch.Tensor, recording: bool) -> Tally | None:
         """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""
         counts = self.counts.get(device)
-        if recording:
-            if counts is None or counts.shape[0] < slots:  # each replay would set new ones to 0
-                return None
-            self._recorded[id(counts)] = counts
         if counts is None or counts.shape[0] < slots:
+            if recording:  # each replay would set new ones to 0
+                return None
             grown = torch.zeros(slots, 4, dtype=torch.int32, device=device)
             if counts is not None:
                 grown[: counts.shape[0]] = counts
             counts = self.counts[device] = grown
+        if recording:
+            self._recorded[id(counts)] = counts
         return Tally(counts if counts.shape[0] == slots else counts[:slots], step)

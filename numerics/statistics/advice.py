@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from halfstep.kernels.statistics import CELLS, CLASSES, LOWEST, ROWS, ZERO
+from halfstep.kernels.cells import CELLS, CLASSES, LOWEST, ROWS, ZERO
 from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.presentation import shown

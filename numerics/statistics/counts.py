@@ -17,25 +17,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halfstep.kernels.cells import (
+    CELLS,
+    CLASSES,
+    ERROR_BINS,
+    HIGHEST,
+    INFINITE,
+    LOWEST,
+    NOT_A_NUMBER,
+    PER_OCTAVE,
+    ROWS,
+    ZERO,
+    Grid,
+    width,
+)
 from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.presentation import shown
 
 if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
     import torch
 
-# The shape of the counts, as in kernels/statistics.py.
-LOWEST, HIGHEST, CLASSES, PER_OCTAVE = -151, 128, 3, 8
-ZERO = HIGHEST - LOWEST + 1
-INFINITE, NOT_A_NUMBER, ROWS = ZERO + 1, ZERO + 2, ZERO + 3
-CELLS, ERROR_BINS = ROWS * CLASSES, 24 * PER_OCTAVE + 2
-WIDTH = CELLS + ERROR_BINS + 1
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as for GradScaler, so that 1 / scale is finite too
 QUANTILES = (0.5, 0.9, 0.99)
 KINDS = ("zero", "flushed", "subnormal", "normal", "overflow", "infinite", "nan")
 
 
-def grid_of(format: Format) -> tuple[int, int, int, int]:
-    """The parameters of a format for the kernel that counts, its `Grid`.
+def grid_of(format: Format) -> Grid:
+    """The parameters of a format for the kernel that counts.
 
     Raises:
         ValueError: the format is not a floating-point format with 1 to 23 mantissa bits, or exceeds fp32's range.
@@ -54,7 +62,7 @@ def grid_of(format: Format) -> tuple[int, int, int, int]:
     # overflows if the code of that number is odd, since it rounds to the next code, which is even.
     threshold = math.ldexp(format.overflow, 23 - format.emax) - (1 << 23)
     overflow = math.ceil(threshold) + (format.largest_code % 2 == 0 and threshold == math.floor(threshold))
-    return 23 - format.mantissa, format.emin, format.emax, min(overflow, 1 << 23)
+    return Grid(23 - format.mantissa, format.emin, format.emax, min(overflow, 1 << 23))
 
 
 def checked_scale(name: str, scale: Any) -> float:
@@ -80,7 +88,7 @@ class Row:
     format: Format  # for which the elements were counted
     scale: float  # by which the elements were multiplied
     # int64 (286, 3), the counts by exponent (280 rows, from -151 on), zeros, infinities and NaNs, and by the class of
-    # the fraction; see kernels/statistics.py.
+    # the fraction; see kernels/cells.py.
     cells: np.ndarray = field(repr=False)
     errors: np.ndarray | None = field(repr=False)  # int64 (194,), a histogram of the relative rounding errors
     largest_error: float | None  # rounded to fp32; None, as `errors`, if errors were not counted
@@ -198,7 +206,7 @@ class Statistics(Sequence[Row]):
     def read(self) -> Statistics:
         """Wait for the device and copy the counts to the host, unless that was done before. Returns itself."""
         if self._counts is None:
-            columns = self._counted[0][0].shape[1] if self._counted else WIDTH
+            columns = self._counted[0][0].shape[1] if self._counted else width(True)
             counts = np.zeros((len(self.names), columns), dtype=np.int64)
             for table, places in self._counted:
                 counts[list(places)] = table.cpu().numpy()
@@ -355,8 +363,8 @@ def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: 
     return _counted([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
 
 
-def _count(x: np.ndarray, grid: tuple[int, int, int, int], scale: float) -> np.ndarray:
-    """The counts of flat fp32 numbers, as `_reference_count` in kernels/statistics.py makes them."""
+def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
+    """The counts of flat fp32 numbers, as `reference` in kernels/statistics.py makes them."""
     dropped, emin, emax, overflow = grid
     power, shift = math.frexp(scale)
     factor, shift = (1.0, shift - 1) if power == 0.5 else (scale, 0)
@@ -422,12 +430,12 @@ def statistics(
     """
     import torch
 
-    from halfstep.kernels.statistics import Grid, foreach_count_, width
+    from halfstep.kernels.statistics import foreach_count_
     from halfstep.kernels.streams import to_device
     from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
     chosen = formats[format]
-    grid = Grid(*grid_of(chosen))
+    grid = grid_of(chosen)
     named = named_tensors(tensors, of=of)
     if isinstance(scale, torch.Tensor):
         if scale.numel() != 1:

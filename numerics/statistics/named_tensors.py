@@ -9,8 +9,8 @@ import torch
 
 from halfstep.kernels.multi_tensor import DTYPE_CODES
 from halfstep.numerics.formats.table import Format
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import local
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 

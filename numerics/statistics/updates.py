@@ -16,7 +16,7 @@ import torch
 from halfstep.kernels import block_codes
 from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.overflow import names_of
-from halfstep.numerics.scaling.topology import local
+from halfstep.numerics.scaling.sharding import local
 
 
 @dataclass(frozen=True)

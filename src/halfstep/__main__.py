@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
-from halfstep.cli._interrupt import end_at_once, interrupted, raise_again
+from halfstep.cli._interrupt import end, end_or_raise, handle_interrupts, interrupted
 from halfstep.cli.command_line import Parser, complain, with_output
 from halfstep.cli.terminal import Table, show
 from halfstep.numerics.messages import instead
@@ -25,11 +25,8 @@ class Command(NamedTuple):
     help: str
 
     @property
-    def words(self) -> tuple[str, ...]:
-        return tuple(self.name.split())
-
-    def starts(self, words: Sequence[str]) -> bool:
-        return tuple(words[: len(self.words)]) == self.words
+    def words(self) -> list[str]:
+        return self.name.split()
 
 
 _LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
@@ -79,13 +76,6 @@ def _show_usage() -> None:
     )
 
 
-def _unknown(words: Sequence[str]) -> str:
-    """The error message for words that are not a command, with the nearest one that is."""
-    starts = {" ".join(command.words[: len(words)]) for command in COMMANDS}
-    given = " ".join(words)
-    return f"unknown command {given!r}; {instead(given, sorted(starts))}; see halfstep --help"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -111,9 +101,9 @@ def _before_cursor(start: int) -> list[str]:
     If the name of a command comes next, argcomplete completes it here, and ends the process.
     """
     words = (os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])] + ".").split()[start:-1]
-    names = [each.words[len(words)] for each in COMMANDS if [*each.words[:-1]] == words or not words]
-    lengths = [len(words)] if names else [len(each.words) for each in COMMANDS if each.starts(words)]
-    os.environ["_ARGCOMPLETE"] = str(start + sum(lengths))
+    names = [command.words[len(words)] for command in COMMANDS if command.words[:-1] == words or not words]
+    chosen = [len(command.words) for command in COMMANDS if words[: len(command.words)] == command.words]
+    os.environ["_ARGCOMPLETE"] = str(start + (len(words) if names else sum(chosen)))
     if names:
         parser = Parser(" ".join(words), "", json=False)
         parser.add_argument("command", choices=names)
@@ -131,23 +121,26 @@ def _run(arguments: list[str]) -> int:
         print(f"halfstep {__version__}")
         return 0
     for command in COMMANDS:
-        if command.starts(arguments):
-            module, rest = importlib.import_module(command.module), arguments[len(command.words) :]
-            raise_again()
-            return int(module.main(rest, command.name) if command.module == _LOOKUP else module.main(rest))
-    family = [command for command in COMMANDS if len(command.words) > 1 and command.words[0] == arguments[0]]
+        words = command.words
+        if arguments[: len(words)] == words:
+            module, options = importlib.import_module(command.module), arguments[len(words) :]
+            return int(module.main(options, command.name) if command.module == _LOOKUP else module.main(options))
+    family = [command for command in COMMANDS if " " in command.name and command.words[0] == arguments[0]]
     if family and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
-        show(_listed(family))
+        show(Table((), _listed(family), wraps=1))
         return 0 if len(arguments) > 1 else 2
-    complain("halfstep", _unknown([word for word in arguments[: 2 if family else 1] if word != "--help"]))
+    unknown = [word for word in arguments[: 2 if family else 1] if word != "--help"]
+    known = {" ".join(command.words[: len(unknown)]) for command in COMMANDS}
+    name = " ".join(unknown)
+    complain("halfstep", f"unknown command {name!r}; {instead(name, sorted(known))}; see halfstep --help")
     return 2
 
 
 def program() -> int:
-    """The program ``halfstep``: `main`, before and after which Ctrl-C ends the process at once."""
-    end_at_once()
+    """The program ``halfstep``: `main`, after which Ctrl-C ends the process at once."""
+    handle_interrupts(None, end_or_raise)
     status = main()
-    end_at_once()
+    handle_interrupts(end_or_raise, end)
     return status
 
 

@@ -151,6 +151,8 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys:
     assert printed.err.count("\n") == 1
 
 
-def test_damaged_files_are_answered_in_one_line(tmp_path: Path) -> None:
-    refused = damaged_files.campaign(240, 0, tmp_path)
-    assert min(refused.values()) > 30
+@pytest.mark.parametrize("kind", damaged_files.KINDS)
+def test_damaged_files_are_answered_in_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = damaged_files.main(["--kind", kind, "--tries", "60"])
+    printed = capsys.readouterr()
+    assert status == 0 and f"{kind}: refused" in printed.out, printed

@@ -41,14 +41,15 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
     made = told(
         capsys,
         *(*SHAPE, "--ffn", "2048", "--kv-heads", "4", "--gated", "--no-biases", "--norm", "rms", "--no-final-norm"),
-        *("--no-positions", "--tied", "--no-dropout", "--flash", "--gpus", "32", "--strategy", "hsdp", "--shard", "4"),
+        *("--no-positions", "--tied", "--no-dropout", "--eager-attention", "--gpus", "32"),
+        *("--strategy", "hsdp", "--shard", "4"),
         *("--tp", "2", "--sequence-parallel", "--offload", "--compress", "fp16", "--rank", "1", "--precision", "bf16"),
         *("--optimizer", "te-master", "--moments", "fp8,fp16", "--master", "fp16", "--grad-dtype", "fp32"),
         *"--accumulator fp32 --batch 3 --accumulate 2 --checkpointing sqrt --loss-chunks 4".split(),
     )
     model = Transformer(
         *(12, 768, 12, 40512, 512), ffn=2048, kv_heads=4, gated=True, biases=False, norm="rms", final_norm=False,
-        positions=False, tied=True, dropout=False, flash=True,
+        positions=False, tied=True, dropout=False, flash=False,
     )  # fmt: skip
     expected = plan(
         model=model, gpus=32, strategy="hsdp", shard=4, tensor_parallel=2, sequence_parallel=True, offload=True,

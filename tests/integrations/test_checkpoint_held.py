@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import api, storage
+from halfstep.integrations.checkpoint import storage
 from halfstep.integrations.offload import OffloadedAdamW
 
 pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -123,8 +122,7 @@ def test_a_run_goes_on_with_the_same_bits(
     assert [*found, _digest(resumed)] == expected
 
 
-@pytest.mark.parametrize("other", ["split, fp32", "split24, 8 bits, amsgrad"])
-def test_one_file_of_gathered_state_goes_on_with_the_same_bits(other: str, tmp_path: Path) -> None:
+def test_one_file_of_gathered_state_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     run, resumed = _run("split, 8 bits", steps=3), _run("split, 8 bits", seed=1)
     state = {"model": run[0].state_dict(), "optimizer": run[1].state_dict()}
     saved = checkpoint.load(checkpoint.save(tmp_path, 3, checkpoint.gather(state)))
@@ -147,20 +145,6 @@ def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Pa
     assert keys(optimizer=theirs) == keys(optimizer=theirs, optimizer_state="held") == canonical - {"master"}
 
 
-def test_later_states_are_canonical_again_even_after_an_error() -> None:
-    model, optimizer = _run("split, 8 bits", steps=1)
-    optimizer.state_dict_format = "canonical"
-
-    def fail(*_: Any) -> None:
-        raise ValueError("refused")
-
-    handle = optimizer.register_state_dict_post_hook(fail)
-    with pytest.raises(ValueError, match="refused"):
-        api._optimizer_state(model, optimizer, held=True)
-    handle.remove()
-    assert "exp_avg" in optimizer.state_dict()["state"][0]
-
-
 @pytest.fixture
 def _alone(tmp_path: Path) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
@@ -174,16 +158,8 @@ def _alone(tmp_path: Path) -> Any:
 def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
     path = _save(tmp_path, _run("split, 8 bits", steps=1))
     model, _ = _run("split, 8 bits", seed=1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    message = f"of 0.weight, which AdamW cannot load: {ELSEWHERE}"
-    with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
-        _load(path, (model, optimizer))
-
-
-def test_weights_of_another_dtype_are_refused_before_a_remainder_is_joined(tmp_path: Path) -> None:
-    path = _save(tmp_path, _run("split, 8 bits", steps=1))
-    with pytest.raises(checkpoint.CheckpointError, match=r"0\.weight is torch\.bfloat16 in the checkpoint and"):
-        _load(path, _run("fp16, 8 bits"))
+    with pytest.raises(checkpoint.CheckpointError, match=f"of 0.weight, which AdamW cannot load: {ELSEWHERE}"):
+        _load(path, (model, torch.optim.AdamW(model.parameters())))
 
 
 @pytest.mark.usefixtures("_alone")
@@ -207,9 +183,6 @@ def test_flat_parameters_of_fsdp1_are_saved_canonical_and_load_nothing_else(tmp_
         model = torch.nn.Linear(4, 4).bfloat16()
         optimizer = halfstep.AdamW(model.parameters(), **options)
         path = _save(tmp_path, (model, optimizer))
-        message = (
-            f"its optimizer's state is as it was held, such as {key} of weight, which FullyShardedDataParallel cannot "
-            f"load: {ELSEWHERE}"
-        )
-        with pytest.raises(checkpoint.CheckpointError, match=re.escape(message)):
+        message = f"such as {key} of weight, which FullyShardedDataParallel cannot load: {ELSEWHERE}"
+        with pytest.raises(checkpoint.CheckpointError, match=message):
             _load(path, flat())

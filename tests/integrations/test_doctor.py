@@ -20,7 +20,7 @@ import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
 from halfstep.integrations.doctor.environment import Machine, examine_environment
 from halfstep.integrations.doctor.findings import TEXTS
-from halfstep.integrations.doctor.stored import examine_checkpoint
+from halfstep.integrations.doctor.rules import examine_checkpoint
 from halfstep.integrations.tensor_files import TensorFileError, read_all
 
 BF16 = torch.bfloat16

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import states
 import torch
-from layouts import some
 from oracles import BF16, FP32
 from states import give_gradients, same_bits, through_a_file, train
 
@@ -20,10 +19,6 @@ pytestmark = pytest.mark.sample(3)
 
 SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
-LAYOUTS = {**some("fp32", "split", "split24", "fp16", "none"), "nearest": (BF16, {"rounding": "nearest"})}
-WARNING = "group 0 rounds moments of 8 bits to nearest"
-to_nearest = pytest.mark.filterwarnings(f"ignore:{WARNING}")
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def parameters_of(dtype: torch.dtype) -> list[Any]:
@@ -68,29 +63,6 @@ def test_only_groups_with_8_bits_are_stochastic_by_default() -> None:
         train(optimizer, range(3))
         results.append(in_memory(optimizer, parameters))
     assert same_bits(*results)
-
-
-@to_nearest
-@every_layout
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_matrices_of_4096_elements_have_codes_and_all_else_fp32(layout: str, amsgrad: bool) -> None:
-    dtype, options = LAYOUTS[layout]
-    parameters = parameters_of(dtype)
-    optimizer = halfstep.AdamW(parameters, state_dtype="8bit", amsgrad=amsgrad, **options)
-    train(optimizer, range(1))
-    moments = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad]
-    for parameter, coded in zip(parameters, CODED, strict=True):
-        state = optimizer.state[parameter]
-        rest = {"step"} | ({"master"} if parameter.dtype != FP32 and layout != "none" else set())
-        scales = {f"{moment}_scale" for moment in moments if coded}
-        assert set(state) == {*moments, *scales, *rest}
-        for moment in moments:
-            assert state[moment].shape == parameter.shape
-            assert state[moment].dtype == (torch.uint8 if coded else FP32)
-        for scale in scales:
-            rows, columns = len(parameter), math.prod(parameter.shape[1:])
-            assert state[scale].shape == (rows, -(-columns // block_codes.SPAN))
-            assert state[scale].dtype == (torch.uint8 if scale == "exp_avg_scale" else torch.int16)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -169,26 +141,6 @@ def test_fp32_moments_are_taken_over_as_they_load() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- training
-
-
-@pytest.mark.parametrize("master", ["split", "split24"])
-def test_a_model_learns_as_with_fp32_moments(master: Any) -> None:
-    losses = []
-    for state_dtype in (FP32, "8bit"):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32)).bfloat16()
-        optimizer = halfstep.AdamW(
-            model.parameters(), lr=3e-3, state_dtype=state_dtype, master_weights=master, rounding="stochastic"
-        )
-        inputs = torch.randn(256, 32).bfloat16()
-        target = inputs.roll(3, 1) * inputs.roll(-5, 1)
-        for _ in range(150):
-            optimizer.zero_grad()
-            loss = (model(inputs) - target).float().square().mean()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item())
-    assert losses[1] < 1.1 * losses[0] < 0.9
 
 
 GRADIENTS = {

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -156,55 +157,17 @@ def test_stochastic_rounding_is_unbiased_over_many_seeds() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
-# Bytes per parameter that the optimizer holds: remainder or master, and both moments.
-TABLE = {
-    (FP32, "auto", FP32): 0 + 4 + 4,
-    (BF16, "full", FP32): 4 + 4 + 4,
-    (FP16, "full", FP32): 4 + 4 + 4,
-    (BF16, "split", FP32): 2 + 4 + 4,
-    (BF16, "split", BF16): 2 + 2 + 2,
-    (BF16, "split24", BF16): 1 + 2 + 2,
-    (BF16, "split24", "8bit"): 1 + 1 + 1,
-    (BF16, "split", "8bit"): 2 + 1 + 1,
-    (BF16, None, FP32): 4 + 4,
-    (BF16, None, BF16): 2 + 2,
-}
-
 
 def bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-@pytest.mark.parametrize(("dtype", "master", "state_dtype"), TABLE)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_state_bytes_are_exactly_those_of_the_table(
-    dtype: torch.dtype, master: Any, state_dtype: Any, amsgrad: bool
-) -> None:
-    shapes: list[tuple[int, ...]] = [(50, 120), (17,), (), (0,)]
-    parameters = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-    optimizer = halfstep.AdamW(parameters, master_weights=master, state_dtype=state_dtype, amsgrad=amsgrad)
-    for p in parameters:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    elements = sum(p.numel() for p in parameters)
-    held = list(itertools.chain.from_iterable(state.values() for state in optimizer.state.values()))
-    coded = state_dtype == "8bit"
-    per_element = TABLE[dtype, master, state_dtype] + amsgrad * (1 if coded else state_dtype.itemsize)
-    scales = coded * (3 + 2 * amsgrad) * shapes[0][0] * 4  # bytes, for four blocks in a row
-    in_fp32 = coded * (2 + amsgrad) * 3 * (elements - parameters[0].numel())  # vectors
-    # 4: the step count
-    assert bytes_of(held) == elements * per_element + scales + in_fp32 + 4 * len(parameters)
-    # Nothing else hides behind the tensors.
-    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == bytes_of(held)
-
-
-@pytest.mark.parametrize(("dtype", "master", "state_dtype"), TABLE)
-def test_a_step_needs_less_than_a_hundredth_of_the_state_on_top(
-    dtype: torch.dtype, master: Any, state_dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_a_step_needs_less_than_a_hundredth_of_the_state_on_top(name: str) -> None:
     """The profiler sees every allocation of the third step; their peak counts, and what is left afterwards."""
+    dtype, options = layouts.LAYOUTS[name]
     parameters = [torch.nn.Parameter(torch.randn(1 << 9, 1 << 9).to(dtype)) for _ in range(4)]
-    optimizer = halfstep.AdamW(parameters, master_weights=master, state_dtype=state_dtype, max_grad_norm=1.0)
+    optimizer = halfstep.AdamW(parameters, max_grad_norm=1.0, **options)
     for p in parameters:
         p.grad = torch.randn_like(p)
     for _ in range(2):

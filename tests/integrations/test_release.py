@@ -175,11 +175,11 @@ def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not
         return parameters, optimizer
 
     _, optimizer = given()
-    length = interrupts.at_bytecode(0, lambda: optimizer._step_part(0, optimizer.param_groups[0]["params"]))
+    length = interrupts.at_bytecode(0, lambda: optimizer.step_part(0, optimizer.param_groups[0]["params"]))
     ends = []
     for number in (*range(1, length, length // 24), *range(length - 12, length)):
         parameters, optimizer = given()
-        interrupts.at_bytecode(number, lambda o=optimizer, p=parameters: o._step_part(0, p))
+        interrupts.at_bytecode(number, lambda o=optimizer, p=parameters: o.step_part(0, p))
         stepped = [bool((parameter != 1).all()) for parameter in parameters]
         assert stepped == [parameter.grad is None for parameter in parameters]
         assert len(set(stepped)) == 1

@@ -47,8 +47,8 @@ def _clipped_after(layout: str, steps: int) -> tuple[Run, list[float]]:
 
 def _norm(optimizer: halfstep.AdamW) -> float:
     """`grad_norm`, in fp64."""
-    assert optimizer._squares is not None
-    return optimizer._squares.sqrt().item()
+    assert optimizer.last_verdict is not None
+    return optimizer.last_verdict.sum_of_squares.sqrt().item()
 
 
 def _check_and_step(handle: StepInBackward, run: Run, step: int) -> None:
@@ -201,8 +201,8 @@ def test_the_previous_norm_of_equal_gradients_is_the_exact_one(layout: str, buck
         norms.append(_norm(runs[0][1]))
     assert norms[0] > LIMIT
     handle = step_in_backward(*runs[1], bucket_bytes=bucket_bytes, clipping="previous")
-    assert runs[0][1]._squares is not None
-    handle.load_state_dict({"sum_of_squares": runs[0][1]._squares.item()})
+    assert runs[0][1].last_verdict is not None
+    handle.load_state_dict({"sum_of_squares": runs[0][1].last_verdict.sum_of_squares.item()})
     for _ in range(3):
         assert _steps_by_previous(handle, runs[1], range(1, 2)) == norms[:1]
     assert same(runs[1], runs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -222,11 +223,8 @@ def test_memory_and_time_are_bounded_by_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(len(attacks.bombs())))
 def test_bombs(tmp_path: Path, number: int) -> None:
     before, begun = peak(), time.process_time()
-    for protocol in (lambda module, name: (_ for _ in ()).throw(pickles.PickleError(name)), lambda *_: object):
-        try:
-            pickles.read(attacks.bombs()[number], protocol)
-        except pickles.PickleError:
-            pass
+    with contextlib.suppress(pickles.PickleError):
+        pickles.read(attacks.bombs()[number], {})
     with pytest.raises(TensorFileError, match=r"x\.pt"):
         if read_tensors(archive(tmp_path / "x.pt", attacks.bombs()[number])) == {}:
             raise TensorFileError("x.pt holds nothing")

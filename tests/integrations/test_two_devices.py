@@ -15,7 +15,6 @@ import device_programs
 import pytest
 import torch
 from device_programs import BF16, CPU, OPTIMIZERS, STEPS, WITHOUT_SEED, in_every_order, integers
-from errors import error_of
 from stream_model import Model
 
 import halfstep
@@ -228,26 +227,6 @@ def test_the_host_waits_once_for_all_numbers_that_it_needs_at_a_time(clip: bool)
 
 
 # ------------------------------------------------------------------------------------------------------ torch's scalers
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_scalers_of_torch_are_refused_where_they_do_not_wait(on_gpu: bool) -> None:
-    def step(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        scaler = torch.amp.GradScaler(device.type, 4.0)
-        scaler.scale(torch.zeros((), device=device))
-        scaler.step(optimizer)
-        scaler.update()
-
-    with Model("late") as model:
-        parameters = pair(model.device)
-        same, other = (CPU, model.device) if on_gpu else (model.device, CPU)
-        optimizer = halfstep.AdamW(parameters[::2] if on_gpu else parameters[1::2])
-        step(optimizer, same)
-        assert error_of(RuntimeError, lambda: step(optimizer, other)) == (
-            f"Expected scaler to be halfstep.GradScaler for parameters on {same} and a loss scale on {other}, but got "
-            "GradScaler of torch: it copies numbers from the GPU to the CPU without waiting for them, and uses them "
-            "before they have arrived"
-        )
 
 
 @pytest.mark.parametrize("mode", ["copy", None])

@@ -15,7 +15,8 @@ from devices import assert_same_bits, kernels_on, normal, patterns, placed
 from softmax_oracle import Case, assert_within, backward_oracle, oracle
 
 import halfstep
-from halfstep.kernels.statistics import Grid, foreach_count_, width
+from halfstep.kernels.cells import Grid, width
+from halfstep.kernels.statistics import foreach_count_
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SIZES = (1, 15, 16, 17, 0, 1000, 2048, 4097)

@@ -73,12 +73,7 @@ def round_kernel(
     words,
     out,
     n,
-    BITS: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    OVERFLOW: tl.constexpr,
-    NAN: tl.constexpr,
+    DTYPE: tl.constexpr,
     ROUNDING: tl.constexpr,
     SATURATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -86,7 +81,7 @@ def round_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + at, mask=at < n, other=0).to(tl.uint32)
     value = tl.load(x + at, mask=at < n, other=0.0)
-    code = round_float32(value, word, BITS, MANTISSA, BIAS, LARGEST, OVERFLOW, NAN, ROUNDING, SATURATE)
+    code = round_float32(value, word, DTYPE, ROUNDING, SATURATE)
     tl.store(out + at, code.to(tl.int32), mask=at < n)
 
 
@@ -120,8 +115,8 @@ def round_by(request: pytest.FixtureRequest) -> Round:
             return torch.from_numpy(out.astype(np.int64))
         device, block = walks.DEVICE, walks.block_for(n)
         codes = torch.empty(n, dtype=torch.int32, device=device)
-        options = {"ROUNDING": rounding, "SATURATE": saturate, "BLOCK": block}
-        round_kernel[(-(-n // block),)](x.to(device), words.to(device), codes, n, *FORMATS[dtype], **options)
+        options = {"DTYPE": FORMATS[dtype].triton_type, "ROUNDING": rounding, "SATURATE": saturate, "BLOCK": block}
+        round_kernel[(-(-n // block),)](x.to(device), words.to(device), codes, n, **options)
         return codes.cpu().long()
 
     return by

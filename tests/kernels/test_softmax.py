@@ -14,7 +14,7 @@ from softmax_paths import PATHS, programs_of, small_strided_tiles, small_tiles
 
 import halfstep
 from halfstep.kernels.backend import MOST_THREADS, most_warps
-from halfstep.kernels.softmax import dispatch, row_launches, strided
+from halfstep.kernels.softmax import dispatch, rows, rule, strided
 
 pytestmark = pytest.mark.sample(3)
 
@@ -136,7 +136,7 @@ def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monke
         x[2, 520] = NAN
         for programs in numbers:
             small_tiles(monkeypatch, 128, 128, programs)
-            assert row_launches._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
+            assert rows._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
             first, second = (check(Case(x, log=log), "triton", dy) for _ in range(2))
             torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
 
@@ -144,9 +144,9 @@ def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monke
 @pytest.mark.parametrize("name", ALL)
 def test_the_real_limits_of_one_block(name: str) -> None:
     for columns in (
-        row_launches.BACKWARD_TILE + 1,
-        row_launches.FORWARD_TILE,
-        row_launches.FORWARD_TILE + 1,
+        rows.BACKWARD_TILE + 1,
+        rows.FORWARD_TILE,
+        rows.FORWARD_TILE + 1,
     ):
         check(Case(normal(2, columns, dtype=BF16)), name)
 
@@ -351,7 +351,7 @@ def test_sums_that_threads_exchange_by_halves(dtype: torch.dtype, halvings: tupl
     """Vectors of neighbours that each belong to another sum: the halves come together in their places."""
     run, limit = 16 // dtype.itemsize, strided.STRIDED_FORWARD
     for (columns, across), often in zip(((70, 16), (70, 48), (20, 256), (16, 256)), halvings, strict=True):
-        assert strided.exchange(strided.tile_shape(columns, across, limit)[0], run)["HALVINGS"] == often
+        assert strided.tile_shape(columns, across, limit, run=run)[0].HALVINGS == often
         x = normal(2, columns, across, dtype=dtype)
         x[0, :, 1] = -INF
         x[0, 3, 2], x[1, 4, 5] = NAN, INF
@@ -435,19 +435,18 @@ def test_lazy_negations_are_read_with_their_sign(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
-def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_reference(
+def test_rows_too_long_or_too_many_to_count_in_32_bits_are_left_to_the_rule(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "LONGEST", 9)
     called = []
-    for function in ("reference_forward", "reference_backward"):
-        original = getattr(dispatch, function)
+    for function in ("forward", "backward"):
+        original = getattr(rule, function)
         monkeypatch.setattr(
-            dispatch, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
+            rule, function, lambda *args, original=original: called.append(original.__name__) or original(*args)
         )
     with using(name, "softmax") as device:
-        left = ["reference_forward", "reference_backward"]
-        for shape, expected in (((9, 9), []), ((2, 10), left), ((10, 2), left)):
+        for shape, expected in (((9, 9), []), ((2, 10), ["forward", "backward"]), ((10, 2), ["forward", "backward"])):
             called.clear()
             halfstep.softmax(normal(*shape).to(device).requires_grad_()).sum().backward()
             assert called == expected, shape

@@ -154,7 +154,7 @@ FAR_MASK = """
 import sys
 import torch
 import halfstep
-from halfstep.kernels.softmax import reference, row_launches
+from halfstep.kernels.softmax import rows, rule
 
 backend, paths = sys.argv[1], sys.argv[2:]
 
@@ -165,7 +165,7 @@ def check(path, dtype, columns, step):
     assert far.stride(0) * (columns - 1) > 2**31
     far.copy_(near)
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
-    expected = reference.reference_forward(x, near, -1, 1.0, False, False, torch.float32)
+    expected = rule.forward(x, near, -1, 1.0, False, False, torch.float32)
     with halfstep.backend(backend):
         for y in halfstep.softmax(x, mask=far), halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T:
             assert (y - expected).abs().max() < 1e-8, (path, dtype, columns)
@@ -173,8 +173,8 @@ def check(path, dtype, columns, step):
 
 for path in paths:
     if path != "one pass":
-        row_launches.FORWARD_TILE = row_launches.PIECE = 2**13
-        row_launches._programs_at_once = lambda device: 1 if path == "two passes" else 400
+        rows.FORWARD_TILE = rows.PIECE = 2**13
+        rows._programs_at_once = lambda device: 1 if path == "two passes" else 400
     check(path, torch.bool, 32_768, 70_000)
     check(path, torch.float16, 32_761, 66_000)
 """

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from implementations import ALL, twins, using
 from oracles import BF16, DTYPES, FP16, FP32
 
-from halfstep.kernels.statistics import (
-    BLOCK,
+from halfstep.kernels.cells import (
     CELLS,
-    CHUNK,
     CLASSES,
     ERROR_BINS,
     HIGHEST,
@@ -24,9 +22,9 @@ from halfstep.kernels.statistics import (
     NOT_A_NUMBER,
     ZERO,
     Grid,
-    foreach_count_,
     width,
 )
+from halfstep.kernels.statistics import BLOCK, CHUNK, foreach_count_
 from halfstep.numerics.formats.table import formats
 
 pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, on overflow and NaN

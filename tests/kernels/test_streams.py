@@ -12,9 +12,10 @@ from stream_model import Model
 
 import halfstep
 from halfstep.kernels import cast, native, streams, unscale
+from halfstep.kernels.cells import Grid, width
 from halfstep.kernels.multi_tensor import TableCache
 from halfstep.kernels.softmax import dispatch
-from halfstep.kernels.statistics import Grid, foreach_count_, width
+from halfstep.kernels.statistics import foreach_count_
 from halfstep.kernels.streams import all_to_device, capturing, to_device, upload
 
 KERNELS = ["native", "triton"]

@@ -128,7 +128,7 @@ def test_the_sum_is_what_the_docstring_says() -> None:
     lanes = np.zeros(LANES)
     for start in range(0, len(sums), LANES):
         lanes[: len(sums[start : start + LANES])] += sums[start : start + LANES]
-    assert unscale._reference_sum(torch.from_numpy(sums)).item() == tree(lanes)
+    assert unscale.reference_sum(torch.from_numpy(sums)).item() == tree(lanes)
 
 
 @pytest.mark.parametrize("exponent", [-149, -148, -127, -126, -125, -75, 0, 63, 64, 126, 127])
@@ -188,7 +188,7 @@ def test_more_chunks_than_lanes() -> None:
         flags = torch.zeros(chunks, dtype=torch.int32)
         if marked is not None:
             flags[marked] = HAS_NAN
-        found, total = flags.any(), unscale._reference_sum(sums)
+        found, total = flags.any(), unscale.reference_sum(sums)
         with using("triton", "unscale") as device:
             answer = [torch.empty((), dtype=dtype, device=device) for dtype in (FP32, torch.float64, FP32)]
             copied = torch.empty(chunks, dtype=torch.int32, device=device)
@@ -299,7 +299,7 @@ def test_a_check_in_parts_has_the_bits_of_one_check(name: str, marked: float | N
             factor,
             out=Verdict.empty(2 * len(sizes), torch.device(device)),
             tally=Tally(counts[0], step),
-            places=[2 * index for index in range(len(sizes))],
+            slots=[2 * index for index in range(len(sizes))],
         )
         parts = _in_parts(tensors, [0, 1, 0, 2, 1, 0, 2], factor, Tally(counts[1], step))
         for one, other in zip(parts, whole, strict=True):
@@ -561,7 +561,7 @@ def test_a_call_that_failed_leaves_no_flags_behind(name: str, monkeypatch: pytes
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(unscale, "_gather", fail)
+            patch.setattr(unscale, "_combine", fail)
             with pytest.raises(KeyboardInterrupt):
                 halfstep.foreach_check(bad)
         assert halfstep.foreach_check([*good, good[0].half()]).flags.tolist() == [0, 0]
@@ -592,12 +592,12 @@ def test_tensors_may_have_places_of_their_own_among_the_flags(name: str) -> None
         counts = torch.zeros(6, 4, dtype=torch.int32, device=device)
         tally = Tally(counts, torch.zeros((), dtype=torch.int64, device=device))
         here = [t.to(device) for t in (torch.tensor([INF]), torch.ones(3, dtype=FP16), torch.tensor([NAN]))]
-        unscale.check(here, out=out, tally=tally, places=[4, 0, 1])
+        unscale.check(here, out=out, tally=tally, slots=[4, 0, 1])
         assert out.flags.tolist() == [0, HAS_NAN, 0, 0, HAS_INF, 0]
         assert counts[:, 3].tolist() == [0, 1, 0, 0, 1, 0]
         of_one_dtype = [here[0], torch.ones(2, device=device), here[2]]
-        assert unscale.check(of_one_dtype, places=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
-        unscale.check(here[1:2], out=out, places=[3])
+        assert unscale.check(of_one_dtype, slots=range(2, -1, -1)).flags.tolist() == [HAS_NAN, 0, HAS_INF]
+        unscale.check(here[1:2], out=out, slots=[3])
         assert out.flags.tolist() == [0] * 6 and out.found_inf.item() == 0
 
 

@@ -6,7 +6,10 @@ load must not do. fuzz_checkpoints.py uses them for thousands of checkpoints, an
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
+import importlib
 import io
 import json
 import os
@@ -20,6 +23,8 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import folder as files
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.checkpoint import atomic as files
+from halfstep.integrations.optim.classes import saving
 
 MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
 CANARY = "halfstep_canary"
@@ -43,13 +48,16 @@ def model_of(value: float = 0.5) -> torch.nn.Module:
     return model
 
 
-def optimizer_of(model: torch.nn.Module, kind: str = "ours") -> torch.optim.Optimizer:
-    if kind == "ours":
-        optimizer: torch.optim.Optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
-    elif kind == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+OPTIMIZERS: dict[str, Any] = {
+    "ours": halfstep.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+
+
+def optimizer_of(model: torch.nn.Module, name: str = "ours") -> Any:
+    """An optimizer after one step."""
+    optimizer = OPTIMIZERS[name](model.parameters(), lr=1e-2)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
     optimizer.step()
@@ -88,7 +96,7 @@ class Bases:
         self.before = folder / "before" / "step-00000007"
         write_by_torch(state_dicts(model, optimizer, "canonical"), self.before)
         torch.save({"step": 7, "scaler": scaler.state_dict(), "state": EXTRA}, self.before / "halfstep.pt")
-        seal(self.before, {"format": files.BEFORE, "step": 7, "world_size": 1, "files": {}})
+        seal(self.before, {"format": files.FORMAT_1, "step": 7, "world_size": 1, "files": {}})
 
 
 def write_by_torch(state: Any, path: Path) -> None:
@@ -111,10 +119,10 @@ def seal(path: Path, content: Any = None) -> None:
         return
     content = content or content_of(path)
     content["files"] = {}
-    for one in path.iterdir():
-        if one.name != files.MANIFEST and one.is_file():
-            data = one.read_bytes()
-            content["files"][one.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    for file in path.iterdir():
+        if file.name != files.MANIFEST and file.is_file():
+            data = file.read_bytes()
+            content["files"][file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     seal_manifest(path, content)
 
 
@@ -147,43 +155,36 @@ class Call:
     """An object whose pickle makes the reader call a function by name."""
 
     def __init__(self, module: str, name: str, *arguments: Any) -> None:
-        self.what = module, name, arguments
+        self.call = module, name, arguments
 
     def __reduce__(self) -> Any:
-        module, name, arguments = self.what
-        __import__(module)
-        found: Any = sys.modules[module]
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found, arguments
+        module, name, arguments = self.call
+        return attrgetter(name)(importlib.import_module(module)), arguments
 
 
-CALLS: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("os", "system", ("touch halfstep_owned",)),
-    ("builtins", "eval", ("1/0",)),
-    ("builtins", "exec", ("import halfstep_canary",)),
-    ("builtins", "open", ("halfstep_owned", "w")),
-    ("builtins", "print", ("halfstep",)),
-    ("sys", "exit", (3,)),
-    ("subprocess", "run", (["true"],)),
-    ("socket", "create_connection", (("127.0.0.1", 9),)),
-    ("importlib", "import_module", (CANARY,)),
-    ("torch.distributed.checkpoint.filesystem", "FileSystemWriter", ("halfstep_owned",)),
-    ("torch", "load", ("x",)),
-    ("torch.hub", "load", ("x", "y")),
-    ("builtins", "bytearray", (1 << 40,)),
-    ("builtins", "getattr", ("x", "y")),
-    ("pathlib", "Path.touch", (Path("halfstep_owned"),)),
-    ("torch._utils", "_rebuild_wrapper_subclass", (1, 2)),
-    ("torch._tensor", "_rebuild_from_type_v2", (print, str, (1,), {})),
-    ("collections", "deque", ([1],)),
-    ("numpy", "zeros", (1 << 40,)),
+CALLS: tuple[tuple[Any, ...], ...] = (
+    ("os", "system", "touch halfstep_owned"),
+    ("builtins", "eval", "1/0"),
+    ("builtins", "exec", "import halfstep_canary"),
+    ("builtins", "open", "halfstep_owned", "w"),
+    ("sys", "exit", 3),
+    ("subprocess", "run", ["true"]),
+    ("socket", "create_connection", ("127.0.0.1", 9)),
+    ("importlib", "import_module", CANARY),
+    ("torch.distributed.checkpoint.filesystem", "FileSystemWriter", "halfstep_owned"),
+    ("torch", "load", "x"),
+    ("torch.hub", "load", "x", "y"),
+    ("builtins", "bytearray", 1 << 40),
+    ("builtins", "getattr", "x", "y"),
+    ("pathlib", "Path.touch", Path("halfstep_owned")),
+    ("torch._utils", "_rebuild_wrapper_subclass", 1, 2),
+    ("torch._tensor", "_rebuild_from_type_v2", print, str, (1,), {}),
+    ("collections", "deque", [1]),
+    ("numpy", "zeros", 1 << 40),
 )
-
-
-# By name alone: what need not be there to be asked for.
+# By name alone: what need not exist to be asked for.
 NAMED = (
-    *((module, name) for module, name, _ in CALLS),
+    *((module, name) for module, name, *_ in CALLS),
     ("torch.distributed.checkpoint", "FsspecReader"),
     ("torch.distributed.checkpoint._async_process_executor", "_AsyncCheckpointProcess"),
     ("torch.distributed.checkpoint.metadata", "os.system"),
@@ -193,20 +194,18 @@ NAMED = (
 
 
 def _global(module: str, name: str) -> bytes:
-    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+    return f"c{module}\n{name}\n".encode()
 
 
 def bombs() -> list[bytes]:
     """Small pickles that expand to a lot of memory, or otherwise attack the reader."""
     deep = 100_000
-    laugh = b"\x80\x02]q\x00" + b"".join(
-        b"](" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(60)
-    )
-    tuples = b"\x80\x02K\x01" + b"".join(b"q" + bytes([n]) + (b"h" + bytes([n])) * 2 + b"\x87" for n in range(80))
+    laugh = b"".join(b"](" + 3 * (b"h" + bytes([n])) + b"eq" + bytes([n + 1]) for n in range(60))
+    tuples = b"K\x01" + b"".join(b"q" + bytes([n]) + (b"h" + bytes([n])) * 2 + b"\x87" for n in range(80))
     return [
         b"\x80\x02" + b"]" * deep + b"a" * (deep - 1) + b".",
         b"\x80\x02)" + b"\x85" * deep + b".",
-        b"\x80\x02}(" + b")" + b"\x85" * deep + b"K\x01u.",
+        b"\x80\x02}()" + b"\x85" * deep + b"K\x01u.",
         b"\x80\x02" + b"(" * deep + b".",
         b"\x80\x02]r\xff\xff\xff\xff.",
         b"\x80\x02]" + b"".join(b"r" + struct.pack("<I", 2**32 - 1 - n * 2**20) for n in range(1000)) + b".",
@@ -215,9 +214,9 @@ def bombs() -> list[bytes]:
         b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
         b"\x80\x02X\xff\xff\xff\x7f.",
         b"\x80\x02\x8b" + struct.pack("<i", -1) + b".",
-        laugh + b".",
-        tuples + b".",
-        b"\x80\x02}" + tuples[2:] + b"K\x01s.",
+        b"\x80\x02]q\x00" + laugh + b".",
+        b"\x80\x02" + tuples + b".",
+        b"\x80\x02}" + tuples + b"K\x01s.",
         b"\x80\x02]q\x00h\x00a.",
         b"\x80\x02}q\x00X\x01\x00\x00\x00xh\x00s.",
         b"\x80\x04\x8f" * 50_000 + b".",
@@ -232,274 +231,159 @@ def bombs() -> list[bytes]:
     ]
 
 
+NUMBERS = (-1, 0, 1, 2, 7, 2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**64, 0.5, float("nan"), float("inf"), -1.0)
 ODD: tuple[Any, ...] = (
-    *(-1, 0, 1, 2**31, 2**62, 2**63, 2**64, -(2**70), 10**5000, 0.5, float("nan"), float("inf"), -1.0, True, None),
-    *("", "x", "a\nb\x1b[2J", "../../x", "\ud800", b"", b"x" * 100, [], {}, (), [[]], {"x": 1}, {1, 2}, complex(1, 2)),
+    *(*NUMBERS, -(2**70), 10**5000, True, None, "", "x", "a\nb\x1b[2J", "../../x", "/dev/zero", "\ud800", b"x" * 100),
+    *([], {}, (), [[]], {"x": 1}, {1, 2}, 1 + 2j, [1, [2, [3]]], range(3), [CANARY], ("x",) * 1000),
     *(torch.zeros(()), torch.zeros(3), torch.zeros(3, 4), torch.full((3, 4), float("nan")), torch.zeros(2, 0)),
     *(torch.zeros(1).expand(1000, 1000), torch.ones(3, dtype=torch.int64), torch.ones(3, 4, dtype=torch.bool)),
-    *(torch.Size([2, 2]), torch.float16, torch.device("cpu"), torch.ones(3).to_sparse(), [1, [2, [3]]], range(3)),
+    *(torch.Size([2, 2]), torch.Size([2**62] * 70), torch.float16, torch.complex128, torch.device("cpu")),
+    torch.ones(3).to_sparse(),
 )
 
 
 def odd(rng: random.Random) -> Any:
-    if rng.random() < 0.15:
-        module, name, arguments = rng.choice(CALLS)
-        return Call(module, name, *arguments)
-    return rng.choice(ODD)
+    return Call(*rng.choice(CALLS)) if rng.random() < 0.15 else rng.choice(ODD)
 
 
 def mutated_pickle(data: bytes, rng: random.Random) -> bytes:
     """A pickle with one to three instructions changed, removed, repeated or inserted."""
     for _ in range(rng.choice((1, 1, 2, 3))):
         try:
-            places = [place for _, _, place in pickletools.genops(data)]
+            starts = [*(start or 0 for _, _, start in pickletools.genops(data)), len(data)]
         except Exception:
             return data
-        number = rng.randrange(len(places))
-        begin = places[number] or 0
-        end = (places[number + 1] or 0) if number + 1 < len(places) else len(data)
+        number, other = rng.randrange(len(starts) - 1), rng.randrange(len(starts) - 1)
+        begin, end = starts[number], starts[number + 1]
         code, argument = data[begin : begin + 1], data[begin + 1 : end]
-        way = rng.randrange(8)
-        if way == 0:
-            new = b""
-        elif way == 1:
-            new = data[begin:end] * 2
-        elif way == 2:
-            new = bytes([rng.choice(b"()]}.NtuasRb\x81\x85\x86\x87\x88\x8f\x90\x91\x94q0a2eohj")]) + argument
-        elif way == 3:
-            module, name = rng.choice(NAMED)
-            new = (
-                _global(rng.choice((module, CANARY)), name)
-                + rng.choice((b")R", b"", b")\x81", b"}b"))
-                + data[begin:end]
+        module, name = rng.choice(NAMED)
+        asked = _global(rng.choice((module, CANARY)), name) + rng.choice((b")R", b"", b")\x81", b"}b"))
+        damaged = bytearray(argument or b"\0")
+        damaged[rng.randrange(len(damaged))] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
+        new = rng.choice(
+            (
+                b"",
+                data[begin:end] * 2,
+                bytes([rng.choice(b"()]}.NtuasRb\x81\x85\x86\x87\x88\x8f\x90\x91\x94q0a2eohj")]) + argument,
+                asked + data[begin:end],
+                rng.choice((b"J", b"M", b"K", b"\x8a", b"q", b"h", b"r", b"j")) + rng.randbytes(rng.randrange(1, 9)),
+                data[starts[other] : starts[other + 1]],
+                code + bytes(damaged),
+                code + argument[::-1],
             )
-        elif way == 4:
-            new = rng.choice((b"J", b"M", b"K", b"\x8a", b"q", b"h", b"r", b"j")) + bytes(
-                rng.randrange(256) for _ in range(rng.randrange(1, 9))
-            )
-        elif way == 5:
-            other = rng.randrange(len(places) - 1)
-            new = data[places[other] : places[other + 1]]
-        elif way == 6 and argument:
-            changed = bytearray(argument)
-            changed[rng.randrange(len(changed))] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
-            new = code + bytes(changed)
-        else:
-            new = code + argument[::-1]
+        )
         data = data[:begin] + new + data[end:]
     return data
 
 
-def rezipped(archive: bytes, rng: random.Random, change: Callable[[str, bytes], bytes]) -> bytes:
-    """A torch archive with changed entries, sometimes not packed as torch does."""
+def with_pickle(archive: bytes, rng: random.Random, change: Callable[[bytes], bytes]) -> bytes:
+    """A torch archive with a changed pickle, sometimes not packed as torch does."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(out, "w") as target, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for info in source.infolist():
-            data = change(info.filename, source.read(info))
-            how = zipfile.ZIP_DEFLATED if rng.random() < 0.02 else zipfile.ZIP_STORED
-            name = (
-                info.filename if rng.random() < 0.98 else rng.choice(("archive/data.pkl", "../x", "data/0", "x" * 300))
-            )
-            target.writestr(name, data, how)
+            name, data = info.filename, source.read(info)
+            if name.endswith("data.pkl"):
+                data = change(data)
+            elif rng.random() < 0.02:
+                data = b"big" if name.endswith(("byteorder", "version")) else data[: rng.randrange(len(data) + 1)]
+            if rng.random() < 0.02:
+                name = rng.choice(("archive/data.pkl", "../x", "data/0", "x" * 300))
+            target.writestr(name, data, zipfile.ZIP_DEFLATED if rng.random() < 0.02 else zipfile.ZIP_STORED)
     return out.getvalue()
 
 
-def with_pickle(archive: bytes, rng: random.Random, change: Callable[[bytes], bytes]) -> bytes:
-    def changed(name: str, data: bytes) -> bytes:
-        if name.endswith("data.pkl"):
-            return change(data)
-        if name.endswith(("byteorder", "version")) and rng.random() < 0.02:
-            return b"big"
-        return data[: rng.randrange(len(data) + 1)] if rng.random() < 0.02 else data
-
-    return rezipped(archive, rng, changed)
-
-
 def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    way = rng.randrange(5)
-    if not changed or way == 0:
-        return bytes(changed[: rng.randrange(len(changed) + 1)])
-    if way == 1:
-        return bytes(changed) + bytes(rng.randrange(256) for _ in range(rng.randrange(1, 300)))
-    if way == 2:
-        begin = rng.randrange(len(changed))
-        return bytes(changed[:begin] + changed[begin + rng.randrange(1, 200) :])
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        place = rng.randrange(len(changed))
-        width = rng.choice((1, 1, 4, 8))
-        changed[place : place + width] = rng.choice((b"\xff" * width, bytes(width), os.urandom(width)))[
-            : len(changed) - place
-        ]
-    return bytes(changed)
-
-
-def mutated_tree(value: Any, rng: random.Random, odd: Callable[[random.Random], Any] = odd) -> Any:
-    """A nested state in which one value is replaced, removed, repeated or renamed."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(list(value))
-        content = dict(value)
-        way = rng.random()
-        if way < 0.1:
-            del content[key]
-        elif way < 0.17:
-            content[rng.choice(("x", "step", "lr", "params", "a.b", "$tensor"))] = content.pop(key)
-        elif way < 0.22:
-            content[rng.choice(("extra", "params", "x\ny"))] = odd(rng)
-        else:
-            content[key] = mutated_tree(content[key], rng, odd)
-        return content
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        place = rng.randrange(len(value))
-        return [*value[:place], mutated_tree(value[place], rng, odd), *value[place + 1 :]]
-    return odd(rng)
-
-
-# ------------------------------------------------------------------------------------------------------------- metadata
-
-
-def mutated_metadata(data: bytes, rng: random.Random) -> bytes:
-    """torch's `.metadata` with one field of its objects changed."""
-    metadata: Any = pickle.loads(data)  # our own
-    names = list(metadata.state_dict_metadata)
-    name = rng.choice(names)
-    entry = metadata.state_dict_metadata[name]
-    index = rng.choice(list(metadata.storage_data))
-    info = metadata.storage_data[index]
-    numbers = (0, 1, 2, 7, 2**31, 2**40, 2**62, 2**63 - 1)
-    way = rng.randrange(14)
-    if way == 0:
-        info.offset = rng.choice((*numbers, *ODD))
-    elif way == 1:
-        info.length = rng.choice((*numbers, *ODD))
-    elif way == 2:
-        info.relative_path = rng.choice(("../x", "/etc/passwd", "/dev/zero", ".", "", "x", "halfstep.pt", *ODD))
-    elif way == 3:
-        info.transform_descriptors = rng.choice((["zstd"], [CANARY], 7))
-    elif way == 4:
-        places = metadata.planner_data
-        places[name] = rng.choice(
-            (
-                *(
-                    (),
-                    ("model",),
-                    ("model", 3),
-                    ("optimizer", "state"),
-                    ("optimizer", "state", "weight", "a", "b", "c"),
-                ),
-                *(("optimizer", "param_groups", 10**9, "lr"), ("optimizer", "param_groups", "0", "params"), (1, 2)),
-                *(places[rng.choice(names)], None, "x", ("x",) * 1000, ("model", "weight"), [1]),
-            )
+    if not data:
+        return data
+    begin, width = rng.randrange(len(data)), rng.choice((1, 1, 4, 8))
+    return rng.choice(
+        (
+            data[:begin],
+            data + rng.randbytes(rng.randrange(1, 300)),
+            data[:begin] + data[begin + rng.randrange(1, 200) :],
+            data[:begin] + rng.choice((b"\xff" * width, bytes(width), rng.randbytes(width))) + data[begin + width :],
         )
-    elif way == 5:
-        metadata.state_dict_metadata[rng.choice((name, "x"))] = metadata.state_dict_metadata[rng.choice(names)]
-    elif way == 6:
-        metadata.storage_data[index] = metadata.storage_data[rng.choice(list(metadata.storage_data))]
-    elif way == 7:
-        del (metadata.state_dict_metadata if rng.random() < 0.5 else metadata.planner_data)[name]
-    elif way == 8:
-        del metadata.storage_data[index]
-    elif way == 9:
-        setattr(metadata, rng.choice(("state_dict_metadata", "planner_data", "storage_data", "storage_meta")), odd(rng))
-    elif hasattr(entry, "chunks"):
-        if way == 10:
-            entry.size = torch.Size(rng.choice((one, *numbers)) for one in entry.size)
-        elif way == 11:
-            chunk = entry.chunks[0]
-            which = rng.choice(("offsets", "sizes"))
-            setattr(chunk, which, torch.Size(rng.choice(numbers) for _ in range(rng.choice((0, 1, 2, 70)))))
-        elif way == 12:
-            entry.properties.dtype = rng.choice((torch.float64, torch.int8, torch.bool, torch.complex128, torch.uint16))
-        else:
-            entry.chunks = rng.choice(([], entry.chunks * 2, entry.chunks * 1000, None, [1]))
+    )
+
+
+def mutated(value: Any, rng: random.Random, odd: Callable[[random.Random], Any] = odd) -> Any:
+    """A copy of nested containers and objects in which one value is replaced, removed, repeated or renamed."""
+    if isinstance(value, list | tuple) and value and rng.random() < 0.8:
+        items, index = list(value), rng.randrange(len(value))
+        items[index : index + 1] = rng.choice(([mutated(items[index], rng, odd)],) * 8 + ([], items * 2, items * 1000))
+        try:
+            return type(value)(items)
+        except TypeError:  # of torch.Size
+            return odd(rng)
+    content = value if isinstance(value, dict) else vars(value) if dataclasses.is_dataclass(value) else {}
+    if not content or rng.random() < 0.1:
+        return odd(rng)
+    key, other, content = rng.choice(list(content)), rng.choice(list(content)), dict(content)
+    way = rng.random() if isinstance(value, dict) else 1.0
+    if way < 0.1:
+        del content[key]
+    elif way < 0.17:
+        content[rng.choice(("x", "step", "lr", "params", "a.b", "$tensor"))] = content.pop(key)
+    elif way < 0.22:
+        content[rng.choice(("extra", "params", "x\ny"))] = odd(rng)
+    elif way < 0.3:
+        content[key] = content[other]
     else:
-        metadata.state_dict_metadata[name] = odd(rng)
-    return pickle.dumps(metadata, protocol=rng.choice((2, 4, 5)))
+        content[key] = mutated(content[key], rng, odd)
+    if isinstance(value, dict):
+        return content
+    changed = copy.copy(value)
+    vars(changed).update(content)
+    return changed
 
 
 # -------------------------------------------------------------------------------------------------------------- attacks
 
 JSON_ODD: tuple[Any, ...] = (
-    *(-1, 0, 1, 2**31, 2**62, 2**63, 2**64, 10**400, 0.5, float("nan"), float("inf"), -1.0, True, None, "", "x"),
-    *("../../x", "/dev/zero", "\ud800", "a\nb\x1b[2J", [], {}, [[]], [1, [2, [3]]], {"x": 1}, [0] * 70, [2**62] * 2),
     *(
-        {"$tensor": "x"},
-        {"$tensor": "model.bias"},
-        {"$tensor": 3},
-        {"$tensor": []},
-        {"$tuple": 3},
-        {"$size": [-1, "x"]},
+        *NUMBERS,
+        10**400,
+        True,
+        None,
+        "",
+        "x",
+        "F64",
+        "I8",
+        "C64",
+        "F4",
+        "../../x",
+        "/dev/zero",
+        "\ud800",
+        "a\nb\x1b[2J",
     ),
-    *({"$dict": [[[], 1]]}, {"$dict": [1]}, {"$set": [[1]]}, {"$bytes": "&"}, {"$dtype": "load"}, {"$dtype": "float"}),
-    *({"$device": "cuda:99"}, {"$array": "model.weight"}, {"$complex": [1]}, {"$exec": "1"}, {"$tuple": [], "x": 1}),
+    *([], {}, [[]], [1, [2, [3]]], {"x": 1}, [0] * 70, [2**62] * 2, {"$exec": "1"}, {"$tuple": [], "x": 1}),
+    *({"$tensor": name} for name in ("x", "model.bias", 3, [])),
+    *({"$tuple": 3}, {"$size": [-1, "x"]}, {"$dict": [[[], 1]]}, {"$dict": [1]}, {"$set": [[1]]}, {"$bytes": "&"}),
+    *({"$dtype": "load"}, {"$dtype": "float"}, {"$device": "cuda:99"}, {"$array": "model.weight"}, {"$complex": [1]}),
 )
 
 
 def mutated_json(value: Any, rng: random.Random) -> Any:
-    return mutated_tree(value, rng, lambda rng: rng.choice(JSON_ODD))
-
-
-def attack(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint, with valid checksums. Returns a description."""
-    base = rng.choice(("shards", "shards", "shards", "theirs", "before"))
-    shutil.copytree(getattr(bases, base), path)
-    ways = {"bytes": _bytes, "swap": _swap, "file": _special_file}
-    ways |= {"state.json": _tree, "header": _header, "parts": _parts} if base == "shards" else {}
-    ways |= {"metadata": _metadata, "opcodes": _opcodes, "entry": _entry, "bomb": _bomb} if base != "shards" else {}
-    ways |= {"manifest": _manifest} if base != "theirs" else {"state": lambda path, rng: _state(bases, path, rng)}
-    ways |= {"beside": _beside} if base == "before" else {}
-    way = rng.choice([*ways, *list(ways)[3:], *list(ways)[3:]])
-    ways[way](path, rng)
-    if way not in ("manifest", "parts") and rng.random() < 0.95:
-        with suppress(ValueError, TypeError, LookupError):  # the manifest itself is damaged
-            seal(path)
-    return f"{base}, {way}"
-
-
-def attack_whole(bases: Bases, path: Path, rng: random.Random) -> str:
-    """Write a bad checkpoint of whole state dicts, which `load_model` and `load_optimizer` take."""
-    shutil.copytree(bases.whole, path)
-    way = rng.choice(("state.json", "state.json", "header", "parts", "bytes"))
-    {"state.json": _tree, "header": _header, "parts": _parts, "bytes": _bytes}[way](path, rng)
-    if way != "parts":
-        with suppress(ValueError, TypeError, LookupError):
-            seal(path)
-    return f"whole, {way}"
+    return mutated(value, rng, lambda rng: rng.choice(JSON_ODD))
 
 
 def _tree(path: Path, rng: random.Random) -> None:
-    def change(tree: Any) -> Any:
-        part = rng.choice(list(tree))
-        return {**tree, part: mutated_json(tree[part], rng)} if rng.random() < 0.9 else mutated_json(tree, rng)
-
-    change_json(path, change)
+    change_json(path, lambda tree: mutated_json(tree, rng))
 
 
 def _header(path: Path, rng: random.Random) -> None:
     change_header(rng.choice(sorted(path.glob("*.safetensors"))), lambda header: mutated_json(header, rng))
 
 
-def _parts(path: Path, rng: random.Random) -> None:
-    """The shape, dtype or parts of a tensor as the manifest lists them."""
-    content = content_of(path)
-    name = rng.choice(list(content["tensors"]))
-    entry = content["tensors"][name]
-    way = rng.randrange(4)
-    if way == 0:
-        entry["dtype"] = rng.choice(("F64", "I8", "BOOL", "C64", "F8_E4M3", "F4", "float32", *JSON_ODD))
-    elif way == 1:
-        entry["shape"] = [rng.choice((0, 1, 2, 7, 2**31, 2**40, 2**62, one)) for one in entry["shape"]]
-    elif way == 2 and entry["parts"]:
-        entry["parts"] = rng.choice((entry["parts"] * 2, entry["parts"] * 1000, [], entry["parts"][0]))
-    else:
-        content["tensors"][name] = mutated_json(entry, rng)
-    seal_manifest(path, content)
-
-
 def _manifest(path: Path, rng: random.Random) -> None:
+    content = content_of(path)
     try:
-        seal_manifest(path, mutated_json(content_of(path), rng))
+        if "tensors" in content and rng.random() < 0.8:
+            content["tensors"] = mutated_json(content["tensors"], rng)
+            seal_manifest(path, content)
+        else:
+            seal_manifest(path, mutated_json(content, rng))
     except (TypeError, ValueError, UnicodeEncodeError):
         (path / files.MANIFEST).write_text(rng.choice(("[" * 10**5, "{}", "null", '{"content": 1e999, "sha256": ""}')))
 
@@ -510,10 +394,10 @@ def _bytes(path: Path, rng: random.Random) -> None:
 
 
 def _swap(path: Path, rng: random.Random) -> None:
-    one, other = rng.choice(sorted(path.iterdir())), rng.choice(sorted(path.iterdir()))
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
+    first, second = rng.choices(sorted(path.iterdir()), k=2)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
 
 
 def _special_file(path: Path, rng: random.Random) -> None:
@@ -523,83 +407,81 @@ def _special_file(path: Path, rng: random.Random) -> None:
 
 
 def _metadata(path: Path, rng: random.Random) -> None:
-    (path / ".metadata").write_bytes(mutated_metadata((path / ".metadata").read_bytes(), rng))
+    file = path / ".metadata"
+    data, way = file.read_bytes(), rng.random()
+    if way < 0.6:
+        data = pickle.dumps(mutated(pickle.loads(data), rng), protocol=rng.choice((2, 4, 5)))
+    file.write_bytes(data if way < 0.6 else mutated_pickle(data, rng) if way < 0.85 else rng.choice(bombs()))
 
 
-def _opcodes(path: Path, rng: random.Random) -> None:
-    (path / ".metadata").write_bytes(mutated_pickle((path / ".metadata").read_bytes(), rng))
-
-
-def _bomb(path: Path, rng: random.Random) -> None:
-    bomb = rng.choice(bombs())
+def _objects(path: Path, rng: random.Random) -> None:
+    """Change what halfstep wrote next to torch's files."""
     file = path / "halfstep.pt"
-    if file.exists() and rng.random() < 0.5:
-        file.write_bytes(with_pickle(file.read_bytes(), rng, lambda data: bomb))
+    if rng.random() < 0.3:
+        torch.save(mutated(torch.load(file, weights_only=True), rng), file)
     else:
-        (path / ".metadata").write_bytes(bomb)
-
-
-def _beside(path: Path, rng: random.Random) -> None:
-    file = path / "halfstep.pt"
-    if rng.random() < 0.5:
-        file.write_bytes(with_pickle(file.read_bytes(), rng, lambda data: mutated_pickle(data, rng)))
-    else:
-        torch.save(mutated_tree(torch.load(file, weights_only=True), rng), file)
-
-
-def _state(bases: Bases, path: Path, rng: random.Random) -> None:
-    shutil.rmtree(path)
-    try:
-        write_by_torch(mutated_tree(bases.state, rng), path)
-    except BaseException:  # torch cannot write everything
-        path.mkdir(exist_ok=True)
+        change = rng.choice((lambda data: rng.choice(bombs()), lambda data: mutated_pickle(data, rng)))
+        file.write_bytes(with_pickle(file.read_bytes(), rng, change))
 
 
 def _entry(path: Path, rng: random.Random) -> None:
-    """Change one entry of the shard, and update its offset in the metadata."""
+    """Change one entry of the shard."""
     metadata: Any = pickle.loads((path / ".metadata").read_bytes())
-    info = metadata.storage_data[rng.choice(list(metadata.storage_data))]
-    shard = path / "__0_0.distcp"
-    data = shard.read_bytes()
-    entry = data[info.offset : info.offset + info.length]
-    if rng.random() < 0.5:
-        entry = with_pickle(entry, rng, lambda data: mutated_pickle(data, rng))
-    else:
-        written = io.BytesIO()
-        torch.save(odd(rng), written)
-        entry = written.getvalue()
-    info.offset, info.length = len(data), len(entry)
-    shard.write_bytes(data + entry)
+    index = rng.choice(list(metadata.storage_data))
+    info, shard = metadata.storage_data[index], (path / "__0_0.distcp").read_bytes()
+    entry = shard[info.offset : info.offset + info.length]
+    written = io.BytesIO()
+    torch.save(odd(rng), written)
+    mutated = with_pickle(entry, rng, lambda data: mutated_pickle(data, rng))
+    replace_entry(path, index.fqn, rng.choice((mutated, written.getvalue())))
+
+
+def replace_entry(path: Path, name: str, entry: bytes) -> None:
+    """Write other bytes for an object into torch's shard, and update its offset in the metadata."""
+    metadata: Any = pickle.loads((path / ".metadata").read_bytes())
+    shard = (path / "__0_0.distcp").read_bytes()
+    for index, info in metadata.storage_data.items():
+        if index.fqn == name:
+            info.offset, info.length = len(shard), len(entry)
+    (path / "__0_0.distcp").write_bytes(shard + entry)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+ANY = (_bytes, _swap, _special_file)
+OURS, TORCHS = (_tree, _header, _manifest), (_metadata, _metadata, _entry)
+# By base: how it is changed.
+WAYS: dict[str, tuple[Callable[[Path, random.Random], None], ...]] = {
+    "shards": (*ANY, *OURS * 3),
+    "whole": (*OURS * 2, _bytes),
+    "theirs": (*ANY, *TORCHS * 2),
+    "before": (*ANY, *TORCHS * 2, *(_objects,) * 3, _manifest),
+}
+
+
+def attack(bases: Bases, base: str, path: Path, rng: random.Random) -> str:
+    """Write a bad checkpoint, with valid checksums. Returns a description."""
+    if base == "theirs" and rng.random() < 0.2:
+        try:
+            write_by_torch(mutated(bases.state, rng), path)
+            return "theirs, state"
+        except BaseException:  # torch cannot write everything
+            shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(getattr(bases, base), path)
+    way = rng.choice(WAYS[base])
+    way(path, rng)
+    if way is not _manifest and rng.random() < 0.95:
+        with suppress(ValueError, TypeError, LookupError):  # the manifest itself is damaged
+            seal(path)
+    return f"{base}, {way.__name__.strip('_')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- guard
 
 # By the name's beginning: what no load has any business with.
-FORBIDDEN = (
-    *("import", "exec", "compile", "pickle.", "socket.", "subprocess.", "ctypes.", "http.", "ftplib.", "urllib."),
-    *(
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.remove",
-        "os.rename",
-        "os.mkdir",
-        "os.rmdir",
-    ),
-    *(
-        "os.truncate",
-        "os.chmod",
-        "os.chown",
-        "os.link",
-        "os.symlink",
-        "os.putenv",
-        "shutil.",
-        "tempfile.",
-        "webbrowser.",
-    ),
+FORBIDDEN = tuple(
+    "import exec compile pickle. socket. subprocess. ctypes. http. ftplib. urllib. os.system os.exec os.fork os.spawn "
+    "os.posix_spawn os.remove os.rename os.mkdir os.rmdir os.truncate os.chmod os.chown os.link os.symlink os.putenv "
+    "shutil. tempfile. webbrowser.".split()
 )
 
 
@@ -620,8 +502,7 @@ class Guard:
 
     @contextmanager
     def watch(self) -> Iterator[list[str]]:
-        self.seen = []
-        self.watching = True
+        self.seen, self.watching = [], True
         try:
             yield self.seen
         finally:
@@ -634,22 +515,20 @@ def bits(value: Any) -> Any:
         plain = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
         return str(value.dtype), tuple(value.shape), plain.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
-        return {key: bits(one) for key, one in value.items()}
+        return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [bits(one) for one in value]
+        return [bits(item) for item in value]
     return hex(value) if type(value) is int else repr(value)
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, scaler: Any) -> Any:
     """The bits of everything that a failed load must not change."""
-    held: dict[str, Any] = {"model": bits(dict(model.state_dict()))}
+    content: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
-        own = [optimizer.state.get(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        held["state"] = bits([None if one is None else dict(one) for one in own])
-        held["groups"] = [
-            {key: bits(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
-        held["canonical"] = bits(optimizer.state_dict())
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        content["state"] = [dict(optimizer.state.get(parameter) or {}) for parameter in parameters]
+        content["groups"] = [{**group, "params": None} for group in optimizer.param_groups]
+        content["canonical"] = optimizer.state_dict()
     if scaler is not None:
-        held["scaler"] = bits(scaler.state_dict())
-    return held
+        content["scaler"] = scaler.state_dict()
+    return bits(content)

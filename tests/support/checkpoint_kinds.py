@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.optim.classes import saving
 
 WORLD = 2
 BEFORE, AFTER = 3, 2

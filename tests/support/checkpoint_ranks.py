@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.optim.checkpoints import saving
+from halfstep.integrations.optim.classes import saving
 
 WORLD = 4
 STEPS_BEFORE, STEPS_AFTER = 3, 2

@@ -3,166 +3,108 @@
     python tests/support/damaged_files.py --tries 2000 --seed 0
 
 There is a small file of each kind: a zip archive of torch, safetensors, and checkpoints of halfstep and of torch, of
-which one file is damaged. A try flips, inserts, deletes, copies or overwrites a few bytes of one, changes a digit, or
-truncates it. ``halfstep inspect`` must either succeed, or print one line and exit with status 2, in little memory and
-time.
+which one file is damaged. ``halfstep inspect`` must either succeed, or print one line and exit with status 2, in little
+memory and time.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import random
 import resource
 import shutil
+import sys
 import tempfile
 import time
-import tracemalloc
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import batches
+import checkpoint_attacks as attacks
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from halfstep.cli import inspect as command
 from halfstep.integrations import checkpoint
 
 SECONDS, MEMORY = 5.0, 1 << 30  # at most, of one try and of the process beyond what it began with
-NUMBERS = (0, 1, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1)
+KINDS = dict.fromkeys(("zip.pt", "x.safetensors", "step-00000003", "torch"), 0.25)
 
 
-def content() -> dict[str, object]:
-    """A state with every kind of value that the files can contain."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(5, 7, generator=generator)
-    return {
+def write(folder: Path, kind: str) -> Path:
+    """A small file or folder, with every kind of value that it can contain."""
+    weight, path = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), folder / kind
+    content: dict[str, Any] = {
         "model": {"a.weight": weight, "a.bias": weight[0].bfloat16(), "tied": weight, "part": weight.T[1:3]},
         "wide": torch.ones(1).expand(30, 40),
         "list": [torch.zeros(3, dtype=torch.float16), (torch.arange(4), 1.5)],
         "step": 3,
-        "name": "text",
     }
+    if kind == "zip.pt":
+        torch.save(content, path)
+    elif kind == "torch":
+        attacks.write_by_torch({"model": content["model"], "step": 3}, path)
+    elif kind == "x.safetensors":
+        save_file({"a.weight": weight, "a.bias": torch.arange(7).bfloat16()}, path)
+    else:
+        checkpoint.save(folder, 3, content)
+    return path
 
 
-def files(folder: Path) -> dict[str, Path]:
-    """One small file or folder of each kind."""
-    made = {kind: folder / name for kind, name in (("zip", "zip.pt"), ("safetensors", "x.safetensors"))}
-    torch.save(content(), made["zip"])
-    made["ours"] = checkpoint.save(folder / "run", 3, content())
-    made["torch"] = folder / "torch"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": content()["model"], "step": 3}, checkpoint_id=made["torch"], no_dist=True)
-    save_file({"a.weight": torch.randn(5, 7), "a.bias": torch.arange(7).bfloat16()}, made["safetensors"])
-    return made
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    digits = [index for index, byte in enumerate(data) if 48 <= byte < 58]
+    if digits and rng.random() < 0.2:
+        index = rng.choice(digits)
+        return data[:index] + bytes([rng.randrange(48, 58)]) + data[index + 1 :]
+    return attacks.mutated_bytes(data, rng)
 
 
-def damaged(data: bytes, random: random.Random) -> bytes:
-    """A file with a few changed bytes, most of them not in values of tensors."""
-    made = bytearray(data)
-    for _ in range(random.choice((1, 1, 1, 2, 4, 16))):
-        if not made:
-            break
-        at = random.randrange(len(made))
-        way = random.randrange(8)
-        if way == 0:
-            made[at] ^= 1 << random.randrange(8)
-        elif way == 1:
-            made[at] = random.randrange(256)
-        elif way == 2:
-            size = random.choice((1, 2, 4, 8))
-            made[at : at + size] = (random.choice(NUMBERS) % 256**size).to_bytes(size, "little")
-        elif way == 3:
-            made[at:at] = bytes(random.randrange(256) for _ in range(random.randrange(1, 9)))
-        elif way == 4:
-            del made[at : at + random.randrange(1, 65)]
-        elif way == 5:
-            size, source = random.randrange(1, 65), random.randrange(len(made))
-            made[at : at + size] = made[source : source + size]
-        elif way == 6:
-            digits = [place for place, byte in enumerate(made) if 48 <= byte < 58]
-            if digits:
-                made[random.choice(digits)] = random.randrange(48, 58)
-        elif random.random() < 0.2:
-            del made[at:]
-    return bytes(made)
-
-
-def said(path: Path) -> tuple[int, str, str]:
+def inspected(path: Path) -> tuple[int, str, str]:
     """Exit status, output and error of ``halfstep inspect``."""
     out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         status = command.main([str(path)])
     return status, out.getvalue(), errors.getvalue()
 
 
-def wrong(status: int, out: str, errors: str) -> str | None:
-    """The problem with an answer, if there is one."""
-    if any(not (sign.isprintable() or sign == "\n") for sign in out + errors):
-        return "it prints what is no text"
-    if status == 0:
-        return None if errors == "" else f"status 0, and it says {errors!r}"
-    if status != 2 or out or errors.count("\n") != 1 or not errors.startswith("halfstep inspect: error: "):
-        return f"status {status}, and it says {out + errors!r}"
-    return None
+def batch(kind: str, first: int, count: int, seed: int) -> Iterator[batches.Try]:
+    with tempfile.TemporaryDirectory() as folder:
+        good, path = write(Path(folder), kind), Path(folder) / f"damaged-{kind}"
+        status, _, errors = inspected(good)
+        assert (status, errors) == (0, ""), errors
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for number in range(first, first + count):
+            rng = random.Random(seed * 10_000_000 + number)
+            if good.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+                shutil.copytree(good, path)
+            file = rng.choice(sorted(path.iterdir())) if good.is_dir() else path
+            data = file.read_bytes() if good.is_dir() else good.read_bytes()
+            file.write_bytes(changed := damaged(data, rng))
+            begun = time.process_time()
+            status, out, errors = inspected(path)
+            problems = []
+            if any(not (sign.isprintable() or sign == "\n") for sign in out + errors):
+                problems.append("it prints what is no text")
+            refused = status == 2 and not out and errors.startswith("halfstep inspect: error: ")
+            if not (errors.count("\n") == 1 if refused else (status, errors) == (0, "")):
+                problems.append(f"status {status}, and it says {out + errors!r}")
+            if kind.startswith("step-") and status == 0 and changed != data:
+                problems.append("a changed checkpoint is shown")
+            seconds = time.process_time() - begun
+            used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+            if seconds > SECONDS or used > MEMORY:
+                problems.append(f"it takes {seconds:.1f} s and {used:,} bytes")
+            yield number, problems, "refused" if refused else "shown"
 
 
-def campaign(tries: int, seed: int, folder: Path) -> dict[str, int]:
-    """Damage and inspect files. Returns the number of refused files of each kind.
-
-    Raises:
-        AssertionError: an answer is wrong, takes too long or too much memory. The file stays in `folder`.
-    """
-    chance = random.Random(seed)
-    whole = files(folder)
-    for kind, path in whole.items():
-        status, _, errors = said(path)
-        assert (status, errors) == (0, ""), f"{kind}: {errors}"
-    refused = dict.fromkeys(whole, 0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number in range(tries):
-        kind = list(whole)[number % len(whole)]
-        path = folder / f"damaged{whole[kind].suffix}"
-        if whole[kind].is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-            shutil.copytree(whole[kind], path)
-            file = chance.choice(sorted(path.iterdir()))
-        else:
-            file = path
-            shutil.copy(whole[kind], path)
-        data = file.read_bytes()
-        changed = damaged(data, chance)
-        file.write_bytes(changed)
-        start = time.process_time()
-        tracemalloc.start()
-        try:
-            answer = said(path)
-        except BaseException as error:
-            raise AssertionError(f"{kind}, try {number}: {type(error).__name__}: {error}; see {path}") from error
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        problem = wrong(*answer)
-        if problem is None and kind == "ours" and answer[0] == 0 and changed != data:
-            problem = "a changed checkpoint is shown"
-        if peak > MEMORY or time.process_time() - start > SECONDS:
-            problem = f"it takes {time.process_time() - start:.1f} s and {peak:,} bytes"
-        assert problem is None, f"{kind}, try {number} of seed {seed}: {problem}; see {path}"
-        refused[kind] += answer[0] != 0
-    used = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    assert used < MEMORY, f"the tries took {used:,} bytes"
-    return refused
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--tries", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="damaged-"))
-    print(f"{options.tries} tries, refused: {campaign(options.tries, options.seed, folder)}")
+def main(arguments: list[str] | None = None) -> int:
+    return batches.main(__file__, batch, KINDS, 2000, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -120,7 +120,7 @@ def checks(data: Data) -> Iterator[Any]:
     tally = Tally(counts, torch.zeros(1, dtype=torch.int64, device="cpu"))
     grads[0].fill_(float("inf"))
     grads[4][5] = float("nan")
-    found = unscale.check(grads, out=out, tally=tally, places=range(len(grads) - 1, -1, -1))
+    found = unscale.check(grads, out=out, tally=tally, slots=range(len(grads) - 1, -1, -1))
     yield found, tally, found.first_bad()
     yield halfstep.foreach_check([]), halfstep.foreach_unscale_([], 1.0)
     yield halfstep.foreach_unscale_(grads, 0.3), grads

@@ -212,7 +212,8 @@ def check(name: str, device: torch.device = CPU) -> Results:
 
 
 def statistics(name: str, device: torch.device = CPU) -> Results:
-    from halfstep.kernels.statistics import Grid, foreach_count_, width
+    from halfstep.kernels.cells import Grid, width
+    from halfstep.kernels.statistics import foreach_count_
 
     dtype_name, errors = name.split(" ")
     values = [patterns(count, count).to(FORMATS[dtype_name]).to(device) for count in (1, 700, 16_385, 9000)]

@@ -22,7 +22,8 @@ OPTIONS = {
     "checkpointing": (*CHECKPOINTING, ""), "seq": ("1", "100", "512", "1024"), "accumulate": ("2", "5", "32"),
     "moments": ("fp32", "bf16", "8bit", "fp8,fp16"), "gradients": FORMATS, "accumulator": FORMATS, "compress": FORMATS,
     "tensor-parallel": ("2", "4"), "lora": ("8", "64"), "rank": ("0", "1"), "step-in-backward": ("", "1000000", "2G"),
-    "fit": ("batch", "params"), **{name: ("",) for name in ("offload", "amsgrad", "bucket-view", "flash", "tied")},
+    "fit": ("batch", "params"),
+    **{name: ("",) for name in ("offload", "amsgrad", "bucket-view", "eager-attention", "tied")},
 }  # fmt: skip
 
 

@@ -25,8 +25,8 @@ from halfstep.integrations.fsdp import keep_reduced_gradients
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import plan, unit
+from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import local
 
 WORLD = 2
 STEPS = 4

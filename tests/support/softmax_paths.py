@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from halfstep.kernels.softmax import row_launches, strided
+from halfstep.kernels.softmax import rows, strided
 
 PATHS = ("one pass", "two passes", "pieces")
 
 
 def small_tiles(patch: pytest.MonkeyPatch, tile: int, loop: int, programs: int | None = None) -> None:
     """Rows longer than `tile` go through the loops, in steps of `loop`, in pieces that `programs` programs share."""
-    patch.setattr(row_launches, "FORWARD_TILE", tile)
-    patch.setattr(row_launches, "BACKWARD_TILE", tile)
+    patch.setattr(rows, "FORWARD_TILE", tile)
+    patch.setattr(rows, "BACKWARD_TILE", tile)
     for limit in ("FORWARD_LOOP", "BACKWARD_LOOP", "PIECE"):
-        patch.setattr(row_launches, limit, loop)
+        patch.setattr(rows, limit, loop)
     if programs is not None:
-        patch.setattr(row_launches, "_programs_at_once", lambda device: programs)
+        patch.setattr(rows, "_programs_at_once", lambda device: programs)
 
 
 def programs_of(path: str) -> int:

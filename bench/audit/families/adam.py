@@ -14,19 +14,25 @@ from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.backend import TRITON_NAMES
 from halfstep.kernels.multi_tensor import FLOATS, TensorTable
+from halfstep.numerics.state_layout import ADAM, MASTERS, StateLayout
+
+
+def _held(layout: Layout) -> StateLayout:
+    """How an optimizer holds a parameter that the kernel of a layout steps."""
+    state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
+    moments = (*ADAM, "max_exp_avg_sq") if layout.amsgrad else ADAM
+    return StateLayout(TRITON_NAMES[layout.param], list(MASTERS)[layout.master], state, moments, layout.stochastic)
 
 
 def name(layout: Layout) -> str:
     """The name of a layout in the audit."""
+    held = _held(layout)
+    flags = {"amsgrad": layout.amsgrad, "L2": layout.l2, "stochastic": layout.stochastic}
     return ", ".join(
         [
-            f"{TRITON_NAMES[layout.param]} param",
-            f"{TRITON_NAMES[layout.grad]} grad",
-            f"{'8-bit' if layout.coded else TRITON_NAMES[layout.state]} state",
-            f"{('no', 'full', 'split', 'split24')[layout.master]} master",
-            *(["amsgrad"] if layout.amsgrad else []),
-            *(["L2"] if layout.l2 else []),
-            *(["stochastic"] if layout.stochastic else []),
+            f"{held.weight} param, {TRITON_NAMES[layout.grad]} grad",
+            f"{'8-bit' if held.coded else held.state} state, {held.master or 'no'} master",
+            *(flag for flag, present in flags.items() if present),
         ]
     )
 
@@ -68,16 +74,12 @@ def _layouts() -> list[Layout]:
 def variants() -> Iterator[Variant]:
     """Each layout once, with the bytes given in kernels/adam.py, except those of the scales of 8-bit moments."""
     for layout in _layouts():
-        p, g, s = layout.param.itemsize, layout.grad.itemsize, layout.state.itemsize
-        state = s * (3 if layout.amsgrad else 2)
-        weight = {NO_MASTER: (p, p), FULL_MASTER: (4, 4 + p), SPLIT_MASTER: (4, 4), SPLIT24_MASTER: (3, 3)}[
-            layout.master
-        ]
         launch = partial(_step, layout)
         kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel
         # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
         copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
-        read, written = g + weight[0] + state, weight[1] + state
+        read, written = _held(layout).moved()
+        read += layout.grad.itemsize
         yield Variant(kernel, name(layout), launch, read, written, copies=copies, copies_on=on)
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
     yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))

@@ -10,7 +10,8 @@ import torch
 
 import halfstep
 from halfstep.bench.audit.launches import Variant
-from halfstep.kernels.cast import DTYPES, FP8, NAMES, cast_kernel, multi_cast_kernel
+from halfstep.kernels.cast import FP8, cast_kernel, multi_cast_kernel
+from halfstep.kernels.formats import TABLE, format_of
 
 
 def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
@@ -25,13 +26,14 @@ def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]
 
 def variants() -> Iterator[Variant]:
     """One tensor with rounding to nearest, and lists with every rounding. Both kernels differ only in the table."""
-    for source, target in permutations(DTYPES, 2):
+    for source, target in permutations([form.dtype for form in TABLE], 2):
         x, y = (torch.empty(64, dtype=source, device="cpu") for _ in range(2))
+        pair = " to ".join(format_of(dtype).name.removesuffix("fn") for dtype in (source, target))
         for rounding, saturate in _options(source, target):
             how = "" if rounding == "nearest" else ", " + rounding.replace("_", " ")
-            name = f"{NAMES[source]} to {NAMES[target]}{how}{', saturating' if saturate else ''}"
-            least = source.itemsize, target.itemsize
+            name = f"{pair}{how}{', saturating' if saturate else ''}"
+            floor = source.itemsize, target.itemsize
             if rounding == "nearest" and not saturate:
-                yield Variant(cast_kernel, name, partial(halfstep.cast, x, target), *least)
-            many = partial(halfstep.foreach_cast, [x, y], target, rounding=rounding, saturate=saturate)
-            yield Variant(multi_cast_kernel, f"list, {name}", many, *least)
+                yield Variant(cast_kernel, name, partial(halfstep.cast, x, target), *floor)
+            listed = partial(halfstep.foreach_cast, [x, y], target, rounding=rounding, saturate=saturate)
+            yield Variant(multi_cast_kernel, f"list, {name}", listed, *floor)

@@ -19,12 +19,13 @@ import torch
 import halfstep
 from halfstep.bench.audit.launches import Variant
 from halfstep.kernels.softmax import strided
-from halfstep.kernels.softmax.row_kernels import backward_row_kernel, forward_row_kernel
-from halfstep.kernels.softmax.row_launches import (
+from halfstep.kernels.softmax.rows import (
     BACKWARD_LOOP,
     BACKWARD_TILE,
     FORWARD_LOOP,
     FORWARD_TILE,
+    backward_row_kernel,
+    forward_row_kernel,
     held_columns,
 )
 
@@ -69,7 +70,7 @@ _NAME = re.compile(
     r"(?P<causal> causal)?(?P<log> log)?(?P<transposed> transposed)?( (?P<stage>first|second) half of pieces)?"
     r"(?P<out_of_step> out of step)?"
 )
-_TILE, _TRIP = ("PARTS", "ROWS", "LANES", "VECTOR"), ("LOOP", "LANES", "VECTOR")
+_TILE, _TRIP = ("tile",), ("trip",)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

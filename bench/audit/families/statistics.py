@@ -9,7 +9,8 @@ import torch
 
 from halfstep.bench.audit.launches import Variant
 from halfstep.kernels.backend import TRITON_NAMES
-from halfstep.kernels.statistics import Grid, count_kernel, foreach_count_, width
+from halfstep.kernels.cells import Grid, width
+from halfstep.kernels.statistics import count_kernel, foreach_count_
 
 
 def variants() -> Iterator[Variant]:

@@ -1,15 +1,15 @@
 """Ctrl-C ends a command in one line, with status 130, and not with a traceback.
 
 ``halfstep.__main__`` imports this first. While a command runs, Ctrl-C is an exception, as always in Python: files are
-closed and temporary ones removed. Before and after it is none: torch's C++ would swallow it in the middle of an import.
+closed and temporary ones removed. In an import it is none, since torch's C++ would swallow it, and neither before nor
+after the command: there it ends the process at once.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 
 
 def interrupted() -> int:
@@ -27,33 +27,23 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
 sys.excepthook = _uncaught
 
 
-def _end(number: int, frame: object) -> None:
+def end(number: int, frame: FrameType | None) -> None:
+    """A handler of signals: end the process at once."""
     os._exit(interrupted())
 
 
-def end_at_once() -> None:
-    """From now on, Ctrl-C ends the process at once. It stays ignored where the process was started so."""
+def end_or_raise(number: int, frame: FrameType | None) -> None:
+    """A handler of signals: as `end` in an import, and otherwise an exception."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end(number, frame)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def handle_interrupts(before: object, handler: object) -> None:
+    """Handle Ctrl-C by `handler`, unless it is not handled as `before`: ignored, where the process was started so."""
     import signal
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-
-
-def raise_again() -> None:
-    """From now on, Ctrl-C is an exception again."""
-    import signal
-
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class Importing:
-    """For imports while a command runs: Ctrl-C ends the process at once. In a thread of a server it changes nothing."""
-
-    def __enter__(self) -> None:
-        with suppress(ValueError):  # signals belong to the main thread
-            end_at_once()
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(ValueError):
-            raise_again()
+    if signal.getsignal(signal.SIGINT) is (before or signal.default_int_handler):
+        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]

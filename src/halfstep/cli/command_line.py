@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from halfstep.cli._interrupt import Importing
 from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
@@ -97,8 +96,7 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(
                     f"unknown option {word}; {near}leave it out, or see {self.prog} --help for those there are"
                 )
-        with Importing():  # what types of arguments need
-            options, unknown = self.parse_known_intermixed_args(prepared)
+        options, unknown = self.parse_known_intermixed_args(prepared)
         if unknown:
             word = unknown[0].strip()
             takers = [action.option_strings[-1] for action in self._actions if word in (action.choices or ())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, run
 from halfstep.cli.terminal import UNBROKEN
 
@@ -28,8 +27,7 @@ def _parser() -> Parser:
 
 
 def _run(options: argparse.Namespace) -> None:
-    with Importing():
-        from halfstep.integrations import checkpoint
+    from halfstep.integrations import checkpoint
 
     write = checkpoint.export if options.model else checkpoint.convert
     try:

@@ -9,7 +9,6 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, a_path, answer, run
 from halfstep.cli.terminal import Progress, Table, joined, text
 
@@ -45,10 +44,9 @@ def _shown(diagnosis: Diagnosis) -> list[Any]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    with Importing():
-        from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
-        from halfstep.integrations.doctor.stored import examine_checkpoint
-        from halfstep.integrations.tensor_files import read_all
+    from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
+    from halfstep.integrations.doctor.rules import examine_checkpoint
+    from halfstep.integrations.tensor_files import read_all
 
     machine = Machine.here()
     on_machine = options.env or not options.files

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli._interrupt import Importing
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import count, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import UnknownFormat, formats
 from halfstep.numerics.messages import percent, printable
 
@@ -83,11 +82,10 @@ def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | N
     known = all(file.suffix == ".safetensors" and file.is_file() for file in files)
     if not known or sum(file.stat().st_size for file in files) > SMALL:
         return None
-    with Importing():
-        import numpy as np
-        from safetensors import SafetensorError, deserialize
+    import numpy as np
+    from safetensors import SafetensorError, deserialize
 
-        from halfstep.numerics.statistics.counts import of_arrays
+    from halfstep.numerics.statistics.counts import of_arrays
 
     names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
     try:
@@ -109,9 +107,8 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
     if found is not None:
         files = list(map(str, options.files))
         return found, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
-    with Importing():
-        from halfstep.integrations.tensor_files import TensorFileError, read_all
-        from halfstep.numerics.statistics.counts import statistics
+    from halfstep.integrations.tensor_files import TensorFileError, read_all
+    from halfstep.numerics.statistics.counts import statistics
 
     checkpoint = read_all(options.files)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
@@ -201,8 +198,7 @@ def _inspect(options: argparse.Namespace) -> None:
     found, left_out, files, lines = _count(options)
     advice = None
     if options.advise:
-        with Importing():
-            from halfstep.numerics.statistics.advice import advise_scale
+        from halfstep.numerics.statistics.advice import advise_scale
 
         advice = advise_scale(found, options.format)
     if options.out is not None:

@@ -103,7 +103,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _shape("no-positions", "No learned positions", "no learned positions", field="positions", sets=False),
         _shape("tied", "Tied head", "the head uses the matrix of the embedding", field="tied", sets=True),
         _shape("no-dropout", "No dropout", "no dropout, and no dropout masks", field="dropout", sets=False),
-        _shape("flash", "Flash attention", "attention that does not store its scores", field="flash", sets=True),
+        _shape("eager-attention", "Eager attention", "attention that stores its scores, unlike torch's SDPA",
+               field="flash", sets=False),
     ),
     "GPUs": (
         Option("gpus", "GPUs", "number of GPUs (default: 1); with --compare strategies also several numbers, such as "

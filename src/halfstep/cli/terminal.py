@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNBROKEN = 100_000  # columns of an output that is not a terminal, whose lines are not broken
 STYLES = {
     "sign": "red", "exponent": "green", "mantissa": "cyan", "good": "green", "note": "yellow", "bad": "red",
-    "strong": "bold", "faint": "dim",
+    "strong": "bold", "faint": "dim", "": "",
 }  # fmt: skip
 # Replacements for characters that cannot be shown. Each takes one column.
 _ASCII = str.maketrans(dict(zip("─├┤┼▲●≈÷…", "-||+^o~/~", strict=True)))
@@ -31,7 +31,7 @@ def has_colour(stream: TextIO) -> bool:
     """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
     if os.environ.get("NO_COLOR"):
         return False
-    if any(os.environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE")):
+    if {os.environ.get("FORCE_COLOR", "0"), os.environ.get("CLICOLOR_FORCE", "0")} - {"", "0"}:
         return True
     return stream.isatty() and os.environ.get("TERM") != "dumb" and os.environ.get("CLICOLOR") != "0"
 
@@ -58,27 +58,18 @@ def width(stream: TextIO | None = None) -> int:
         return UNBROKEN
 
 
-def styled(words: str, style: str) -> Text:
-    """`words` of ours in a style of `STYLES`."""
-    from rich.text import Text
-
-    line = Text(words)
-    line.stylize(STYLES.get(style, ""))  # unlike a style of the whole text, this leaves out the padding of a cell
-    return line
-
-
 def text(words: str, style: str = "") -> Text:
     """`words` in a style of `STYLES`. Characters that cannot be printed are escaped."""
-    return styled(printable(words), style)
+    from rich.text import Text
 
-
-def _as_text(part: str | Text) -> Text:
-    return text(part) if isinstance(part, str) else part
+    line = Text(words if words.isprintable() else printable(words))
+    line.stylize(STYLES[style])  # unlike a style of the whole text, this leaves out the padding of a cell
+    return line
 
 
 def joined(*parts: str | Text, by: str = "") -> Text:
     """Texts one after the other."""
-    return styled(by, "").join(map(_as_text, parts))
+    return text(by).join([text(part) if isinstance(part, str) else part for part in parts])
 
 
 class Table:
@@ -101,57 +92,54 @@ class Table:
         ruled: bool = False,
         wraps: int | None = None,
     ) -> None:
-        self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps
-        self.rows = [list(map(_as_text, row)) for row in rows]
-
-    @property
-    def widths(self) -> list[int]:
-        """The columns of the screen that each column needs."""
         from rich.cells import cell_len
 
-        words = [name.split("\n") for name in self.header] or [[] for _ in max(self.rows, key=len, default=[None])]
+        self.header, self.right, self.ruled, self.wraps = header, set(right), ruled, wraps
+        self.rows = [[text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        words = [name.split("\n") for name in header] or [[] for _ in max(self.rows, key=len, default=[None])]
         for row in self.rows:
             for column, cell in enumerate(row):
-                words[column] += cell.plain.split() if column == self.wraps else [cell.plain]
-        return [max(map(cell_len, column), default=0) for column in words]
-
-    @property
-    def width(self) -> int:
-        return sum(self.widths) + 2 * (len(self.widths) - 1)
+                words[column] += cell.plain.split() if column == wraps else [cell.plain]
+        self.widths = [max(map(cell_len, column), default=0) for column in words]
+        self.width = sum(self.widths) + 2 * (len(self.widths) - 1)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        needed = [width + 2 for width in self.widths]
+        needed, room = [width + 2 for width in self.widths], options.max_width
         parts = [[*range(min(2, len(needed)))]]
         for column in range(2, len(needed)):
-            if sum(needed[one] for one in parts[-1]) + needed[column] - 2 <= options.max_width:
+            if sum([needed[shown] for shown in parts[-1]]) + needed[column] - 2 <= room:
                 parts[-1].append(column)
             else:
                 parts.append([0, column])
         for number, columns in enumerate(parts):
             if number:
                 yield ""
-            yield self._part(columns, sum(needed[column] for column in columns) - 2 <= options.max_width)
+            yield self._part(columns, room)
 
-    def _part(self, columns: Sequence[int], fits: bool) -> Any:
+    def _part(self, columns: Sequence[int], room: int) -> Any:
         from rich.box import Box
         from rich.table import Table as Grid
+        from rich.text import Text
 
         blank, line = "    \n", " ── \n"  # a rule below the header, and one between sections
+        fits = sum([self.widths[column] + 2 for column in columns]) - 2 <= room
         grid = Grid(
             box=Box(blank * 2 + line + blank + line * 2 + blank * 2) if self.ruled else None,
             padding=(0, 1 if self.ruled else 2, 0, 0), show_edge=False, pad_edge=False,
             show_header=bool(self.header), header_style="",
         )  # fmt: skip
         for column in columns:
+            header = Text(self.header[column] if self.header else "")
+            header.stylize(STYLES["strong" if self.ruled else "faint"])
             grid.add_column(
-                styled(self.header[column], "strong" if self.ruled else "faint") if self.header else "",
+                header,
                 justify="right" if column in self.right else "left",
                 no_wrap=fits and column != self.wraps,
                 overflow="fold",
             )
         for row in self.rows:
             if row:
-                grid.add_row(*(row[column] for column in columns))
+                grid.add_row(*[row[column] for column in columns])
             else:
                 grid.add_section()
         return grid

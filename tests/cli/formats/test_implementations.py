@@ -14,10 +14,8 @@ import pytest
 import torch
 from lookup_run import lines, results
 
-from halfstep.cli.formats.implementations import IMPLEMENTATIONS, conversions
-from halfstep.cli.formats.values import finite
-from halfstep.numerics.formats.exact import decode_exact, exact
-from halfstep.numerics.formats.parse import Number
+from halfstep.cli.formats.values import IMPLEMENTATIONS, conversions, finite
+from halfstep.numerics.formats.exact import Number, decode_exact, exact
 from halfstep.numerics.formats.table import Format, formats
 
 NEW_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)

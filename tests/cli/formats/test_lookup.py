@@ -14,11 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY, lines, results, said
 
-from halfstep.cli.formats.screen import column_of
+from halfstep.cli.formats.commands import column_of
 from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
 from halfstep.cli.pages import explore
-from halfstep.numerics.formats.exact import decode_exact, encode_exact
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
 from halfstep.numerics.formats.table import formats
 
 

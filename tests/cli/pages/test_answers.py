@@ -20,8 +20,7 @@ from halfstep.cli.formats.values import Stored
 from halfstep.cli.pages import planner
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact
-from halfstep.numerics.formats.parse import parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact, parse_number
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.planning import MODELS
 
@@ -191,7 +190,8 @@ def test_settings_of_a_command_line_are_a_state() -> None:
 @pytest.mark.parametrize(
     ("state", "name", "value", "after"),
     [
-        ({"model": "gpt2", "flash": "", "layers": "3"}, "model", "llama-3-8b", {"model": "llama-3-8b", "flash": ""}),
+        ({"model": "gpt2", "eager-attention": "", "layers": "3"}, "model", "llama-3-8b",
+         {"model": "llama-3-8b", "eager-attention": ""}),
         ({"model": "llama-3-8b", "seq": "4096"}, "model", "gpt2", {"model": "gpt2"}),  # has 1,024 positions
         ({"model": "gpt2", "lora": "8"}, "model", "number of parameters", {"params": "124439808"}),
         ({"params": "7e9", "gpus": "8"}, "model", "gpt2", {"model": "gpt2", "gpus": "8"}),
@@ -202,7 +202,7 @@ def test_settings_of_a_command_line_are_a_state() -> None:
         ({"optimizer": "te"}, "precision", "fp32", {"precision": "fp32", "optimizer": "te"}),
         ({"optimizer": "halfstep-split24"}, "precision", "fp16", {"precision": "fp16"}),  # has none of that layout
         ({"gpus": "8"}, "gpus", "1", {}),
-        ({"gpus": "8"}, "flash", "", {"gpus": "8", "flash": ""}),
+        ({"gpus": "8"}, "eager-attention", "", {"gpus": "8", "eager-attention": ""}),
         ({"compare": "layouts"}, "compare", "strategies", {}),
     ],
 )  # fmt: skip

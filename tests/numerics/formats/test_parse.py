@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.numerics.formats.exact import exact
-from halfstep.numerics.formats.parse import LARGEST_POWER, Irrational, parse_number
+from halfstep.numerics.formats.exact import LARGEST_POWER, Irrational, exact, parse_number
 
 
 @pytest.mark.parametrize(
@@ -113,10 +112,10 @@ def test_specials() -> None:
     ("text", "complaint"),
     [
         ("", "'' is not a number: it is empty. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan"),
-        ("abc", "'abc' is not understood"),
+        ("abc", "'abc' is not a number. Write decimals"),
         ("0.1f", "'f' is not understood"),
         ("1,5", "',5' is not understood"),
-        ("__import__('os')", "is not understood"),
+        ("__import__('os')", "is not a number. Write"),
         ("1 2", "'2' is not expected there"),
         ("1)", "')' is not expected there"),
         ("(1", "a parenthesis is not closed"),
@@ -132,8 +131,8 @@ def test_specials() -> None:
         ("sqrt(-1)", "a square root of a negative number is not real"),
         ("sqrt(inf)", "'sqrt' is not defined here for infinities"),
         ("sqrt(2)*sqrt(3) - sqrt(6)", "the first 18 digits cancel out"),
-        ("epi", "'epi' is not understood"),
-        ("sqrt" * 3, "is not understood"),
+        ("2*epi", "'epi' is not understood"),
+        ("1+" + "sqrt" * 3, "is not understood"),
         ("sqrt " * 60 + "1", "it is nested more than 50 deep"),
         ("(" * 60 + "1" + ")" * 60, "it is nested more than 50 deep"),
         ("2^" * 60 + "1", "it is nested more than 50 deep"),

@@ -11,10 +11,11 @@ from halfstep.numerics.planning import MODELS, Way, card, plan, usable, ways_to_
 from halfstep.numerics.planning.models import parameters_of
 
 LLAMA = {"model": MODELS["llama-3-8b"], "batch": 1}
+EAGER = {"model": replace(MODELS["llama-3-8b"], flash=False), "batch": 1}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("24GiB", LLAMA | {"seq": 2048}),
     ("24GiB", LLAMA | {"gpus": 4, "strategy": "ddp"}),
-    ("h100", LLAMA),
+    ("h100", EAGER),
     ("h100", LLAMA | {"gpus": 8, "strategy": "fsdp", "batch": 4}),
     ("rtx4090", LLAMA | {"optimizer": "torch-fused", "precision": "amp-bf16", "seq": 1024}),
     ("t4", {"model": MODELS["gpt2-xl"], "precision": "fp16", "batch": 8}),
@@ -27,7 +28,7 @@ ONE_CHANGE = (("gpus", "strategy"), ("precision", "optimizer", "moments", "maste
 
 def _with(arguments: dict[str, Any], options: dict[str, Any]) -> int:
     options = dict(options)
-    if options.pop("flash", False):
+    if options.pop("flash", None):
         options["model"] = replace(arguments["model"], flash=True)
     return plan(**{**arguments, **options}).totals.peak
 
@@ -59,20 +60,22 @@ def test_nothing_fits_a_tiny_card() -> None:
 
 
 def test_llama_3_8b_on_24_gib_goes_to_the_host() -> None:
-    """Flash attention is there in any case; the logits of 128,256 words take more than is left."""
+    """The logits of 128,256 words take more than is left; flash attention is proposed where scores are stored."""
     way = ways_to_fit(usable(card("24GiB")), **LLAMA | {"seq": 1024})[0]
-    assert way.options == {"flash": True, "loss_chunks": 16, "offload": True}
+    assert way.options == {"loss_chunks": 16, "offload": True}
+    (eager, *_) = ways_to_fit(usable(card("24GiB")), **EAGER | {"seq": 1024})
+    assert eager.options == {"flash": True, **way.options} and eager.plan == way.plan
     assert way.plan.totals.host == 14 * 8_030_261_248 + 4 * (32 * 7 + 3)  # and a step count for each parameter
 
 
 def test_ways_differ_in_more_than_what_costs_nothing() -> None:
     """One GPU of 24 GiB: the host, adapters or more GPUs, not five times the host. On the GPUs that there are, FSDP."""
-    taken = [way.options.keys() - {"flash", "loss_chunks", "checkpointing"} for way in _ways("24GiB", **LLAMA)]
+    taken = [way.options.keys() - {"loss_chunks", "checkpointing"} for way in _ways("24GiB", **LLAMA)]
     assert [sorted(each) for each in taken] == [["offload"], ["lora"], *[["gpus", "strategy"]] * 2]
     eight = _ways("80GiB", **LLAMA, gpus=8, bucket_view=True)
     assert [way.options for way in eight[:2]] == [
-        {"flash": True, "strategy": "fsdp", "bucket_view": False},
-        {"checkpointing": "full", "strategy": "fsdp", "bucket_view": False},
+        {"strategy": "fsdp", "bucket_view": False},
+        {"optimizer": "halfstep-split24-8bit", "checkpointing": "full"},
     ]
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.topology import Agreement, Placement, World, agreement, instances
+from halfstep.numerics.scaling.sharding import Ranks
+from halfstep.numerics.scaling.topology import Agreement, World, agreement
 from halfstep.numerics.scaling.verdict import Checker
 
 EVERYONE = "all ranks"
@@ -40,13 +41,13 @@ def members(shape: tuple[int, ...], at: tuple[int, ...], dims: tuple[int, ...]) 
     )
 
 
-def part_of(shape: tuple[int, ...], at: tuple[int, ...], lies: Lies) -> Placement | None:
+def part_of(shape: tuple[int, ...], at: tuple[int, ...], lies: Lies) -> Ranks | None:
     wide = [dim for dim in lies.dims if shape[dim] > 1]
     if not wide:
         return None
     groups = tuple(members(shape, at, (dim,)) for dim in wide)
     first = not any(at[dim] for dim in lies.dims if dim not in lies.cut)
-    return Placement(members(shape, at, lies.dims), groups, groups, first)
+    return Ranks(members(shape, at, lies.dims), groups, groups, first)
 
 
 def summed(
@@ -94,7 +95,7 @@ def test_each_part_is_counted_once_and_every_rank_has_the_same_sum(
     agreements, contributions = [], []
     for rank, at in enumerate(every):
         placed = [(lies, part_of(shape, at, lies)) for lies in lying]
-        kinds: dict[Placement | None, int] = {None: 0}
+        kinds: dict[Ranks | None, int] = {None: 0}
         for _, part in placed:
             kinds.setdefault(part, len(kinds))
         parts = [part for part in kinds if part is not None]
@@ -108,7 +109,7 @@ def test_each_part_is_counted_once_and_every_rank_has_the_same_sum(
             mine["plain", tuple(at[dim] for dim in range(len(shape)) if dim not in used)] = int(agreed.counted[0])
         contributions.append(mine)
     for rank, at in enumerate(every):
-        assert agreements[rank].ranks == (members(shape, at, tuple(used)) if used else frozenset())
+        assert agreements[rank].members == (members(shape, at, tuple(used)) if used else frozenset())
     for rank, total in enumerate(summed(shape, agreements, contributions)):
         assert set(total.values()) == {1}, (rank, total)
         assert len(total) == sum(math.prod(shape[dim] for dim in lies.cut) for lies in lying) + plain
@@ -118,7 +119,7 @@ def every_agreement(shape: tuple[int, ...], lying: list[Lies], further: tuple[in
     for rank, at in enumerate(coordinates(shape)):
         parts = [part for part in (part_of(shape, at, lies) for lies in lying) if part is not None]
         ranks = members(shape, at, further)
-        yield agreement(parts, Placement(ranks, (ranks,), (ranks,), True), World(rank, math.prod(shape), EVERYONE))
+        yield agreement(parts, Ranks(ranks, (ranks,), (ranks,), True), World(rank, math.prod(shape), EVERYONE))
 
 
 def test_one_group_that_joins_all_ranks_is_all_that_is_reduced_over() -> None:
@@ -129,9 +130,9 @@ def test_one_group_that_joins_all_ranks_is_all_that_is_reduced_over() -> None:
         assert part is not None
         world = World(rank, 8, EVERYONE)
         assert len(agreement([part], None, world).groups) == 2
-        flat = part._replace(lines=(part.ranks,), groups=(part.ranks,))
+        flat = part._replace(lines=(part.members,), groups=(part.members,))
         assert agreement([part, flat], None, world).groups == agreement([flat, part], None, world).groups
-        assert agreement([flat, part], None, world).groups == (part.ranks,)
+        assert agreement([flat, part], None, world).groups == (part.members,)
     assert {one.groups for one in every_agreement(shape, [both], (0,))} == {(EVERYONE,)}
     assert {one.groups for one in every_agreement(shape, [both], (0, 1, 2))} == {(frozenset(range(8)),)}
 
@@ -151,24 +152,20 @@ def test_a_further_group_inside_the_mesh_is_not_reduced_over_again() -> None:
     assert [one.counted[0] for one in agreed] == [True, True, False, False]
 
 
-def on_a_line(*ranks: int) -> Placement:
-    return Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True)
+def on_a_line(*ranks: int) -> Ranks:
+    return Ranks(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True)
 
 
 def test_sets_of_ranks_that_are_no_mesh_are_refused_with_the_remedy() -> None:
-    odd = [
-        Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 1, 2), (0, 1, 4))
-    ]
+    odd = [Ranks(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 1, 2), (0, 1, 4))]
     world = World(0, 8, EVERYONE)
     with pytest.raises(RuntimeError, match=r"are on the ranks \[0, 1, 2\], \[0, 1, 4\], which are not dimensions"):
         agreement(odd, None, world)
     with pytest.raises(RuntimeError, match=r"pass GradScaler\(process_group=\.\.\.\) a group of all ranks"):
         agreement(odd, None, world)
-    remedy = Placement(frozenset(range(6)), (frozenset(range(6)),), ("remedy",), True)
+    remedy = Ranks(frozenset(range(6)), (frozenset(range(6)),), ("remedy",), True)
     assert agreement(odd, remedy, world).groups == ("remedy",)
-    too_far = [
-        Placement(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 3), (0, 1))
-    ]
+    too_far = [Ranks(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 3), (0, 1))]
     with pytest.raises(RuntimeError, match="not dimensions of one mesh"):
         agreement(too_far, None, World(0, 4, EVERYONE))
 
@@ -184,38 +181,8 @@ def test_without_processes_there_is_nothing_to_agree_on() -> None:
     optimizer = torch.optim.SGD([parameter])
     checker = Checker(optimizer)
     assert checker.verdict() is None
-    assert checker.topology.groups == () and checker.topology.kind_of is None
+    assert checker.topology.groups == () and checker.topology.number_of is None
     parameter.grad = torch.full((3,), 2.0)
     verdict = checker.verdict()
     assert verdict is not None
     assert (verdict.found_inf.item(), verdict.sum_of_squares.item()) == (0.0, 12.0)
-
-
-class Searched:
-    def __init__(self) -> None:
-        self.parts: list[int] = []
-
-
-class Derived(Searched):
-    pass
-
-
-class Unhashable(type):
-    """The metaclass of types that cannot be members of a set."""
-
-    def __eq__(cls, other: object) -> bool:
-        return cls is other
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_all_objects_of_a_class_are_found_beside_objects_of_any_type() -> None:
-    other = Unhashable("Other", (), {})()
-    other.parts = [1]
-    alive = [Searched(), Derived(), other]
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(type(other))
-    found = instances(__name__, "Searched")
-    assert len(found) == 2 and found[0] in alive[:2] and found[1] in alive[:2]
-    assert instances(__name__, "Derived") == alive[1:2]
-    assert instances(__name__, "Missing") == instances("no.such.module", "Searched") == []

@@ -16,9 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.kernels import statistics as kernel
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.statistics import counts
 from halfstep.numerics.statistics.counts import KINDS, statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, on overflow and NaN
@@ -286,20 +284,3 @@ def test_errors_of_what_is_asked_of_a_result() -> None:
     ):
         with pytest.raises(error, match=message):
             ask()
-
-
-def test_the_shape_of_the_counts_is_the_kernels() -> None:
-    names = (
-        "LOWEST",
-        "HIGHEST",
-        "CLASSES",
-        "ZERO",
-        "INFINITE",
-        "NOT_A_NUMBER",
-        "ROWS",
-        "CELLS",
-        "PER_OCTAVE",
-        "ERROR_BINS",
-    )
-    assert {name: getattr(counts, name) for name in names} == {name: getattr(kernel, name) for name in names}
-    assert kernel.width(True) == counts.WIDTH

@@ -161,7 +161,8 @@ def _softmax(
 
 
 def _count(dtype: torch.dtype, errors: bool, scale: float = 1.0) -> Made:
-    from halfstep.kernels.statistics import Grid, foreach_count_, width
+    from halfstep.kernels.cells import Grid, width
+    from halfstep.kernels.statistics import foreach_count_
 
     counts = torch.zeros(1, width(errors), dtype=torch.int64)
     grid = Grid(dropped=20, emin=-6, emax=8, overflow=7 << 20)

@@ -1,4 +1,4 @@
-"""What one format holds that another does not.
+"""The properties of formats as text, and what one format holds that another does not.
 
 Shared values are counted per binade, since fp64 has 2^64 values: between 2^e and 2^(e+1) the values of a format are the
 multiples of one step, and so are the shared values of two: those of the larger step.
@@ -10,14 +10,92 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from halfstep.cli.formats import number_text
-from halfstep.cli.formats.number_text import number_dict
-from halfstep.cli.formats.values import encoded, overflow_threshold
-from halfstep.numerics.formats.exact import power_of_two
-from halfstep.numerics.formats.parse import parse_number
-from halfstep.numerics.formats.table import Format
+from halfstep.cli.formats.values import (
+    code_text,
+    decimal,
+    encoded,
+    number_dict,
+    overflow_threshold,
+    overflows,
+    rounded,
+    short,
+)
+from halfstep.numerics.formats.exact import parse_number, power_of_two
+from halfstep.numerics.formats.table import FORMAT_KINDS, Format
 
 _EXAMPLES = ("0.1", "1.0001", "1e-7")
+
+
+def fields(format: Format) -> str:
+    """The bits of sign, exponent and mantissa."""
+    return f"{int(format.signed)}/{format.exponent}/{format.mantissa}"
+
+
+def specials(format: Format) -> str:
+    """The special values of a format."""
+    return " ".join(["inf"] * format.has_infinity + ["nan"] * format.has_nan) or "neither"
+
+
+def overflow(format: Format) -> str:
+    """The threshold of overflow for rounding to nearest."""
+    threshold = overflow_threshold(format)
+    return f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"
+
+
+def count_text(count: int, text: str = "") -> str:
+    """A count as `text`, by default its digits, or as a power of two above a million."""
+    return f"2^{count.bit_length() - 1}" if count > 10**6 and not count & (count - 1) else text or str(count)
+
+
+def figures(format: Format) -> list[tuple[str, str]]:
+    """The names of properties and their texts."""
+    named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
+    codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
+    size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
+    least_normal, least, eps = (
+        f"2^{power_of_two(Fraction(value))} = {short(value)}"
+        for value in (format.min_normal, format.min_subnormal, format.eps)
+    )
+    return [
+        ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
+        ("bias", str(format.bias)),
+        ("largest", short(format.max)),
+        ("lowest", short(format.lowest)),
+        ("overflow", overflow(format)),
+        ("least normal", least_normal),
+        ("least above 0", least),
+        ("eps, 1 to next", eps),
+        ("integers, all to", count_text(format.integer_range)),
+        ("digits kept", str(format.digits10)),
+        ("digits to tell apart", str(format.max_digits10)),
+        ("p log10 2", f"{format.decimal_digits:.2f}"),
+        ("values", f"{format.values:,}"),
+        ("inf, nan", specials(format)),
+        ("negative zero", "yes" if format.has_negative_zero else "no"),
+        ("codes", ", ".join(codes)),
+    ]
+
+
+def names(format: Format) -> list[tuple[str, str]]:
+    """The kind of a format, its aliases, and the dtypes and hardware that support it."""
+    packages = ("torch", "numpy", "ml_dtypes")
+    dtypes = [f"{package}.{getattr(format, package)}" for package in packages if getattr(format, package)]
+    rows = (("also called", format.aliases), ("dtypes", dtypes), ("multiplied by", format.hardware))
+    return [("kind", FORMAT_KINDS[format.kind]), *((name, ", ".join(listed) or "-") for name, listed in rows)]
+
+
+def format_dict(format: Format) -> dict[str, Any]:
+    """`Format.as_dict` with numbers in the form of all JSON of the lookup, and codes in hexadecimal."""
+    row = format.as_dict()
+    for name in ("max", "lowest", "min_normal", "min_subnormal", "eps"):
+        row[name] = number_dict(Fraction(row[name]))
+    row["overflow"] = number_dict(overflow_threshold(format))
+    for name in ("infinity_code", "nan_code", "largest_code"):
+        row[name] = None if row[name] is None else code_text(row[name], format)
+    return row
+
+
+# -------------------------------------------------------------------------------------------------------- two formats
 
 
 def lowest_exponent(format: Format) -> int:
@@ -25,31 +103,29 @@ def lowest_exponent(format: Format) -> int:
     return format.emin - format.mantissa if format.has_subnormals else format.emin
 
 
-def step_exponent(format: Format, exponent: int) -> int:
+def _step_exponent(format: Format, exponent: int) -> int:
     """The s for which the values in [2^exponent, 2^(exponent + 1)) are the multiples of 2^s."""
     return 0 if format.kind == "integer" else max(exponent, format.emin) - format.mantissa
 
 
-def shared_in(exponent: int, *formats: Format, top: Fraction | None = None) -> int:
+def shared_in(exponent: int, *formats: Format, top: float | None = None) -> int:
     """Number of values in [2^exponent, 2^(exponent + 1)) up to `top`, by default the largest, that all formats have."""
     if any(exponent < lowest_exponent(format) for format in formats):
         return 0
-    top = Fraction(min(format.max for format in formats)) if top is None else top
-    step = max(step_exponent(format, exponent) for format in formats)
-    whole = 1 << (exponent - step)
-    if top >= Fraction(2) ** (exponent + 1):
-        return whole
-    return max(0, min(whole, int(top / Fraction(2) ** step) - whole + 1))
+    top = min(format.max for format in formats) if top is None else top
+    step = max(_step_exponent(format, exponent) for format in formats)
+    every = 1 << (exponent - step)
+    return max(0, min(every, int(Fraction(top) / Fraction(2) ** step) - every + 1))
 
 
 def shared_values(first: Format, second: Format) -> int:
     """Number of values that both formats have. Infinities count, NaNs do not, and both zeros count as one."""
     exponents = range(max(lowest_exponent(first), lowest_exponent(second)), min(first.emax, second.emax) + 2)
-    tops = [Fraction(min(first.max, second.max))]
+    tops = [min(first.max, second.max)]
     if first.signed and second.signed:
-        tops.append(Fraction(min(-first.lowest, -second.lowest)))
-    finite = sum(shared_in(exponent, first, second, top=top) for top in tops for exponent in exponents)
-    return finite + (first.has_zero and second.has_zero) + 2 * (first.has_infinity and second.has_infinity)
+        tops.append(min(-first.lowest, -second.lowest))
+    numbers = sum(shared_in(exponent, first, second, top=top) for top in tops for exponent in exponents)
+    return numbers + (first.has_zero and second.has_zero) + 2 * (first.has_infinity and second.has_infinity)
 
 
 def examples(chosen: Sequence[Format]) -> list[str]:
@@ -58,48 +134,37 @@ def examples(chosen: Sequence[Format]) -> list[str]:
     numbers = list(_EXAMPLES)
     for format in chosen:
         least = f"2^{power_of_two(Fraction(format.min_subnormal))}"
-        numbers += [number_text.decimal(overflow_threshold(format)) or "", least, str(format.integer_range + 1)]
-    short = [text for text in dict.fromkeys(numbers) if len(text) <= 12]
-    return [text for text in short if text in _EXAMPLES or _differs(text, chosen)]
+        numbers += [decimal(overflow_threshold(format)) or "", least, str(format.integer_range + 1)]
+
+    def differs(text: str) -> bool:
+        results = [encoded(parse_number(text), format) for format in chosen]
+        return len({(result.outcome, result.stored and str(result.stored.value)) for result in results}) > 1
+
+    return [text for text in dict.fromkeys(numbers) if text in _EXAMPLES or (len(text) <= 12 and differs(text))]
 
 
-def _differs(text: str, chosen: Sequence[Format]) -> bool:
-    """Whether the formats store different values, or with different outcomes."""
-    results = [encoded(parse_number(text), format) for format in chosen]
-    return len({(each.outcome, None if each.stored is None else str(each.stored.value)) for each in results}) > 1
-
-
-def _percent(part: int, whole: int) -> str:
+def _percent(count: int, total: int) -> str:
     """A share in percent, which shows 0 and 100 only if they are exact."""
-    if part in (0, whole):
-        return "none" if part == 0 else "all"
-    return f"{number_text.rounded(Fraction(100 * part, whole), 3)} %"
-
-
-def _range_words(first: Format, second: Format) -> list[str]:
-    """Which format reaches further up, and which further down."""
-    further: dict[str, list[str]] = {}
-    down = lowest_exponent(second) - lowest_exponent(first)
-    for what, by in (("up", first.emax - second.emax), ("down", down)):
-        if by:
-            further.setdefault((first if by > 0 else second).name, []).append(f"2^{abs(by)} times further {what}")
-    reaches = [f"{name} reaches {' and '.join(ways)}" for name, ways in further.items()]
-    return [", ".join(reaches) + "."] if reaches else []
-
-
-def _precision_words(first: Format, second: Format) -> list[str]:
-    """Which format has the smaller distance between numbers, at 1 if both have normal numbers there."""
-    coarser = step_exponent(second, 0) - step_exponent(first, 0)
-    if coarser == 0 or any(not format.min_subnormal <= 1 <= format.max for format in (first, second)):
-        return []
-    times = str(1 << abs(coarser)) if abs(coarser) <= 16 else f"2^{abs(coarser)}"
-    return [f"Near 1 {(first if coarser > 0 else second).name}'s numbers are {times} times closer together."]
+    if count in (0, total):
+        return "none" if count == 0 else "all"
+    return f"{rounded(Fraction(100 * count, total), 3)} %"
 
 
 def pair_words(first: Format, second: Format) -> list[str]:
     """The comparison of two formats in sentences."""
-    shared = shared_values(first, second)
-    words = [*_range_words(first, second), *_precision_words(first, second)]
+    shared, words = shared_values(first, second), []
+    further: dict[str, list[str]] = {}
+    down = lowest_exponent(second) - lowest_exponent(first)
+    for direction, powers in (("up", first.emax - second.emax), ("down", down)):
+        if powers:
+            reaching = (first if powers > 0 else second).name
+            further.setdefault(reaching, []).append(f"2^{abs(powers)} times further {direction}")
+    if further:
+        words.append(", ".join(f"{name} reaches {' and '.join(texts)}" for name, texts in further.items()) + ".")
+    coarser = _step_exponent(second, 0) - _step_exponent(first, 0)
+    if coarser and all(format.min_subnormal <= 1 <= format.max for format in (first, second)):
+        times = str(1 << abs(coarser)) if abs(coarser) <= 16 else f"2^{abs(coarser)}"
+        words.append(f"Near 1 {(first if coarser > 0 else second).name}'s numbers are {times} times closer together.")
     if shared == first.values == second.values:
         return [*words, f"Both have the same {shared:,} values."]
     if shared in (first.values, second.values):
@@ -118,10 +183,6 @@ def pair_dict(first: Format, second: Format) -> dict[str, Any]:
         f"{name.split('_')[0]}_ratio": number_dict(Fraction(getattr(first, name)) / Fraction(getattr(second, name)))
         for name in ("eps", "max", "min_subnormal")
     }
-    return {
-        "formats": [first.name, second.name],
-        "shared_values": shared,
-        "only_in": {first.name: first.values - shared, second.name: second.values - shared},
-        **ratios,
-        "words": pair_words(first, second),
-    }
+    only = {format.name: format.values - shared for format in (first, second)}
+    words = pair_words(first, second)
+    return {"formats": [first.name, second.name], "shared_values": shared, "only_in": only, **ratios, "words": words}

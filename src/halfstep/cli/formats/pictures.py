@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
-from halfstep.cli.formats.compare import lowest_exponent, shared_in
-from halfstep.cli.formats.number_text import rounded, short, special
-from halfstep.cli.formats.properties import fields
-from halfstep.cli.formats.values import Stored, code_text
+from halfstep.cli.formats.compare import fields, lowest_exponent, shared_in
+from halfstep.cli.formats.values import Stored, code_text, rounded, short, special
 from halfstep.numerics.formats.exact import power_of_two
 from halfstep.numerics.formats.table import Format
 
@@ -90,8 +88,8 @@ def _shade(stored: Stored) -> Any:
     """The colour of a code's class. Larger normal numbers are darker."""
     from matplotlib.colors import to_rgb
 
-    if stored.sort != "normal":
-        return _CLASSES[stored.sort]
+    if stored.category != "normal":
+        return _CLASSES[stored.category]
     format, exponent = stored.format, power_of_two(Fraction(stored.value))
     share = (exponent - format.emin) / max(1, format.emax - format.emin)
     pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
@@ -126,8 +124,9 @@ def draw_codes(axes: Any, format: Format) -> None:
     axes.vlines(range(1, columns), 0, rows, color="white", linewidth=1)
     axes.hlines(range(1, rows), 0, columns, color="white", linewidth=1)
     axes.spines[:].set_visible(False)
-    sorts = dict.fromkeys(Stored(code, format).sort for code in range(format.codes))
-    handles = [axes.fill_between([], [], [], color=_CLASSES[sort], label=sort) for sort in _CLASSES if sort in sorts]
+    categories = dict.fromkeys(Stored(code, format).category for code in range(format.codes))
+    shown = [category for category in _CLASSES if category in categories]
+    handles = [axes.fill_between([], [], [], color=_CLASSES[category], label=category) for category in shown]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=5, frameon=False, fontsize=10)
     axes.set_title(f"All {format.codes} codes of {format.name} ({format.title})", loc="left", fontsize=12, pad=26)
 

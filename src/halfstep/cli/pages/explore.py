@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
-from halfstep.cli.formats import arguments
+from halfstep.cli.formats import commands as lookup
 from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import say
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS
@@ -22,16 +22,16 @@ def _parser() -> command_line.Parser:
         "two formats compared. The page is served to this machine only, until Ctrl-C.",
         "example: halfstep explore 0.1 bf16 fp16",
     )
-    begin: dict[str, Any] = {"type": arguments.number("the number comes first"), "metavar": "NUMBER"}
+    begin: dict[str, Any] = {"type": lookup.number("the number comes first"), "metavar": "NUMBER"}
     parser.add_argument("begin", nargs="?", **begin, help="the number to begin with, as in halfstep encode: 0.1")
     parser.add_argument(
-        "named", nargs="*", type=arguments.format_named, metavar="FORMAT",
+        "named", nargs="*", type=lookup.format_named, metavar="FORMAT",
         help="the format to begin with (default: bf16), and the one to compare it with (default: fp16)",
     )  # fmt: skip
     parser.add_argument("--number", **begin, help="the same")
     first = "the same, as in halfstep encode"
     for names, settings in (
-        arguments.formats_option(first), arguments.rounding_option(ENCODE_ROUNDINGS[:-1]), arguments.OVERFLOW,
+        lookup.formats_option(first), lookup.rounding_option(ENCODE_ROUNDINGS[:-1]), lookup.OVERFLOW,
     ):  # fmt: skip
         parser.add_argument(*names, **settings)
     parser.add_argument("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
@@ -71,5 +71,5 @@ def _explore(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep explore`` with these arguments. Returns the exit status."""
+    """Run ``halfstep explore`` with these lookup. Returns the exit status."""
     return command_line.run(_parser(), argv, _explore)

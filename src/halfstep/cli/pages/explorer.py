@@ -12,23 +12,38 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from halfstep.cli.formats.compare import lowest_exponent, pair_words, shared_in
-from halfstep.cli.formats.number_text import among, fitting, hex_float, power, rounded, short, special, whole
-from halfstep.cli.formats.properties import figures, large
-from halfstep.cli.formats.sentences import double_rounding_words, reasons
-from halfstep.cli.formats.values import Encoded, Stored, between, chances, double_roundings, finite
+from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
+from halfstep.cli.formats.values import (
+    Encoded,
+    Stored,
+    all_digits,
+    among,
+    chances,
+    double_rounding_words,
+    double_roundings,
+    finite,
+    fitting,
+    hex_float,
+    line_between,
+    power,
+    reasons,
+    rounded,
+    short,
+    special,
+)
 from halfstep.cli.pages.shell import command_line
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
     OVERFLOWS,
+    Number,
     decode_exact,
     encode_exact,
     next_down_exact,
     next_up_exact,
+    parse_number,
     ulp_exact,
 )
-from halfstep.numerics.formats.parse import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
@@ -88,7 +103,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
                 return explorer({**state, "c": _moved(here.stored, move)}, {})
             except ValueError as error:
                 answer["error"] = str(error)
-        answer["fields"]["x"] = state.get("x", whole(question.number))
+        answer["fields"]["x"] = state.get("x", all_digits(question.number))
         if here.stored is not None:
             answer["fields"]["c"] = here.stored.hex
             answer["chosen"] = _chosen(question, here, here.stored)
@@ -144,7 +159,7 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
             code = int("".join({**fields, name: f"{value:0{width}b}"}.values()), 2)
         case {"flip": int(bit)}:
             code ^= ((code >> bit % format.bits & 1) != move.get("to")) << bit % format.bits
-        case _ if stored.sort == "nan":
+        case _ if stored.category == "nan":
             code = (code + step) % format.codes
         case _:
             code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
@@ -172,13 +187,13 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
 
 def _chosen(question: _Question, here: Encoded, stored: Stored) -> dict[str, Any]:
     """The number in the chosen format."""
-    away, value = f", {here.ulps_text} ulp" if here.error else "", whole(stored.value)
+    away, value = f", {here.ulps_text} ulp" if here.error else "", all_digits(stored.value)
     return {
         "value": [fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
         "title": f"{_cut(question.name, 40)} in {here.format.name} is {stored.text(24)}: {_outcome(here)}{away}",
         "bits": [
             [name, digits, "" if here.format.kind == "integer" else str(int(digits, 2))]
-            for name, digits in stored.fields
+            for name, digits in stored.fields.items()
         ],
         "line": _line(question, here),
         "why": _why(question, here),
@@ -201,7 +216,7 @@ def _why(question: _Question, here: Encoded) -> list[str]:
 
 def _line(question: _Question, here: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
-    if here.rule == "least" or not (line := between(here)):
+    if here.rule == "least" or not (line := line_between(here)):
         return None
     ends, middle, position, stored = line
     percent = float(100 * position)
@@ -222,9 +237,9 @@ def _code_in(value: Number, format: Format) -> str:
 
 def _formula(stored: Stored) -> str:
     """A code's value, by its fields."""
-    format, field = stored.format, {name: int(digits, 2) for name, digits in stored.fields}
+    format, field = stored.format, {name: int(digits, 2) for name, digits in stored.fields.items()}
     if not finite(stored.value):
-        return "the code of a NaN" if stored.sort == "nan" else "the largest exponent, and mantissa 0"
+        return "the code of a NaN" if stored.category == "nan" else "the largest exponent, and mantissa 0"
     if format.kind == "integer":
         return "two's complement"
     if format.kind == "scale":
@@ -245,14 +260,14 @@ def _facts(here: Encoded, stored: Stored) -> list[list[str]]:
         integer = f"{top >> zeros} · 2^{zeros}" if zeros > 30 else str(value)
         rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else integer)]
     if here.error is not None:
-        rows.append(("error", _cut(whole(here.error), 60) + (f" = {here.ulps_text} ulp" if here.error else "")))
+        rows.append(("error", _cut(all_digits(here.error), 60) + (f" = {here.ulps_text} ulp" if here.error else "")))
     if finite(value):
         rows.append(("ulp", power(Fraction(ulp_exact(value, format)))))
     for name, following in (("previous", next_down_exact), ("next", next_up_exact)):
         near = following(value, format)
         code = Stored(encode_exact(near, format), format).hex
-        rows.append((name, "none" if stored.sort == "nan" else f"{among(near, format)} ({code})"))
-    return [list(row) for row in [*rows, ("class", stored.sort)]]
+        rows.append((name, "none" if stored.category == "nan" else f"{among(near, format)} ({code})"))
+    return [list(row) for row in [*rows, ("class", stored.category)]]
 
 
 def _modes(question: _Question, format: Format) -> list[list[str]]:
@@ -362,6 +377,6 @@ def _density(first: Format, second: Format) -> dict[str, Any]:
         return round(1 + math.log2(count), 3) if count else 0
 
     binades = [
-        [f"2^{low}", f"2^{high}", *(large(count, f"{count:,}") for count in counts)] for low, high, counts in runs
+        [f"2^{low}", f"2^{high}", *(count_text(count, f"{count:,}") for count in counts)] for low, high, counts in runs
     ]
     return {"binades": binades, "heights": [[low, high, *map(height, counts[:2])] for low, high, counts in runs]}

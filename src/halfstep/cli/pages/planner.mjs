@@ -91,7 +91,7 @@ function draw() {
 
 $("form").replaceChildren(...start.form.map(({ title, fields, more }) => element("fieldset", {}, element("legend", {}, title),
   element("div", { class: "fields" }, ...fields.map(field)),
-  element("details", more.some(({ name }) => name in answer.state && name !== "flash") ? { open: "" } : {}, element("summary", {}, "More"),
+  element("details", more.some(({ name }) => name in answer.state) ? { open: "" } : {}, element("summary", {}, "More"),
     element("div", { class: "fields" }, ...more.map(field))))));
 $("form").addEventListener("submit", (event) => event.preventDefault());
 $("compare").replaceChildren(...["strategies", "layouts"].map((name) => new Option(name, name)));

@@ -16,18 +16,27 @@ from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
 from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
-from halfstep.cli.plan_tables import NOTHING_FITS, bytes_each, digits, headline, sentences, size, typed, verdict
+from halfstep.cli.plan_tables import (
+    NOTHING_FITS,
+    digits,
+    headline,
+    message_rows,
+    part_rows,
+    sentences,
+    size,
+    typed,
+    verdict,
+)
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Layout, Transformer
 
 EXAMPLE = {
     **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
-    **{"batch": "1", "seq": "4096", "flash": "", "checkpointing": "full"},
+    **{"batch": "1", "seq": "4096", "checkpointing": "full"},
 }
 # Colours of the kinds of memory on a dark ground; on a light one they are those of `halfstep plan --out`.
 DARK = ("#3d8fd1", "#e69f00", "#9fd8f7", "#2a9d8f", "#cc79a7", "#f0e442", "#ec7a45", "#a8a8a8", "#ffffff")
 _COLOURS = {name: [light, dark] for (name, light, _), dark in zip(MEMORY_KINDS, DARK, strict=True)}
 _LEAST_ASSIGNED = 512  # width; of narrower models so many layers fit that ZeroRedundancyOptimizer's rule takes seconds
-_PHASES = {"always": "always", "backward": "forward, backward", "step": "step"}
 _SET_BY_LAYOUTS = ("moments", "master", "gradients", "optimizer")
 _CUSTOM, _NUMBER = "own shape", "number of parameters"  # instead of a published model
 _SIZES = ("layers", "hidden", "heads", "vocab")
@@ -196,7 +205,8 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     if value in MODELS:
         longest = MODELS[value].seq if MODELS[value].positions else None
         short = longest is None or _integer(state.get("seq", ""), 0) <= longest
-        return {**cleared, "flash": state.get("flash"), "model": value, "seq": state.get("seq") if short else None}
+        kept = {"eager-attention": state.get("eager-attention"), "seq": state.get("seq") if short else None}
+        return {**cleared, **kept, "model": value}
     try:
         before = command.shape(_parsed(state))
     except ValueError:
@@ -310,30 +320,10 @@ def _plan(state: State) -> dict[str, Any]:
             *([name, size(value), f"{100 * value / peak:.1f} %", *_COLOURS[name]] for name, value in sizes.items()),
             ["all", _size(peak), "100.0 %" if peak else ""],
         ],
-        "parts": [
-            [
-                part["name"],
-                ("" if part["exact"] else "≈ ") + _size(part["bytes"]),
-                bytes_each(part["per_parameter"]),
-                _several(part["divisor"]),
-                _PHASES[part["phase"]] if part["place"] == "gpu" else "on the host",
-                part["note"],
-            ]
-            for part in plan["parts"]
-        ],
-        "sent": [
-            [
-                *(sent["what"], _size(sent["bytes"]), sent["name"], _several(sent["ranks"])),
-                *(f"{sent['times']:,}", bytes_each(sent["per_parameter"])),
-            ]
-            for sent in plan["communication"]
-        ],
+        "parts": [[row[i] for i in (0, 3, 1, 2, 4, 5)] for row in part_rows(plan)],
+        "sent": [[row[i] for i in (0, 5, 1, 2, 3, 4)] for row in message_rows(plan)],
         "words": sentences(content),
     }
-
-
-def _several(count: int) -> str:
-    return f"{count:,}" if count > 1 else ""
 
 
 def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:

@@ -1,10 +1,11 @@
-"""What can be said of a training set-up at rest, without a step: `RULES`, each a function of the set-up."""
+"""What a training set-up shows at rest, by `RULES`, each a function of it; and what a checkpoint shows."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from halfstep.integrations.doctor.findings import (
     Diagnosis,
     Finding,
+    count,
     dtype_name,
     dtypes_of,
     find,
@@ -24,36 +26,37 @@ from halfstep.integrations.doctor.setup import (
     HALF,
     Entry,
     Setup,
+    distinct,
     holds_bf16_only,
     nonfinite,
     sample,
     size_of,
 )
-from halfstep.integrations.optim.state import SCALES
+from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.sharding import is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.topology import is_sharded, local
+from halfstep.numerics.state_layout import SCALE_KEYS
 from halfstep.numerics.statistics.updates import UpdateLoss, count_lost
 
 # The moments that torch's optimizers keep, in the parameter's dtype, before their first step shows them.
 _ADAM = ("exp_avg", "exp_avg_sq")
-_MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {"Adam": _ADAM, "AdamW": _ADAM, "NAdam": _ADAM, "RAdam": _ADAM}
-_MOMENTS_OF_TORCH |= {
+_MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), _ADAM),
     "Adamax": ("exp_avg", "exp_inf"),
     "RMSprop": ("square_avg",),
     "Adadelta": ("square_avg", "acc_delta"),
 }
 # Second moments and other means of squares, which change by a small share of themselves.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "acc_delta")
+_STATE = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg", "master", "master_param", "momentum_buffer")  # in checkpoints
 _EXACT_BUFFERS = {
-    "inv_freq": "rotary frequencies",
-    "original_inv_freq": "rotary frequencies",
+    **dict.fromkeys(("inv_freq", "original_inv_freq"), "rotary frequencies"),
     "freqs": "rotary angles",
-    "running_mean": "running statistics of a normalization",
-    "running_var": "running statistics of a normalization",
+    **dict.fromkeys(("running_mean", "running_var"), "running statistics of a normalization"),
 }
 # Library, whether only shards without elements are concerned, where it is reported, what happens.
 _CANNOT_SHARD = (
@@ -112,17 +115,17 @@ def _values(setup: Setup) -> Iterator[Finding]:
     for entry in setup.entries:
         tensors += [(entry.name, "weights", entry.parameter)] * (id(entry.parameter) not in setup.names)
         tensors += [(entry.name, key, value) for key, value in entry.state.items()]
-        tensors += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALES.values()]
-    hits: dict[str, list[str]] = defaultdict(list)
+        tensors += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALE_KEYS]
+    names_by_role: dict[str, list[str]] = defaultdict(list)
     for name, role, tensor in tensors:
         value = nonfinite(tensor)
         masks = role == "buffers" or (role == "weights" and not tensor.requires_grad)  # they hold infinities
         if value == "NaN" or (value and not masks):
-            hits[f"{value} in {role}"].append(name)
-    if hits:
-        where = listed([name for names in hits.values() for name in names], "tensor")
-        severity = "warning" if all(what.endswith("gradients") for what in hits) else "error"
-        yield find("values-not-finite", where, severity, what=", ".join(hits))
+            names_by_role[f"{value} in {role}"].append(name)
+    if names_by_role:
+        where = listed((name for names in names_by_role.values() for name in names), "tensor")
+        severity = "warning" if all(role.endswith("gradients") for role in names_by_role) else "error"
+        yield find("values-not-finite", where, severity, what=", ".join(names_by_role))
 
 
 def _marks(scales: torch.Tensor) -> torch.Tensor:
@@ -137,11 +140,10 @@ def _marks(scales: torch.Tensor) -> torch.Tensor:
 def _membership(setup: Setup) -> Iterator[Finding]:
     if not setup.entries or setup.steps_copies:
         return
-    inside = {id(entry.parameter) for entry in setup.entries}
-    outside = [name for name, parameter in setup.trainable() if id(parameter) not in inside]
-    if outside:
-        apart = inside.isdisjoint(setup.names)
-        yield find("optimizer-of-other-parameters" if apart else "parameters-not-optimized", outside)
+    optimized = {id(entry.parameter) for entry in setup.entries}
+    if outside := [name for name, parameter in setup.trainable() if id(parameter) not in optimized]:
+        disjoint = optimized.isdisjoint(setup.names)
+        yield find("optimizer-of-other-parameters" if disjoint else "parameters-not-optimized", outside)
 
 
 # What is wrong with a parameter by itself.
@@ -177,16 +179,14 @@ def _parameters(setup: Setup) -> Iterator[Finding]:
 
 
 def _tied(setup: Setup) -> Iterator[Finding]:
-    at: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
+    by_memory: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
     for entry in setup.entries:
         shard = local(entry.parameter)
         if shard.numel() and shard.layout == torch.strided and not shard.is_meta:
-            at[shard.device, shard.data_ptr(), shard.numel()].append(entry)
-    if twice := [entries for entries in at.values() if len(entries) > 1]:
-        needless = [entry for entries in twice for entry in entries[1:]]
-        yield find(
-            "tied-weights-twice", [entry for entries in twice for entry in entries], bytes=_size_of_states(needless)
-        )
+            by_memory[shard.device, shard.data_ptr(), shard.numel()].append(entry)
+    if tied := [entries for entries in by_memory.values() if len(entries) > 1]:
+        needless = _size_of_states(entry for entries in tied for entry in entries[1:])
+        yield find("tied-weights-twice", [entry for entries in tied for entry in entries], bytes=needless)
     model: Any = next((module for module in setup.model.modules() if hasattr(module, "config")), None)
     if getattr(getattr(model, "config", None), "tie_word_embeddings", False) is True:
         getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
@@ -215,15 +215,14 @@ def _moments(setup: Setup) -> Iterator[Finding]:
         entries, keys, tensors = zip(*low, strict=True)
         squares = [key for key in sorted(keys) if key in _SQUARES]
         beta = max((float(entry.group["betas"][1]) for entry in entries if "betas" in entry.group), default=0.999)
-        stops = bool(squares) and 1 - beta < 2.0**-8
-        stake = "small changes are lost"
-        if stops:
+        stake, severity, size = "small changes are lost", "warning", size_of(*tensors)
+        if squares and 1 - beta < 2.0**-8:
             stake = f"{squares[0]} falls by at most {percent(1 - beta)} % a step, which is rounded away: steps shrink"
-        size = size_of(*tensors)
+            severity = "error"
         yield find(
             "moments-in-16-bits",
             entries,
-            "error" if stops else "warning",
+            severity,
             what=f"{' and '.join(sorted(set(keys)))} in {dtypes_of(tensors)}, rounded to nearest",
             stake=f"{stake}; {in_bytes(size)} now, {in_bytes(2 * size)} in fp32",
         )
@@ -250,11 +249,11 @@ def _lost_next(entry: Entry) -> UpdateLoss:
     if weight.is_meta or not weight.numel():
         return UpdateLoss(entry.name, 0, 0)
     update = torch.full_like(weight, entry.lr, dtype=torch.float64)
-    first, second, taken = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq"), entry.steps_taken
-    if taken >= 1 and first is not None and second is not None and first.is_floating_point():
+    first, second, steps = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq"), entry.steps_taken
+    if steps >= 1 and first is not None and second is not None and first.is_floating_point():
         beta1, beta2 = map(float, entry.group["betas"])
-        m = sample(first).double() / (1 - beta1**taken)
-        v = sample(second).double() / (1 - beta2**taken)
+        m = sample(first).double() / (1 - beta1**steps)
+        v = sample(second).double() / (1 - beta2**steps)
         update = entry.lr * m / (v.sqrt() + float(entry.group.get("eps", 0.0)))
     return UpdateLoss(entry.name, *count_lost(weight, update, formats[dtype_name(weight.dtype)]).tolist())
 
@@ -283,8 +282,8 @@ def _rounded(setup: Setup) -> Iterator[Finding]:
         yield find("state-was-rounded", [entry for _, entry in rounded], severity, keys=" and ".join(keys))
     buffers = {name: buffer for name, buffer in setup.model.named_buffers() if buffer.dtype in HALF}
     if exact := [name for name in buffers if name.rpartition(".")[2] in _EXACT_BUFFERS]:
-        what, dtypes = _EXACT_BUFFERS[exact[0].rpartition(".")[2]], dtypes_of(buffers[name] for name in exact)
-        yield find("buffers-in-16-bits", listed(exact, "buffer"), what=what, dtypes=dtypes)
+        role, dtypes = _EXACT_BUFFERS[exact[0].rpartition(".")[2]], dtypes_of(buffers[name] for name in exact)
+        yield find("buffers-in-16-bits", listed(exact, "buffer"), what=role, dtypes=dtypes)
 
 
 # ------------------------------------------------------------------------------------------- loss scaling and sharding
@@ -325,8 +324,79 @@ def _shards(setup: Setup) -> Iterator[Finding]:
     for library, only_empty, issue, stake in _CANNOT_SHARD:
         entries = [entry for entry in setup.entries if entry.library == library and is_sharded(entry.parameter)]
         if hit := [entry for entry in entries if not only_empty or not local(entry.parameter).numel()]:
-            what = "shards without elements" if only_empty else "DTensors"
-            yield find("optimizer-cannot-shard", hit, library=library, what=what, issue=issue, stake=stake)
+            kind = "shards without elements" if only_empty else "DTensors"
+            yield find("optimizer-cannot-shard", hit, library=library, what=kind, issue=issue, stake=stake)
 
 
 RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None] = lambda done: None) -> Diagnosis:
+    """Examine what `read_all` has read.
+
+    Args:
+        checkpoint: all parts of one checkpoint.
+        progress: is called with the share of the bytes that has been examined.
+    """
+    tensors = checkpoint.tensors
+    total = sum(map(_bytes, tensors.values())) or 1
+    examined = f"{', '.join(checkpoint.files)} with {count(len(tensors), 'tensor')}, {in_bytes(total)}"
+    return Diagnosis.of(examined, _of_tensors(tensors, total, progress))
+
+
+def _of_tensors(
+    tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]
+) -> Iterator[Finding]:
+    broken: dict[str, str] = {}
+    names_of: dict[str, list[str]] = defaultdict(list)  # names of tensors, by finding
+    by_content: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = defaultdict(list)
+    done = 0
+    for name, tensor in tensors.items():
+        entry, strided = name.rpartition(".")[2], tensor.layout == torch.strided and not tensor.is_meta
+        squares = entry in ("exp_avg_sq", "max_exp_avg_sq")
+        if tensor.is_floating_point() and not tensor.numel():
+            names_of["tensors-without-elements"].append(name)
+        if value := nonfinite(tensor):
+            broken[name] = value
+        if squares and strided and tensor.element_size() > 1 and bool((distinct(tensor) < 0).any()):
+            names_of["negative-second-moment"].append(name)
+        if strided and holds_bf16_only(tensor):
+            names_of["state-was-rounded" if entry in _STATE else "weights-in-twice-the-bytes"].append(name)
+        if squares and tensor.dtype in HALF:
+            names_of["moments-in-16-bits"].append(name)
+        if strided and tensor.numel() >= 1024 and _bytes(tensor) == tensor.nbytes:
+            codes = tensor.detach().flatten().contiguous().view(torch.uint8).numpy()
+            by_content[tensor.dtype, tensor.shape, hashlib.blake2b(codes.data, digest_size=16).digest()].append(name)
+        done += _bytes(tensor)
+        progress(done / total)
+    if broken:
+        first, value = next(iter(broken.items()))
+        yield find("values-not-finite", listed(broken, "tensor"), what=f"{first} holds {value}")
+    copies = [names for names in by_content.values() if len({tensors[name].data_ptr() for name in names}) > 1]
+    # All elements of a constant tensor are the same, which says nothing.
+    copies = [names for names in copies if bool((tensors[names[0]] != tensors[names[0]].flatten()[0]).any())]
+    names_of["saved-twice"] = [name for names in copies for name in names]
+    rounded = names_of["weights-in-twice-the-bytes"]
+    needless = {
+        "saved-twice": sum(_bytes(tensors[name]) for names in copies for name in names[1:]),
+        "weights-in-twice-the-bytes": sum(_bytes(tensors[name]) for name in rounded) // 2,
+    }
+    for finding, names in names_of.items():
+        if names:
+            yield find(
+                finding,
+                listed(names, "tensor"),
+                "warning" if finding == "state-was-rounded" else None,
+                **dict(zip(("first", "second"), names, strict=False)),
+                bytes=needless.get(finding, 0),
+                what=f"second moments are in {dtypes_of(tensors[name] for name in names)}",
+                stake="unless they were rounded stochastically, they grew but never fell, and steps shrank",
+                keys=" and ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)),
+            )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return distinct(tensor).nbytes if tensor.layout == torch.strided else tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""What the Triton kernels compute on one block in fp32, whichever way its elements lie."""
+"""The arithmetic of a row on one block of fp32 numbers, for kernels of every layout."""
 
 from __future__ import annotations
 
@@ -44,18 +44,31 @@ def exponential(z):
 
 
 @jit
-def gradient(dy, p, total, scale, LOG: tl.constexpr):
-    """dx of a block; `total` is sum(dy) or sum(dy * y)."""
-    if LOG:
-        return tl.where(p != float("-inf"), (dy - tl.exp(p) * total) * scale, 0.0)
-    else:
-        return p * (dy - total) * scale
+def normalizer(total, LOG: tl.constexpr):
+    """What `normalized` takes, from the sum of a row: its logarithm, or 1 / sum."""
+    total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
+    return tl.log(total) if LOG else 1.0 / total
 
 
 @jit
-def summand(dy, p, LOG: tl.constexpr):
-    """What a block adds to `total`."""
+def normalized(z, e, norm, LOG: tl.constexpr):
+    """The result of a block, from z - max(z) and its exponential."""
+    return z - norm if LOG else e * norm
+
+
+@jit
+def summand(dy, y, LOG: tl.constexpr):
+    """What a block adds to the sum of the backward."""
     if LOG:
-        return tl.where(p != float("-inf"), dy, 0.0)
+        return tl.where(y != float("-inf"), dy, 0.0)
     else:
-        return dy * p
+        return dy * y
+
+
+@jit
+def gradient(dy, y, total, scale, LOG: tl.constexpr):
+    """dx of a block; `total` is sum(dy) or sum(dy * y)."""
+    if LOG:
+        return tl.where(y != float("-inf"), (dy - tl.exp(y) * total) * scale, 0.0)
+    else:
+        return y * (dy - total) * scale

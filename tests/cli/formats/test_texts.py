@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY
 
-from halfstep.cli.formats import number_text
+from halfstep.cli.formats import values
 from halfstep.numerics.formats.exact import decode_exact, encode_exact, power_of_two
 from halfstep.numerics.formats.table import formats
 
@@ -21,7 +21,7 @@ _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 @STEADY
 @given(_FINITE)
 def test_decimal_is_every_digit(value: float) -> None:
-    text = number_text.decimal(Fraction(value))
+    text = values.decimal(Fraction(value))
     assert text is not None
     with localcontext() as context:
         context.prec = 1100
@@ -46,7 +46,7 @@ def test_decimal_is_every_digit(value: float) -> None:
     ],
 )
 def test_decimal_notation(value: Fraction, text: str | None) -> None:
-    assert number_text.decimal(value) == text
+    assert values.decimal(value) == text
 
 
 @STEADY
@@ -59,15 +59,15 @@ def test_power_of_two_is_floor_of_the_logarithm(value: Fraction) -> None:
 @STEADY
 @given(_FINITE)
 def test_hex_float_is_read_back_by_python(value: float) -> None:
-    text = number_text.hex_float(Fraction(value))
+    text = values.hex_float(Fraction(value))
     assert text is not None and float.fromhex(text) == value
     assert text.lstrip("-").startswith("0x1" if value else "0x0p+0")
 
 
 def test_hex_float_of_what_is_none_or_no_float64() -> None:
-    assert number_text.hex_float(Fraction(1, 3)) is None
-    assert number_text.hex_float(Fraction(2**70 + 1)) == "0x1.000000000000000004p+70"
-    assert number_text.hex_float(Fraction(-5, 2**2000)) == "-0x1.4p-1998"
+    assert values.hex_float(Fraction(1, 3)) is None
+    assert values.hex_float(Fraction(2**70 + 1)) == "0x1.000000000000000004p+70"
+    assert values.hex_float(Fraction(-5, 2**2000)) == "-0x1.4p-1998"
 
 
 @STEADY
@@ -77,7 +77,7 @@ def test_rounded_is_decimals_rounding(value: Fraction, digits: int) -> None:
         context.prec = 60  # a fraction of these denominators is no tie in 60 digits unless it is one
         near = Decimal(value.numerator) / Decimal(value.denominator)
         context.prec = digits
-        assert Decimal(number_text.rounded(value, digits)) == +near
+        assert Decimal(values.rounded(value, digits)) == +near
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_rounded_is_decimals_rounding(value: Fraction, digits: int) -> None:
     ],
 )
 def test_rounded_writes_no_digit_that_is_none(value: Fraction, digits: int, text: str) -> None:
-    assert number_text.rounded(value, digits) == text
+    assert values.rounded(value, digits) == text
 
 
 @settings(STEADY, max_examples=300)
 @given(_FINITE)
 def test_shortest_of_fp64_is_pythons_repr(value: float) -> None:
-    text = number_text.shortest(encode_exact(abs(value), "fp64"), formats["fp64"])
+    text = values.Stored(encode_exact(abs(value), "fp64"), formats["fp64"]).shortest
     assert float(text) == abs(value)
     assert _digits(text) == _digits(repr(abs(value)))
 
@@ -112,7 +112,7 @@ def test_shortest_is_shortest_and_names_its_code(name: str) -> None:
         value = decode_exact(code, row)
         if isinstance(value, float) or value == 0:
             continue
-        text = number_text.shortest(code, row)
+        text = values.Stored(code, row).shortest
         assert encode_exact(text, row) == code
         digits, exponent = _digits(text)
         if len(digits) > 1:

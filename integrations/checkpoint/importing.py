@@ -1,0 +1,204 @@
+"""Readers of what halfstep does not write: folders of torch.distributed.checkpoint, and those of earlier versions.
+
+torch reads the ``.metadata`` of its folders with `pickle.load`, which imports and calls what the file names. Here it is
+read as data (pickles.py), and compared with the files in the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from halfstep.integrations import pickles
+from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError
+from halfstep.integrations.checkpoint.storage import Reader
+from halfstep.integrations.checkpoint.tree import TensorName, pack
+from halfstep.integrations.pickles import PickleError, Record
+
+METADATA = ".metadata"
+OBJECTS = "halfstep.pt"  # what halfstep wrote next to torch's files
+NUMPY = "halfstep.numpy"  # the key of numpy values there
+_TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the archive in files of earlier versions
+_TRAILER_LENGTH = 82
+
+
+class _Bytes(Record):
+    """A BytesStorageMetadata, for an object that is not a tensor."""
+
+
+class _Index(Record):
+    """A MetadataIndex, a key with a name and an offset."""
+
+    def key(self) -> MetadataIndex:
+        name, offset = self.state["fqn"], self.state.get("offset")
+        if type(name) is not str or type(offset) not in (torch.Size, type(None)):
+            raise PickleError("it has an index without a name")
+        return MetadataIndex(name, offset)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+
+def _ignored(*arguments: Any) -> None:
+    """Stands for what is not needed: layouts, formats of memory, paths."""
+
+
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata StorageMeta".split()
+_PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath".split()
+_NAMES: dict[tuple[str, str], Any] = {
+    **{(f"{_DCP}.metadata", name): Record for name in _CLASSES},
+    (f"{_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
+    (f"{_DCP}.metadata", "MetadataIndex"): _Index,
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
+    (f"{_DCP}.filesystem", "_StorageInfo"): Record,
+    ("builtins", "getattr"): _ignored,  # Python 3.11.0 to 3.11.3 pickle members of enums so
+    ("torch.serialization", "_get_layout"): _ignored,
+    ("torch", "Size"): lambda sizes=(): torch.Size(sizes),
+    **{(module, name): _ignored for module in ("pathlib", "pathlib._local") for name in _PATHS},
+}
+
+
+class TorchReader(Reader):
+    """A reader of a folder of torch, with the same tree and metadata as one of a checkpoint of halfstep."""
+
+    sources = METADATA
+
+    def __init__(self, path: Path) -> None:
+        self._objects: dict[str, torch.Tensor] = {}  # tensors of the tree that `metadata` does not list
+        super().__init__(path)
+
+    def verify(self, share: int = 0, shares: int = 1) -> None:
+        if (self.path / MANIFEST).exists():  # torch writes none
+            super().verify(share, shares)
+
+    def _read_metadata(self) -> None:
+        self.verify(shares=0)
+        if not (self.path / METADATA).is_file():
+            raise CheckpointError(f"its file {METADATA} is missing")
+        root = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
+        stored = {index.key(): info.state for index, info in root["storage_data"].items()}
+        tensors: dict[str, Any] = {}
+        for name, entry in root["state_dict_metadata"].items():
+            if isinstance(entry, _Bytes):
+                tensors[name] = BytesStorageMetadata()
+                self._chunks[MetadataIndex(name)] = torch.Size(()), self._range(stored[MetadataIndex(name)], 1)
+                continue
+            fields, chunks = entry.state, {}
+            dtype = fields["properties"].state[0]
+            for record in fields["chunks"]:
+                chunk = ChunkStorageMetadata(record.state["offsets"], record.state["sizes"])
+                index, needed = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
+                self._chunks[index] = chunk.sizes, self._range(stored[index], needed)
+                chunks[chunk.offsets, chunk.sizes] = chunk
+            properties = TensorProperties(dtype=dtype)
+            tensors[name] = TensorStorageMetadata(properties, fields["size"], list(chunks.values()))
+        files = {file for _, (file, *_) in self._chunks.values()}
+        self._set_metadata(tensors, sum((self.path / name).stat().st_size for name in files))
+        self.tree = self._tree(root.get("planner_data") or {})
+
+    def _range(self, info: dict[str, Any], needed: int) -> tuple[str, int, int]:
+        """File, offset and length of an entry, which exist."""
+        name, offset, length = info["relative_path"], info["offset"], info["length"]
+        if not atomic.is_name(name) or not (self.path / name).is_file():
+            raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
+        if info.get("transform_descriptors"):
+            raise CheckpointError("its files are compressed or encrypted: save it without that")
+        if min(offset, length - needed) < 0 or offset + length > (self.path / name).stat().st_size:
+            raise CheckpointError(f"its {METADATA} does not match the file {name}")
+        return name, offset, length
+
+    def _read(self, index: MetadataIndex) -> Any:
+        name, offset, length = self._chunks[index][1]
+        with open(self.path / name, "rb") as file:
+            file.seek(offset)
+            return pickles.load(io.BytesIO(file.read(length)), length)
+
+    def _tree(self, paths: dict[str, Any]) -> dict[str, Any]:
+        """What torch has flattened, nested again, with the objects read; and what halfstep wrote next to it."""
+        root: dict[Any, Any] = {}
+        for name, keys in paths.items():
+            if type(keys) is not tuple or not 1 <= len(keys) < 100:
+                raise PickleError("it has a path that is too long")
+            is_tensor = isinstance(self.metadata.state_dict_metadata[name], TensorStorageMetadata)
+            parent = root
+            for key in keys[:-1]:
+                parent = parent.setdefault(key, {})
+            parent[keys[-1]] = TensorName(name) if is_tensor else self._read(MetadataIndex(name))
+        root = {key: _with_lists(value) for key, value in root.items()}
+        if (self.path / OBJECTS).is_file():
+            root |= _with_numpy(pickles.load(str(self.path / OBJECTS), (self.path / OBJECTS).stat().st_size))
+        return {str(key): pack(value, self._objects, f"beside.{key}") for key, value in root.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._objects[name] if name in self._objects else super().tensor(name)
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts with the keys 0, 1, ..., which were lists before torch flattened them, as lists."""
+    if type(value) is not dict:
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    return [items[index] for index in range(len(items))] if items and items.keys() == set(range(len(items))) else items
+
+
+def _with_numpy(value: Any) -> Any:
+    """Values that earlier versions saved, with numpy's where they saved tensors in their stead."""
+    if type(value) is dict and NUMPY in value:
+        values = value["values"].numpy()
+        return values if value[NUMPY] == "array" else values[()]
+    if isinstance(value, dict):
+        return type(value)({key: _with_numpy(item) for key, item in value.items()})
+    return type(value)(map(_with_numpy, value)) if type(value) in (list, tuple) else value
+
+
+def open_checkpoint(path: Path) -> Reader:
+    """A reader of a checkpoint of halfstep, of this version or an earlier one, or of torch.
+
+    Raises:
+        CheckpointError: it is none, its files are missing or have another length, or they do not hold what they say.
+    """
+    if (path / MANIFEST).exists():
+        return TorchReader(path) if atomic.read_manifest(path)["format"] == atomic.FORMAT_1 else Reader(path)
+    ours = (path / OBJECTS, path / STATE, *path.glob(f"*{SHARDS}"))
+    if not (path / METADATA).is_file() or any(file.exists() for file in ours):
+        raise CheckpointError(
+            f"it has no {MANIFEST}, and is not a checkpoint of torch with {METADATA}: it is not a checkpoint, or is "
+            "truncated"
+        )
+    return TorchReader(path)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of ``step-….pt``, as the first versions wrote checkpoints: its last line is a checksum.
+
+    Raises:
+        CheckpointError: the file is damaged or no such checkpoint.
+        PickleError: so is the archive in it.
+    """
+    data = path.read_bytes()
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_LENGTH:])
+    if trailer is None:
+        raise CheckpointError("its last line is not a checksum: it was cut off, or halfstep did not write it")
+    if hashlib.sha256(data[:-_TRAILER_LENGTH]).hexdigest().encode() != trailer[1]:
+        raise CheckpointError("its bytes do not have the checksum on its last line: it was changed or damaged")
+    content = _with_numpy(pickles.load(str(path), len(data)))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"it holds a {type(content).__name__}, not a dict")
+    return content

@@ -1,0 +1,177 @@
+"""Adam and AdamW, drop-ins for torch's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.options import OPTIONS, check_number, check_options, check_tensor_option
+from halfstep.kernels import adam
+
+_ARGUMENTS = """
+
+    Args:
+        params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
+            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
+        lr: learning rate; a float, or a one-element tensor that is read on the device.
+        betas: decay rates of the two moments, each from 0 to below 1.
+        eps: added to the root of the second moment.
+        weight_decay: {decay}.
+        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
+        maximize: ascend instead of descend.
+        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
+        differentiable: must be False.
+{extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
+            ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
+            ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
+            full for fp16. fp32 parameters need none.
+        state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
+            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
+            Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
+            below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
+        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
+            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
+            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
+            mean exact.
+            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
+            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
+            shards do not record their positions, in the shard).
+        seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
+        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
+        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
+            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
+            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
+
+    Raises:
+        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
+        TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
+            integer. Frozen parameters may be of any kind.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.{name}([weight], lr=1e-4)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight.data  # the step is too small for bf16
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+        >>> optimizer.masters()[weight]  # the fp32 master has taken it
+        tensor([0.9999, 0.9999, 0.9999])
+"""
+
+
+class Adam(LayoutOptimizer, torch.optim.Adam):
+    __doc__ = (
+        "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
+        + _ARGUMENTS.format(
+            decay="L2 penalty: ``weight_decay`` times the weight is added to the gradient",
+            extra="        decoupled_weight_decay: decay the weight as AdamW does.\n",
+            name="Adam",
+        )
+    )
+
+    # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
+    # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
+
+    _kernels = adam
+    _operands: ClassVar[dict[str, int]] = {"exp_avg": adam.M, "exp_avg_sq": adam.V, "max_exp_avg_sq": adam.TOP}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
+    ) -> None:
+        values = (lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused)
+        layout = (master_weights, state_dtype, rounding, seed)
+        options = dict(zip(OPTIONS, (*values, decoupled_weight_decay, *layout), strict=True))
+        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+
+    @staticmethod
+    def _check(group: dict[str, Any]) -> None:
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
+        if isinstance(betas[0], torch.Tensor) != isinstance(betas[1], torch.Tensor):
+            raise ValueError("betas must be either both floats or both Tensors")
+        for index, beta in enumerate(betas):
+            check_tensor_option(group, f"betas[{index}]", beta)
+            message = f"Invalid beta parameter at index {index}"
+            check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+        check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
+        check_options(group)
+
+    @staticmethod
+    def _moments(group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+    @staticmethod
+    def _variant(group: dict[str, Any]) -> dict[str, bool]:
+        l2 = not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0)
+        return {"amsgrad": bool(group["amsgrad"]), "l2": l2}
+
+    @staticmethod
+    def _columns(group: dict[str, Any]) -> dict[int, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            **{adam.LR: group["lr"], adam.BETA1: beta1, adam.BETA2: beta2, adam.EPS: group["eps"]},
+            **{adam.DECAY: group["weight_decay"], adam.MAXIMIZE: bool(group["maximize"])},
+            adam.DECOUPLED: bool(group["decoupled_weight_decay"]),
+        }
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    __doc__ = (
+        "AdamW (Loshchilov and Hutter, 2019) with exact fp32 master weights, a drop-in for `torch.optim.AdamW`."
+        + _ARGUMENTS.format(
+            decay="decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step",
+            extra="",
+            name="AdamW",
+        )
+    )
+
+    # As torch's: whatever is loaded into an AdamW decays as AdamW does.
+    _fixed_options = ("decoupled_weight_decay",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
+    ) -> None:
+        values = (lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused)
+        options = dict(zip(OPTIONS, (*values, True, master_weights, state_dtype, rounding, seed), strict=True))
+        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)

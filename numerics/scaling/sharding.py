@@ -1,0 +1,261 @@
+"""How one tensor lies on ranks: `Sharding` answers it for plain tensors, DTensors and the flat parameters of FSDP1.
+
+DTensors are those of FSDP2, HSDP, tensor parallelism and their combinations. topology.py combines the answers for all
+parameters of an optimizer. Nothing here imports torch.distributed before a process group or a DTensor exists.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep.numerics.scaling.wrappers import wrapped_by
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a DTensor. Does not import torch.distributed."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether FSDP1 has flattened the tensor. Its shards do not record their positions."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor; a plain tensor itself."""
+    shard: Any = getattr(tensor, "_local_tensor", tensor)
+    # A collective may still be filling the shard.
+    return shard.wait() if hasattr(shard, "wait") else shard
+
+
+class Ranks(NamedTuple):
+    """The ranks with a shard or a copy of a tensor, including this one.
+
+    Attributes:
+        members: all of them.
+        lines: those on this rank's line in each dimension of the mesh.
+        groups: the process groups of the lines.
+        is_first: whether no lower rank holds a copy of this rank's shard.
+    """
+
+    members: frozenset[int]
+    lines: tuple[frozenset[int], ...]
+    groups: tuple[Any, ...]
+    is_first: bool = True
+
+    @classmethod
+    def of_group(cls, group: Any) -> Ranks | None:
+        """Those of a process group, of which each rank has tensors of its own; None for a group of one."""
+        if group is None or group.size() == 1:
+            return None
+        members = _members(group)
+        return cls(members, (members,), (group,))
+
+
+class Sharding:
+    """How a tensor lies on ranks.
+
+    Attributes:
+        shape: that of the whole tensor. FSDP1 shows a flat shard only.
+        local: this rank's part; a plain tensor itself.
+        mesh, placements: those of a DTensor; None and () for others.
+    """
+
+    __slots__ = ("_spec", "_strides", "is_flat", "local", "mesh", "placements", "shape")
+
+    def __init__(self, tensor: Any) -> None:
+        self.shape, self._strides = tensor.shape, tensor.stride()
+        self.local, self.is_flat = local(tensor), is_flat(tensor)
+        self._spec = getattr(tensor, "_spec", None) if is_sharded(tensor) else None
+        self.mesh = None if self._spec is None else self._spec.mesh
+        self.placements: tuple[Any, ...] = () if self._spec is None else tuple(self._spec.placements)
+
+    def __str__(self) -> str:
+        shape = () if self.mesh is None else tuple(self.mesh.shape)
+        return f"placements {self.placements} on a mesh of shape {shape}"
+
+    @property
+    def ways(self) -> dict[int, int]:
+        """Into how many parts each dimension is cut; empty for a plain tensor, or one that is whole on each rank."""
+        counts: dict[int, int] = {}
+        for placement, size in zip(self.placements, () if self.mesh is None else self.mesh.shape, strict=True):
+            if size > 1 and (dim := getattr(placement, "dim", None)) is not None:
+                counts[dim] = counts.get(dim, 1) * size
+        return counts
+
+    def elements(self, where: str) -> tuple[int, int, int]:
+        """Which elements of the whole this part has: the first one, how many follow one another, and the distance from
+        the first of such a run to that of the next one.
+
+        Raises:
+            ValueError: they do not lie at equal distances. The message calls the tensor `where`.
+        """
+        whole, part = tuple(self.shape), tuple(self.local.shape)
+        if self.mesh is None:
+            return 0, max(math.prod(whole), 1), max(math.prod(whole), 1)
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
+        # If two mesh dimensions shard one dimension in an interleaved order, the parts are ranges only if their sizes
+        # are equal.
+        interleaved = {getattr(p, "dim", None) for p in self.placements if type(p).__name__ == "_StridedShard"}
+        uneven = any(dim in interleaved and whole[dim] % count for dim, count in self.ways.items())
+        if tuple(shape) == part and 0 in part:
+            return 0, 1, 1
+        rows = next((dim for dim, size in enumerate(whole) if size != 1), 0)
+        inner = [dim for dim, size in enumerate(whole) if dim != rows and part[dim] != size]
+        if tuple(shape) != part or uneven or len(inner) > 1 or any(p.is_partial() for p in self.placements):
+            raise ValueError(
+                f"Expected {where} to be sharded by a range of rows, of one other dimension, or of both with "
+                f"rounding='stochastic', but got {self}: shard evenly, or use rounding='nearest'"
+            )
+        start = sum(first * math.prod(whole[dim + 1 :]) for dim, first in enumerate(offset))
+        if not inner:
+            return start, math.prod(part), math.prod(part)
+        return start, math.prod(part[inner[0] :]), math.prod(whole[inner[0] :])
+
+    def keeps_blocks(self, span: int, evenly: bool = False) -> bool:
+        """Whether each block of `span` elements of a row of a matrix is on one rank. All ranks decide alike.
+
+        With `evenly`, columns must be cut into equal parts too: torch then cuts a tensor with a number per block alike.
+        """
+        cuts = self.ways
+        if self.is_flat or max(cuts, default=0) == 0:
+            return not self.is_flat
+        if max(cuts) > 1 or (evenly and self.shape[1] % cuts[1]):
+            return False
+        columns = -(-self.shape[1] // cuts[1])  # of all ranks but the last
+        return columns * math.prod(self.shape[2:]) % span == 0
+
+    def like(
+        self, part: torch.Tensor, shape: torch.Size | None = None, strides: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """A tensor that lies on the ranks as this one, with another part of this rank; the part if there is no mesh.
+
+        The whole has the shape and the strides of this tensor, or another `shape`, in row-major order by default.
+        """
+        if self.mesh is None:
+            return part
+        from torch.distributed.tensor import DTensor
+
+        if shape is None:
+            shape, strides = self.shape, self._strides
+        strides = strides or torch.empty(shape, dtype=part.dtype, device="meta").stride()
+        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
+        whole._local_tensor = part  # instead of a view
+        return whole
+
+    def distributed(self, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor that every rank has whole, cut as this one. Nothing is sent."""
+        if self.mesh is None:
+            return whole
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
+
+    def moved(self, part: torch.Tensor) -> torch.Tensor:
+        """As `like` in the same shape, for a part on another device, which `DTensor.from_local` would move back."""
+        if self._spec is None:
+            return part
+        from torch.distributed.tensor import DTensor
+
+        meta = self._spec.tensor_meta._replace(dtype=part.dtype)
+        return DTensor(part, replace(self._spec, tensor_meta=meta), requires_grad=False)
+
+    def ranks(self) -> Ranks | None:
+        """The ranks that hold the other parts of a DTensor; None if it is on one rank only, or not on this one."""
+        mesh = self.mesh
+        coordinate = None if mesh is None else mesh.get_coordinate()
+        if mesh is None or coordinate is None or mesh.size() == 1:
+            return None
+        groups = tuple(mesh.get_group(dimension) for dimension in range(mesh.ndim) if mesh.size(dimension) > 1)
+        copies = [at for at, placement in zip(coordinate, self.placements, strict=True) if placement.is_replicate()]
+        members = frozenset(mesh.mesh.flatten().tolist())
+        return Ranks(members, tuple(map(_members, groups)), groups, not any(copies))
+
+
+def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Redistribute DTensor gradients to the placements of their parameters.
+
+    Sequence parallelism leaves gradients of replicated parameters as partial sums (``Partial``). Neither their norm nor
+    their overflow can be derived from the summand of one rank.
+    """
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is not None and is_sharded(grad) and is_sharded(parameter):
+            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+            if grad.placements != placements:
+                parameter.grad = grad.redistribute(mesh, placements)
+
+
+def _members(group: Any) -> frozenset[int]:
+    import torch.distributed as dist
+
+    return frozenset(dist.get_process_group_ranks(group))
+
+
+def grid(rank: int, lines: Sequence[frozenset[int]]) -> frozenset[int] | None:
+    """The ranks of the grid that several sets of ranks span, each along one dimension; None if they span none.
+
+    In a grid, the sets along one dimension are shifted copies of each other, so this rank knows those of other ranks.
+    """
+    offsets = [sorted(member - min(line) for member in line) for line in lines]
+    origin = rank - sum(rank - min(line) for line in lines)
+    reached = frozenset(origin + sum(steps) for steps in product(*offsets))
+    return reached if origin >= 0 and len(reached) == math.prod(map(len, lines)) else None
+
+
+def flat_ranks() -> dict[int, Ranks | None]:
+    """The ranks of each parameter that a living module of FSDP1 has flattened, by the parameter's id."""
+    ranks: dict[int, Ranks | None] = {}
+    for module in wrapped_by("FullyShardedDataParallel"):
+        handle = getattr(module, "_handle", None)
+        if handle is None or getattr(module, "_fsdp_extension", None) is not None:
+            continue  # with an extension, the flat parameter contains DTensors with placements of their own
+        flat = handle.flat_param
+        spread = _of_handle(module, handle)
+        ranks.update((id(view), spread) for view in (flat, *(flat._params or ()), *(flat._shared_params or ())))
+    return ranks
+
+
+def _of_handle(module: Any, handle: Any) -> Ranks | None:
+    """The ranks of the parameters that an FSDP1 module has flattened."""
+    dimensions = [(handle.process_group, handle.uses_sharded_strategy)]
+    if "HYBRID" in handle._sharding_strategy.name:
+        dimensions.append((module._inter_node_pg, False))
+    dimensions = [(group, cut) for group, cut in dimensions if group.size() > 1]
+    if not dimensions:
+        return None
+    import torch.distributed as dist
+
+    groups = tuple(group for group, _ in dimensions)
+    lines = tuple(map(_members, groups))
+    members = grid(dist.get_rank(), lines)
+    if members is None:
+        raise RuntimeError(
+            f"Expected FSDP to shard and copy over the dimensions of one mesh, but got ranks {sorted(lines[0])} and "
+            f"{sorted(lines[1])}: pass device_mesh= to FullyShardedDataParallel instead of two process groups"
+        )
+    is_first = all(cut or group.rank() == 0 for group, cut in dimensions)
+    return Ranks(members, lines, groups, is_first)
+
+
+def default_group() -> Any:
+    """The default process group, or None. Does not import torch.distributed."""
+    dist = sys.modules.get("torch.distributed")
+    return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
+
+
+def checked_group(group: Any) -> Any:
+    """The process group that a user passed, that of a 1-D mesh, or None."""
+    group = group.get_group() if hasattr(group, "get_group") else group
+    if group is not None and not hasattr(group, "size"):  # as torch returns on ranks outside a new group
+        raise ValueError(f"Expected process_group to be None or a group that contains this rank, but got {group!r}")
+    return group
