@@ -38,10 +38,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from halfstep.kernels import adam, backend, cast, loss_scale, native, statistics, unscale
+from halfstep.kernels.optimizer import launch
 from halfstep.numerics.scaling.stand_ins import StandIn
 
 aten = torch.ops.aten
-FAMILIES = (adam, cast, loss_scale, statistics, unscale)
+LAUNCHERS = (cast, launch, loss_scale, statistics, unscale)
 # Of the launches that read a table: how many of its rows are addresses.
 ADDRESS_ROWS = {"adam": adam.OPERANDS, "check": 1, "cast": 2, "count": 1}
 # Operations that tell the host something about the elements.
@@ -218,7 +219,7 @@ class Model:
                 torch._C, "_cuda_getCurrentRawStream", lambda index: self.current.cuda_stream, create=True
             )
         )
-        for module in FAMILIES:
+        for module in LAUNCHERS:
             enter(mock.patch.object(module, "resolve", partial(self._resolve, module.resolve)))
             if hasattr(module, "native"):
                 enter(mock.patch.object(module, "native", self._native()))
