@@ -153,15 +153,15 @@ def encode_positive(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[
     magnitude, noise = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF, _noise_in_blocks(noise)
     smallest = _in_blocks(x.view(torch.int32) & 0x7FFFFFFF, 0x7FFFFFFF).amin(-1, keepdim=True)
     # In units of 2^16, of which every step is a multiple. The largest number is rounded up to one.
-    most = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
-    base = torch.maximum(smallest >> 23 << 7, (most + 15 >> 7 << 7) - 31 * _BINADE).clamp(min=_LEAST)
+    upper = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
+    base = torch.maximum(smallest >> 23 << 7, (upper + 15 >> 7 << 7) - 31 * _BINADE).clamp(min=_LEAST)
     # An integer rounded up to 8 bits has 8 + s bits.
-    reach = (most - base).clamp(min=0).float().view(torch.int32) + 0xFFFF >> 23
+    reach = (upper - base).clamp(min=0).float().view(torch.int32) + 0xFFFF >> 23
     shift = (reach - 134).clamp(min=0)
-    usable = (most >= _LEAST) & (most <= _LARGEST)
+    usable = (upper >= _LEAST) & (upper <= _LARGEST)
     steps = (magnitude - (base << 16)).clamp(min=0).long() << (8 - shift)
     code = (steps + noise >> NOISE_BITS).masked_fill(~usable, 0).to(torch.uint8)
-    scale = (base | shift + LEAST_STEP).masked_fill(most < _LEAST, 0).masked_fill(most > _LARGEST, NAN_RANGE)
+    scale = (base | shift + LEAST_STEP).masked_fill(upper < _LEAST, 0).masked_fill(upper > _LARGEST, NAN_RANGE)
     return _in_rows(code, x.shape[1]), scale.squeeze(-1).to(torch.int16)
 
 
@@ -244,24 +244,24 @@ def encode_signed_block(x, noise):
 
 
 @jit
-def _range(most, smallest):
+def _range(upper, smallest):
     """The bases and steps of blocks of positive numbers, as `encode_positive` says.
 
     Args:
-        most: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
+        upper: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
         smallest: the smallest patterns, of which the upper 9 bits count.
 
     Returns:
         The bases; the exponent bytes of 2^(7 + s - LEAST_STEP); whether all numbers are finite; the scales.
     """
-    base = tl.maximum(smallest & 0x7F800000, (((most + 15) << 16) & 0x7F800000) - (31 << 23))
+    base = tl.maximum(smallest & 0x7F800000, (((upper + 15) << 16) & 0x7F800000) - (31 << 23))
     base = tl.maximum(base, 1 << 23)
-    reach = (most - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
+    reach = (upper - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
     power = tl.maximum((reach + 0xFFFF) >> 23, _SEVEN)
-    finite = most <= _LARGEST_UPPER
-    scale = tl.where(most < _LEAST_UPPER, 0, (base >> 16) + (power - (_SEVEN - _LEAST_STEP)))
+    finite = upper <= _LARGEST_UPPER
+    scale = tl.where(upper < _LEAST_UPPER, 0, (base >> 16) + (power - (_SEVEN - _LEAST_STEP)))
     scale = tl.where(finite, scale, _NAN_RANGE)
-    return base, power, finite, tl.reshape(scale, (most.shape[0],)).to(tl.int16)
+    return base, power, finite, tl.reshape(scale, (upper.shape[0],)).to(tl.int16)
 
 
 @jit

@@ -149,13 +149,13 @@ def averages_assembly(paired: bool = False) -> str:
     say which form applies, as in adam/rule.py. They are the same for all elements, so that one branch stands for two
     choices per element. The square of a gradient is at most `LARGEST_POSITIVE`.
     """
-    n, most = WEIGHTS, _hex(LARGEST_POSITIVE)
+    n, cap = WEIGHTS, _hex(LARGEST_POSITIVE)
     g, m, v, f1, f2 = ([f"${i}" for i in range(2 * n + part * n, 3 * n + part * n)] for part in range(5))
-    square = "mul.rn.f32 %q, {g}, {g}; min.NaN.f32 %q, %q, {most};"
+    square = "mul.rn.f32 %q, {g}, {g}; min.NaN.f32 %q, %q, {cap};"
 
     def average(i: int, near: tuple[str, str] | tuple[None, None]) -> list[str]:
         first = _average(g[i], m[i], f1[0], f"${i}", near[0])
-        return [*first, square.format(g=g[i], most=most), *_average("%q", v[i], f2[0], f"${n + i}", near[1])]
+        return [*first, square.format(g=g[i], cap=cap), *_average("%q", v[i], f2[0], f"${n + i}", near[1])]
 
     def average_pair(a: int) -> list[str]:
         b = a + 1
@@ -164,7 +164,7 @@ def averages_assembly(paired: bool = False) -> str:
             "sub.rn.f32x2 %dd, %gg, %mm; mul.rn.f32x2 %dd, %f1, %dd; add.rn.f32x2 %mm, %mm, %dd;",
             f"mov.b64 {{${a}, ${b}}}, %mm;",
             "mul.rn.f32x2 %qq, %gg, %gg; mov.b64 {%q, %d}, %qq;",
-            f"min.NaN.f32 %q, %q, {most}; min.NaN.f32 %d, %d, {most};",
+            f"min.NaN.f32 %q, %q, {cap}; min.NaN.f32 %d, %d, {cap};",
             f"mov.b64 %qq, {{%q, %d}}; mov.b64 %mm, {{{v[a]}, {v[b]}}};",
             "sub.rn.f32x2 %dd, %qq, %mm; mul.rn.f32x2 %dd, %f2, %dd; add.rn.f32x2 %mm, %mm, %dd;",
             f"mov.b64 {{${n + a}, ${n + b}}}, %mm;",

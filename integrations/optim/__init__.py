@@ -15,7 +15,7 @@ these tensors, with other names for codes and remainders (numerics/state_layout.
 ``exp_avg``, of shape (rows, blocks per row); see kernels/block_codes.py.
 
 **Random bits.** With ``rounding="stochastic"``, those of an element depend on the seed, which is saved, the parameter's
-index in the optimizer, its step count and the element's index in the whole, unsharded parameter; see kernels/adam.py.
+index in the optimizer, its step count and the element's index in the whole, unsharded parameter; see kernels/optimizer.
 
 **Masters and parameters.** If other code writes a parameter between two steps, an old master never overwrites it. A
 full master is compared with the parameter if the version or the address of the parameter has changed, and replaced

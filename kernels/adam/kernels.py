@@ -239,8 +239,8 @@ def _update_packed(
     OPERANDS: tl.constexpr = entry(UPDATES_OPERANDS, FORM.REMAINDER, NOISY)
     numbers = rate, hyper.root, hyper.eps, hyper.step_size, quotient, smallest
     if FORM.REMAINDER:
-        held = (loaded.weight, loaded.extra, words[0]) if NOISY else (loaded.weight, loaded.extra)
-        inputs = (m, v) + held + numbers  # noqa: RUF005 (Triton knows no stars)
+        weights = (loaded.weight, loaded.extra, words[0]) if NOISY else (loaded.weight, loaded.extra)
+        inputs = (m, v) + weights + numbers  # noqa: RUF005 (Triton knows no stars)
         weight, extra = tl.inline_asm_elementwise(
             ASSEMBLY, OPERANDS, inputs, (tl.bfloat16, tl.int16 if FORM.REMAINDER == 16 else tl.int8), True, 8
         )
