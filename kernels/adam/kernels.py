@@ -216,9 +216,9 @@ def _update_packed(
         g = g + (tl.where(mask, hyper.decay * w, 0.0) if SHORT else hyper.decay * w)
     m = block_codes.decode_signed_packed(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
     v = block_codes.decode_positive_packed(loaded.v, loaded.v_scales[:, None])
-    inputs = [g, m, v, hyper.factor_m, hyper.factor_v]
+    averaged = [g, m, v, hyper.factor_m, hyper.factor_v]
     AVERAGE: tl.constexpr = entry(AVERAGES, PAIRED)
-    m, v = tl.inline_asm_elementwise(AVERAGE, constraints(16, 40, "f"), inputs, (tl.float32, tl.float32), True, 8)
+    m, v = tl.inline_asm_elementwise(AVERAGE, constraints(16, 40, "f"), averaged, (tl.float32, tl.float32), True, 8)
     EACH: tl.constexpr = HINT // 2
     exists = tl.arange(0, _SPAN // EACH)[None, :] * EACH < blocks.size[:, None]
     largest, smallest = block_codes.extremes_packed(m, v, exists, EACH, SHORT)
