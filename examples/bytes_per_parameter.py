@@ -76,17 +76,17 @@ PLANNED = {"flashoptim": ("flashoptim-24", "bf16")}
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
     """Address and bytes of the memory of all tensors, also of those inside tensors of subclasses."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for value in values:
         if isinstance(value, dict):
-            found |= _storages(value.values())
+            sizes |= _storages(value.values())
         elif hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
-            found |= _storages(getattr(value, name) for name in names)
+            sizes |= _storages(getattr(value, name) for name in names)
         elif isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 def _timed(call: Callable[[], Any], on_gpu: bool) -> float:

@@ -25,17 +25,17 @@ BUCKET = 2**20
 class Block(Module):
     def __init__(self, width: int, device: str = "cpu") -> None:
         super().__init__()
-        kind = {"device": device, "dtype": torch.bfloat16}
+        factory = {"device": device, "dtype": torch.bfloat16}
         self.heads = width // 64
-        self.norms = ModuleList([LayerNorm(width, **kind), LayerNorm(width, **kind)])
-        self.qkv, self.out = Linear(width, 3 * width, **kind), Linear(width, width, **kind)
-        self.up, self.down = Linear(width, 4 * width, **kind), Linear(4 * width, width, **kind)
+        self.norms = ModuleList([LayerNorm(width, **factory), LayerNorm(width, **factory)])
+        self.qkv, self.out = Linear(width, 3 * width, **factory), Linear(width, width, **factory)
+        self.up, self.down = Linear(width, 4 * width, **factory), Linear(4 * width, width, **factory)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape
         q, k, v = (
-            one.view(batch, length, self.heads, 64).transpose(1, 2)
-            for one in self.qkv(self.norms[0](hidden)).chunk(3, dim=-1)
+            part.view(batch, length, self.heads, 64).transpose(1, 2)
+            for part in self.qkv(self.norms[0](hidden)).chunk(3, dim=-1)
         )
         attended = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(hidden.shape)
         hidden = hidden + self.out(attended)
@@ -46,14 +46,14 @@ class GPT(Module):
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
         self.tokens = Embedding(256, width, dtype=torch.bfloat16)
-        self.places = Embedding(SEQUENCE, width, dtype=torch.bfloat16)
+        self.positions = Embedding(SEQUENCE, width, dtype=torch.bfloat16)
         self.blocks = ModuleList(Block(width) for _ in range(blocks))
         self.norm = LayerNorm(width, dtype=torch.bfloat16)
-        for table in (self.tokens, self.places):
+        for table in (self.tokens, self.positions):
             torch.nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(tokens) + self.places.weight
+        hidden = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False)
         logits = self.norm(hidden) @ self.tokens.weight.t()
@@ -61,7 +61,7 @@ class GPT(Module):
 
 
 def planned(width: int, blocks: int) -> Plan:
-    shapes = [one.shape for one in Block(width, "meta").parameters()]
+    shapes = [parameter.shape for parameter in Block(width, "meta").parameters()]
     root = [(256, width), (SEQUENCE, width), (width,), (width,)]
     units = [unit("root", root, root=True), unit("block", shapes, count=blocks)]
     return plan(units=units, optimizer="halfstep-split-8bit", precision="bf16", step_in_backward=BUCKET)
@@ -108,14 +108,14 @@ def main() -> int:
     options = parser.parse_args()
 
     blocks = fitting(options.width, int(options.memory * 2**30))
-    made = planned(options.width, blocks)
-    print(f"{blocks} blocks, {made.parameters:,} parameters; planned: {made.totals.peak / 2**20:,.0f} MiB")
+    fits = planned(options.width, blocks)
+    print(f"{blocks} blocks, {fits.parameters:,} parameters; planned: {fits.totals.peak / 2**20:,.0f} MiB")
 
     train(64, 1, 1, 1)  # loads what the first step needs
     before = resident("VmRSS")
     losses = train(options.width, blocks, options.steps, options.batch)
-    taken = resident("VmHWM") - before
-    print(f"the process took {taken / 2**20:,.0f} MiB, with activations")
+    used = resident("VmHWM") - before
+    print(f"the process took {used / 2**20:,.0f} MiB, with activations")
     print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     return 0 if losses[-1] < 0.9 * losses[0] else 1
 

@@ -21,11 +21,11 @@ def run(name: str, train: Callable[[int, torch.device], list[float]]) -> NoRetur
 
     `train` receives the rank and its device, and returns the losses, or an empty list where it does not know them.
     """
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else 0)
-    if kind == "cuda":
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else 0)
+    if device_type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     everyone: list[list[float]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, train(dist.get_rank(), device))
     losses = next(filter(None, everyone))

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ RUN_COLOURS = {
 }
 LOOKS = {name: f"run{i}" for i, name in enumerate(RUN_COLOURS)}  # classes of colours
 COLOURS = "".join(f".run{i} {{ --c: light-dark({a}, {b}); }} " for i, (a, b) in enumerate(RUN_COLOURS.values()))
-COLOURS += "".join(f".{kind} {{ --c: {colour}; }} " for kind, (colour, _) in KINDS.items() if " " not in kind)
+COLOURS += "".join(f".{zone} {{ --c: {colour}; }} " for zone, (colour, _) in KINDS.items() if " " not in zone)
 OVERFLOW = ("parameter", "steps with", "first step", "last step")
 EMULATED = (
     "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
@@ -40,7 +41,7 @@ EMULATED = (
 
 def machine(device: torch.device) -> dict[str, Any]:
     """A description of the machine, without its name and its user, and the versions of packages (None: absent)."""
-    known = {
+    described = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "cpu": processor_name(),
         "cores": os.cpu_count(),
@@ -48,7 +49,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
     }
     versions = {name: version_of(name) for name in ("halfstep", "torch", "numpy", "triton")}
-    return {"machine": known, "versions": {"python": platform.python_version(), **versions}}
+    return {"machine": described, "versions": {"python": platform.python_version(), **versions}}
 
 
 PARTS = ("param", "gradient", "optimizer")
@@ -86,17 +87,16 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def outcome(content: dict[str, Any]) -> str:
     """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
-    against, said, base = _against(content), [], ""
+    against, parts, base = _against(content), [], ""
     for run in content["runs"]:
-        size = f"at {sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g} B"
-        by = " with halfstep" if run["optimizer"].startswith("halfstep") else ""
+        size = f"{sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g} B"
+        name = run["name"] + (" with halfstep" if run["optimizer"].startswith("halfstep") else "")
         if run["precision"] == "fp32" and run["name"] in against:
-            base = f"In fp32: {run['final_val_loss']:.4f} {size}."
+            base = f"In fp32: {run['final_val_loss']:.4f} at {size}."
         elif run["name"] in against:
-            said.append(
-                f"{run['name']}{by}: {against[run['name']]} {size if said else f'validation loss {size} per parameter'}"
-            )
-    return f"{'; '.join(said)}. {base}" if said else ""
+            measured = f"at {size}" if parts else f"validation loss at {size} per parameter"
+            parts.append(f"{name}: {against[run['name']]} {measured}")
+    return f"{'; '.join(parts)}. {base}" if parts else ""
 
 
 def sentence(content: dict[str, Any]) -> str:
@@ -118,17 +118,17 @@ def notes(content: dict[str, Any]) -> list[str]:
 def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
     """How many steps each run with a loss scale skipped, and the parameters that overflowed."""
     for run in content["runs"]:
-        if known := run["overflow"]:
-            parameters = [Overflow(**parameter) for parameter in known["parameters"]]
+        if overflow := run["overflow"]:
+            parameters = [Overflow(**parameter) for parameter in overflow["parameters"]]
             rows: list[list[object]] = [[p.name, overflow_kind(p), p.first_step, p.last_step] for p in parameters]
-            yield f"{run['name']}: {known['skipped']:,} of {known['steps']:,} steps skipped", rows
+            yield f"{run['name']}: {overflow['skipped']:,} of {overflow['steps']:,} steps skipped", rows
 
 
 def show_table(content: dict[str, Any]) -> None:
     """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
-    for line in filter(None, [outcome(content)]):
-        say(line)
+    if outcome(content):
+        say(outcome(content))
     show(Table(head, rows, range(2, len(head)), ruled=True))
     say(sentence(content))
     for skipped, overflowed in overflows(content):
@@ -141,15 +141,15 @@ def show_table(content: dict[str, Any]) -> None:
 
 def counted(content: dict[str, Any]) -> list[dict[str, Any]]:
     """The first run in each 16-bit format whose gradients were counted."""
-    found = {run["precision"]: run for run in reversed(content["runs"]) if run["gradients"]}
-    return [found[precision] for precision in ("fp16", "bf16") if precision in found]
+    by_format = {run["precision"]: run for run in reversed(content["runs"]) if run["gradients"]}
+    return [by_format[precision] for precision in ("fp16", "bf16") if precision in by_format]
 
 
 def smooth(losses: Sequence[float | None], span: int) -> list[tuple[int, float]]:
     """The steps that have a finite loss among the last `span` ones, and its mean over these."""
-    parts = ((end, losses[max(0, end - span) : end]) for end in range(1, len(losses) + 1))
-    finite = ((end, [loss for loss in part if loss is not None]) for end, part in parts)
-    return [(end, sum(kept) / len(kept)) for end, kept in finite if kept]
+    ends = range(1, len(losses) + 1)
+    recent = ((end, [loss for loss in losses[max(0, end - span) : end] if loss is not None]) for end in ends)
+    return [(end, fmean(finite)) for end, finite in recent if finite]
 
 
 # -------------------------------------------------------------------------------------------------------------- curves
@@ -159,25 +159,27 @@ MEMORY = "{:.4g} MB: weights {:.3g}, gradients {:.3g}, state {:.3g}"
 Curves = Sequence[tuple[str, Sequence[tuple[float, float, str]]]]  # by run: step, value, and its text for the pointer
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
+def ticks(low: float, high: float, limit: int) -> list[float]:
     """At most so many round numbers from `low` to `high`."""
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most * 1.001)
+    step = 10.0 ** math.floor(math.log10((high - low) / limit))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= limit * 1.001)
     return [number * step for number in range(math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6) + 1)]
 
 
-def drawing(title: str, bottom: int, parts: Iterable[str], more: str = "", caption: str = "") -> str:
-    svg = f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">'
-    return f"<figure{more}><h2>{text(title)}</h2>{svg}{''.join(parts)}</svg><figcaption>{caption}</figcaption></figure>"
+def drawing(title: str, bottom: int, parts: Iterable[str], caption: str = "", attributes: str = "") -> str:
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">{"".join(parts)}'
+    )
+    return f"<figure{attributes}><h2>{text(title)}</h2>{svg}</svg><figcaption>{caption}</figcaption></figure>"
 
 
 def label(x: float, y: float, anchor: str, words: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text(words)}</text>'
 
 
-def bar(kind: str, x: float, width: float, top: float, bottom: float, words: str = "") -> str:
+def bar(zone: str, x: float, width: float, top: float, bottom: float, words: str = "") -> str:
     size = f'width="{width:.1f}" height="{bottom - top:.1f}"'
-    return f'<rect class="{kind}" x="{x:.1f}" y="{top:.1f}" {size}><title>{words or kind}</title></rect>'
+    return f'<rect class="{zone}" x="{x:.1f}" y="{top:.1f}" {size}><title>{words or zone}</title></rect>'
 
 
 def chart(
@@ -217,10 +219,10 @@ def chart(
         parts.append(f'<path class="{LOOKS[name]}" d="M{x(points[0][0]):.1f} {y(points[0][1])}{line}"/>')
     parts += [f'<path class="skip" d="M{x(a) - 3:.1f} {y(b) - 3:.1f}l6 6m0-6l-6 6"/>' for a, b in marks]
     data = [[*zip(*points, strict=True)][::2] for _, points in curves]
-    known = json.dumps({"left": LEFT, "right": RIGHT, "width": WIDTH, "first": first, "last": last, "curves": data})
+    shown = json.dumps({"left": LEFT, "right": RIGHT, "width": WIDTH, "first": first, "last": last, "curves": data})
     keys = (f'<span class="{LOOKS[a]}">{text(a)} <output>{text(b[-1][2])}</output></span>' for a, b in curves)
     caption = f"<output>step {last:.0f}</output>{''.join(keys)}"
-    return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], f" data-curves='{escape(known)}'", caption)
+    return drawing(title, BOTTOM, [*parts, '<path class="at" d=""/>'], caption, f" data-curves='{escape(shown)}'")
 
 
 def charts(content: dict[str, Any]) -> list[str]:
@@ -233,10 +235,10 @@ def charts(content: dict[str, Any]) -> list[str]:
         trained.append((name, [(step, loss, f"{loss:.4f}") for step, loss in smooth(run["train_loss"], span)]))
         late = [(step, loss, f"{loss:.4f}") for step, loss in run["validation"] if step >= steps * 0.38]
         validated.append((name, late))
-        held = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
-        sizes = [(step, [size / 1e6 for size in (sum(parts), *parts)]) for step, *parts in held]
+        points = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
+        sizes = [(step, [size / 1e6 for size in (sum(parts), *parts)]) for step, *parts in points]
         memory.append((name, [(step, size[0], MEMORY.format(*size)) for step, size in sizes]))
-        scales.append((name, [(step, math.log2(each), f"{each:,.0f}") for step, each in enumerate(scale, 1)]))
+        scales.append((name, [(step, math.log2(value), f"{value:,.0f}") for step, value in enumerate(scale, 1)]))
         skipped += [(step, math.log2(scale[step - 1])) for step in run["skipped"]]
     entropy = (content["unigram_entropy"], "unigram entropy")
     return [
@@ -251,21 +253,21 @@ def charts(content: dict[str, Any]) -> list[str]:
 def histogram(run: Mapping[str, Any]) -> str:
     """The exponents of a run's gradients under the range of its format, by what becomes of them there."""
     total, scale = run["gradients"]["total"], run["gradients"]["scale"]
-    found = {int(exponent): number for exponent, number in total["exponents"].items()}
-    limits, low, high = zones(found, formats[run["gradients"]["format"]], scale)
-    shift, most, bottom = math.log2(scale), max(found.values(), default=1), BOTTOM // 2
+    counts = {int(exponent): number for exponent, number in total["exponents"].items()}
+    limits, low, high = zones(counts, formats[run["gradients"]["format"]], scale)
+    shift, tallest, bottom = math.log2(scale), max(counts.values(), default=1), BOTTOM // 2
 
     def x(exponent: float) -> float:
         return LEFT + (RIGHT - LEFT) * (min(max(exponent, low), high) - low) / (high - low)
 
     parts = [label(x(e), bottom + 15, "middle", f"2^{e:.0f}") for e in ticks(low, high, 8) if e == int(e)]
-    parts += [bar(f"zone {kind}", x(start), x(end) - x(start), TOP, bottom) for kind, (start, end) in limits.items()]
-    for exponent, number in found.items():
-        kind = next(kind for kind, (start, end) in limits.items() if start <= exponent - shift < end)
-        words = f"2^{exponent - shift:.0f}: {percent(number / max(1, total['elements']))} %, {kind}"
-        top, width = bottom - (bottom - TOP) * number / most, 0.86 * (RIGHT - LEFT) / (high - low)
-        parts.append(bar(kind, x(exponent - shift), width, top, bottom, words))
-    keys = (f'<span class="{kind}">{kind}</span>' for kind, (start, end) in limits.items() if x(start) < x(end))
+    parts += [bar(f"zone {zone}", x(start), x(end) - x(start), TOP, bottom) for zone, (start, end) in limits.items()]
+    for exponent, number in counts.items():
+        zone = next(zone for zone, (start, end) in limits.items() if start <= exponent - shift < end)
+        words = f"2^{exponent - shift:.0f}: {percent(number / max(1, total['elements']))} %, {zone}"
+        top, width = bottom - (bottom - TOP) * number / tallest, 0.86 * (RIGHT - LEFT) / (high - low)
+        parts.append(bar(zone, x(exponent - shift), width, top, bottom, words))
+    keys = (f'<span class="{zone}">{zone}</span>' for zone, (start, end) in limits.items() if x(start) < x(end))
     title = f"Gradients in {run['name']}" + (f" at scale {scale:,.0f}" if shift else "")
     return drawing(title, bottom, parts, caption="".join(keys))
 
@@ -280,17 +282,17 @@ def text(value: object) -> str:
     return escape(f"{value:,}" if isinstance(value, int) else str(value))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], style: str = "") -> str:
     top = "".join(f"<th>{text(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table class="{style}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def gradients_of(run: Mapping[str, Any]) -> str:
     """Where the gradients of a run fall in its format, and the advice on its loss scale."""
-    counts, kinds = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
+    counts, shares = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
     rows = [
-        [row["name"], row["elements"], *(percent(row[kind] / max(1, row["elements"])) for kind in kinds)]
+        [row["name"], row["elements"], *(percent(row[name] / max(1, row["elements"])) for name in shares)]
         for row in (*counts["worst"], counts["total"])
     ]
     at = f", at the last scale of {counts['scale']:,.0f}" if run["scale"] else ""
@@ -298,7 +300,7 @@ def gradients_of(run: Mapping[str, Any]) -> str:
         f"Gradients, {run['name']}",
         f"Counted in {counts['steps']} steps{at}, after rounding to {counts['format']}: flushed values count as zero. "
         "The worst parameters, and all together:",
-        table(("parameter", "elements", *(f"{kind} %" for kind in kinds)), rows, "wide")
+        table(("parameter", "elements", *(f"{name} %" for name in shares)), rows, "wide")
         + f"<pre>{text(counts['advice'] and counts['advice']['text'])}</pre>",
     )
 
@@ -336,7 +338,9 @@ def page(content: dict[str, Any]) -> str:
     for title in ("model", "training", "layout", "data", "machine", "versions"):
         named = [(name.replace("_", " "), value) for name, value in content[title].items()]
         settings += f"<div>{section(title.capitalize(), '', table((), named, 'left'))}</div>"
-    style, script = (Path(__file__).with_name(f"report.{kind}").read_text(encoding="utf-8") for kind in ("css", "mjs"))
+    style, script = (
+        Path(__file__).with_name(f"report.{suffix}").read_text(encoding="utf-8") for suffix in ("css", "mjs")
+    )
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, pairwise
 from pathlib import Path
@@ -52,7 +52,7 @@ from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.planning import Card, Transformer, card
+from halfstep.numerics.planning import Transformer, card
 from halfstep.numerics.planning.work import training_flops
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
@@ -85,17 +85,12 @@ class Run(NamedTuple):
     optimizer: str = "halfstep.AdamW"
 
 
-RUNS = {
-    "fp32": [Run("fp32", "fp32")],
-    "bf16": [Run("bf16", "bf16")],
-    "fp16": [Run("fp16", "fp16")],
-    "compare": [
-        Run("fp32", "fp32", "torch.optim.AdamW"),
-        Run("bf16", "bf16"),
-        Run("fp16", "fp16"),
-        Run("bf16 without master", "bf16", "torch.optim.AdamW"),
-    ],
-}
+RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
+RUNS["compare"] = [
+    Run("fp32", "fp32", "torch.optim.AdamW"),
+    *(*RUNS["bf16"], *RUNS["fp16"]),
+    Run("bf16 without master", "bf16", "torch.optim.AdamW"),
+]
 
 
 # ------------------------------------------------------------------------------------------------------------ the text
@@ -216,8 +211,8 @@ def restarts() -> int:
 
 def connect(options: argparse.Namespace) -> World:
     """Connect to the other processes: with NCCL on GPUs, with Gloo on CPUs."""
-    kind = "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if options.strategy == "single":
         return World(device)
     rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
@@ -225,22 +220,21 @@ def connect(options: argparse.Namespace) -> World:
         # torchrun's store still has the addresses of the dead processes. On one node, all ranks know the same number of
         # restarts and use it as a prefix. On several nodes, each torchrun has its own count.
         store = dist.PrefixStore(f"restart {restarts()}", next(iter(rendezvous("env://")))[0])
-    if kind == "cuda":
+    if on_gpu:
         torch.cuda.set_device(device)
-    backend, bound = ("nccl", device) if kind == "cuda" else ("gloo", None)
+    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
     return World(device, rank, size)
 
 
 def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:
     """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the rest."""
-    kind = world.device.type
     if strategy in ("ddp", "zero1"):
-        return DistributedDataParallel(model, device_ids=[world.device] if kind == "cuda" else None)
+        return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
     if strategy == "fsdp":
-        mesh = init_device_mesh(kind, (world.size,))
-        for part in (*model.get_submodule("blocks").children(), model):
-            fully_shard(part, mesh=mesh)
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for module in (*model.get_submodule("blocks").children(), model):
+            fully_shard(module, mesh=mesh)
     return model
 
 
@@ -252,22 +246,10 @@ def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
         model.set_requires_gradient_sync(last)
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor, or of this rank's shard of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-
 def shape_of(size: Size) -> Transformer:
     """The model as the planner describes it."""
-    return Transformer(size.layers, size.width, size.heads, VOCABULARY, size.context, biases=False, dropout=False)
-
-
-def card_of(device_name: str) -> Card | None:
-    """The GPU in the planner's table, if it knows this name."""
-    try:
-        return card(device_name)
-    except ValueError:
-        return None
+    sizes = (size.layers, size.width, size.heads, VOCABULARY, size.context)
+    return Transformer(*sizes, biases=False, dropout=False, flash=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -277,11 +259,11 @@ class Clock:
     """Times each step and its optimizer part: by the wall clock on CPUs, by events, which do not wait, on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.events = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
         self.marks: list[Any] = []  # three of each step
 
     def mark(self) -> None:
-        if self.events:
+        if self.on_gpu:
             self.marks.append(torch.cuda.Event(enable_timing=True))
             self.marks[-1].record()
         else:
@@ -290,10 +272,10 @@ class Clock:
     def take(self) -> list[tuple[float, float]]:
         """The milliseconds of each step since the last call, and of its optimizer part. Waits for the device."""
         marks, self.marks = self.marks, []
-        steps = list(zip(marks[::3], marks[1::3], marks[2::3], strict=True))
-        if self.events:
+        if self.on_gpu:
             torch.cuda.synchronize()
-            return [(begin.elapsed_time(end), middle.elapsed_time(end)) for begin, middle, end in steps]
+            marks = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
+        steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
         return [((end - begin) * 1e3, (end - middle) * 1e3) for begin, middle, end in steps]
 
 
@@ -339,11 +321,10 @@ class Trainer:
         self.zero = options.strategy == "zero1"
         self.optimizer = self._optimizer()
         self.scheduler = LambdaLR(self.optimizer, self.rate)
-        self.scaler = None
+        self.scaler = self.monitor = None
         if run.precision == "fp16":
             scale = {"init_scale": options.init_scale, "growth_interval": options.growth_interval}
             self.scaler = halfstep.GradScaler(world.device.type, **scale)
-        self.monitor = None
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
@@ -361,10 +342,13 @@ class Trainer:
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
-        held = [sum(map(bytes_of, tensors)) for tensors in (self.plain.parameters(), grads, state)]
-        self.gradient_bytes = held[1] or self.gradient_bytes
-        if not self.memory or self.memory[-1][1:] != held:
-            self.memory.append([self.step, *held])
+        sizes = [
+            sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+            for tensors in (self.plain.parameters(), grads, state)
+        ]
+        self.gradient_bytes = sizes[1] or self.gradient_bytes
+        if not self.memory or self.memory[-1][1:] != sizes:
+            self.memory.append([self.step, *sizes])
 
     def _optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of the wrapped model's parameters. As usual, only matrices have weight decay."""
@@ -374,14 +358,14 @@ class Trainer:
             chosen |= {"state_dtype": STATE_DTYPES[options.state_dtype], "rounding": "stochastic"}
         if options.master_weights != "auto":
             chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
-        kind: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
+        adamw: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
         trained = [p for p in self.plain.parameters() if p.requires_grad]
         matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
         groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": options.weight_decay}]
         groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
         if self.zero:
-            return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **chosen)
-        return kind(groups, **chosen)
+            return ZeroRedundancyOptimizer(groups, optimizer_class=adamw, **chosen)
+        return adamw(groups, **chosen)
 
     def rate(self, step: int) -> float:
         """The share of the peak learning rate in a step, from 0: linear warm-up, then half a cosine to zero."""
@@ -457,8 +441,8 @@ class Trainer:
         count = -(-VALIDATION_ROWS // batch)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for start in range(0, count * batch, batch):
-            here = range(rows.start + start, rows.stop + start)
-            parts = self._parts(self.corpus.validation(here, count * batch, SIZES[self.options.size].context))
+            ranks_rows = range(rows.start + start, rows.stop + start)
+            parts = self._parts(self.corpus.validation(ranks_rows, count * batch, SIZES[self.options.size].context))
             for part in parts:
                 total += self.model(*part).double() / len(parts)
         for module in self.model.modules():
@@ -480,7 +464,7 @@ class Trainer:
             "optimizer": whole,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
-            "history": {name: torch.tensor(known, dtype=torch.float64) for name, known in self.history.items()},
+            "history": {name: torch.tensor(points, dtype=torch.float64) for name, points in self.history.items()},
             "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
@@ -506,19 +490,19 @@ class Trainer:
         """The overflows since the process started, on any rank: they hold different shards. Collective."""
         if self.scaler is None:
             return None
-        known = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
-        everywhere = chain.from_iterable(self.world.objects(known["parameters"]))
-        ordered = sorted(everywhere, key=lambda one: one["inf_steps"] + one["nan_steps"])
-        found = {one["name"]: one for one in ordered}  # of a parameter, the rank with the most
-        return {**known, "parameters": [*found.values()][::-1]}
+        overflows = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
+        entries = chain.from_iterable(self.world.objects(overflows["parameters"]))
+        ordered = sorted(entries, key=lambda entry: entry["inf_steps"] + entry["nan_steps"])
+        most = {entry["name"]: entry for entry in ordered}  # of a parameter, the rank with the most
+        return {**overflows, "parameters": [*most.values()][::-1]}
 
     def _counted(self) -> dict[str, Any] | None:
         """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
-        trained = (one for one in self.plain.parameters() if one.requires_grad)
-        mine = [self.world.rank == 0 or isinstance(one, DTensor) for one in trained]
+        trained = (parameter for parameter in self.plain.parameters() if parameter.requires_grad)
+        mine = [self.world.rank == 0 or isinstance(parameter, DTensor) for parameter in trained]
         ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
@@ -529,15 +513,13 @@ class Trainer:
             return None
         together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
         together.load_state_dict(counted)
-        known = together.report()
-        worst = [{k: v for k, v in row.as_dict().items() if k != "exponents"} for row in known.statistics.worst(WORST)]
+        counts = together.report()
+        statistics, advice = counts.statistics, counts.advice
+        worst = [{k: v for k, v in row.as_dict().items() if k != "exponents"} for row in statistics.worst(WORST)]
         return {
-            "format": known.statistics.format.name,
-            "scale": known.statistics.scale,
-            "steps": known.collected,
-            "total": known.statistics.total.as_dict(),
-            "worst": worst,
-            "advice": None if known.advice is None else {**known.advice.as_dict(), "text": str(known.advice)},
+            **{"format": statistics.format.name, "scale": statistics.scale, "steps": counts.collected},
+            **{"total": statistics.total.as_dict(), "worst": worst},
+            "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
         }
 
     def best(self) -> tuple[int, float, int]:
@@ -554,10 +536,11 @@ class Trainer:
         best_step, best_loss, _ = self.best() if validated else (None, None, None)
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
-        on_gpu = world.device.type == "cuda" and self.run.precision != "fp32"
-        gpu = card_of(torch.cuda.get_device_name(world.device)) if on_gpu else None
-        peak = gpu and gpu.flops
-        held = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
+        peak = None
+        if world.device.type == "cuda" and self.run.precision != "fp32":
+            with suppress(ValueError):  # a GPU that the planner does not know
+                peak = card(torch.cuda.get_device_name(world.device)).flops
+        sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -574,7 +557,7 @@ class Trainer:
             "stopped_early": early,
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
-            **{f"{part}_bytes_per_param": size / self.parameters for part, size in held.items()},
+            **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},
             "memory": self.memory,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history["optimizer_ms"]),
@@ -601,20 +584,23 @@ def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any
     return {"precision": run.precision, "optimizer": run.optimizer, **settings, "data": corpus.sha256}
 
 
-def read_checkpoint(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint, and refuse it if it belongs to another run.
 
     Raises:
-        CheckpointError: it is damaged, or its plan differs from the entries of `wanted`, which the message names.
+        CheckpointError: it is damaged, or its plan differs from the entries of `expected`, which the message names.
     """
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
-    differing = [name for name in wanted if state["plan"][name] != wanted[name]]
+    stored = {name: state["plan"][name] for name in expected}
+    differing = ", ".join(  # of a hash, its beginning
+        f"{name} is {str(value)[:12]} and was {str(stored[name])[:12]}"
+        for name, value in expected.items()
+        if stored[name] != value
+    )
     if differing:
-        short = {name: [str(plan[name])[:12] for plan in (wanted, state["plan"])] for name in differing}  # of a hash
-        said = ", ".join(f"{name} is {now} and was {before}" for name, (now, before) in short.items())
-        raise CheckpointError(f"{path} is of another run: {said}; pass what it began with, or start a new run")
+        raise CheckpointError(f"{path} is of another run: {differing}; pass what it began with, or start a new run")
     return state
 
 
@@ -625,10 +611,10 @@ def read_base(path: Path, size: str) -> Weights:
         CheckpointError: there is no checkpoint, or it is damaged, or of another size.
     """
     if path.is_dir() and not (path / "manifest.json").is_file():
-        found = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
-        if len(found) != 1:
-            raise CheckpointError(f"--base {path} holds checkpoints of {len(found)} runs; pass one checkpoint")
-        (path,) = found
+        newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
+        if len(newest) != 1:
+            raise CheckpointError(f"--base {path} holds checkpoints of {len(newest)} runs; pass one checkpoint")
+        (path,) = newest
     state = read_checkpoint(path, {"size": size})
     return merged(state["model"], state["plan"]["lora_alpha"] / (state["plan"]["lora"] or 1))
 
@@ -682,13 +668,13 @@ def train(
         trainer.restore(resumed)
         display.note(f"{run.name}: continuing after step {trainer.step}")
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
-    every = 1 if world.size == 1 and world.device.type == "cpu" else 10
+    interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
     while trainer.step < options.steps:
         trainer.advance()
         last = trainer.step == options.steps
         save_now = bool(options.save_every) and (trainer.step % options.save_every == 0 or last)
         validate_now = trainer.step % options.validate_every == 0 or last
-        if not (save_now or validate_now or trainer.step % every == 0):
+        if not (save_now or validate_now or trainer.step % interval == 0):
             continue
         # A signal reaches the ranks in different steps. Here they agree on one.
         (stop,) = trainer.flush(float(interrupt.signal or 0))
@@ -743,10 +729,10 @@ def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
     path = Path(options.resume or options.out)
     if (path / "manifest.json").is_file():
         return path
-    found = checkpoint.newest(folder_of(run, path))
-    if options.resume and not found:
+    newest = checkpoint.newest(folder_of(run, path))
+    if options.resume and not newest:
         raise UsageError(f"--resume {path} has no checkpoint of {run.name!r}; pass a checkpoint, or the --out of a run")
-    return found
+    return newest
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -787,8 +773,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument_group("memory").add_argument
     add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
     again = "none, or full: save only the inputs of blocks (default: none; full if no KIND is given)"
-    kinds = {"nargs": "?", "const": "full", "choices": ("none", "full"), "metavar": "KIND"}
-    add("--checkpointing", **kinds, default="none", help=again)
+    checkpointing = {"nargs": "?", "const": "full", "choices": ("none", "full"), "metavar": "KIND"}
+    add("--checkpointing", **checkpointing, default="none", help=again)
     add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the moments")
     add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
     add = parser.add_argument_group("output and checkpoints").add_argument
@@ -860,8 +846,8 @@ def command(options: argparse.Namespace) -> int:
     size = len(corpus.train) + len(corpus.val)
     display.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
     if restarts():
-        what = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
-        display.note(f"processes restarted by torchrun, restart {restarts()}: {what}")
+        begun = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
+        display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
     with Interrupt().listening() as interrupt:
         for run in runs:
             row = train(run, options, corpus, world, display, interrupt, resumed.get(run), base)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
@@ -91,19 +91,19 @@ class HostGradient(StandIn):
             optimizer, mirror = args[0]._owner()
             optimizer._add(mirror, args[1])
             return args[0]
-        leaves = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
-        if written and not any(isinstance(one, cls) for one in written):
-            args, kwargs = tree_map_only(cls, lambda one: one.gradient().to(one.device), (args, kwargs))
+        if written and not any(isinstance(tensor, cls) for tensor in written):
+            args, kwargs = tree_map_only(cls, lambda leaf: leaf.gradient().to(leaf.device), (args, kwargs))
             return func(*args, **kwargs)
-        device = next(one.device for one in leaves if isinstance(one, cls))
-        on_host = {id(one): one.gradient() if isinstance(one, cls) else one.cpu() for one in leaves}
-        args, kwargs = tree_map_only(torch.Tensor, lambda one: on_host[id(one)], (args, kwargs))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, cls))
+        on_host = {id(leaf): leaf.gradient() if isinstance(leaf, cls) else leaf.cpu() for leaf in leaves}
+        args, kwargs = tree_map_only(torch.Tensor, lambda leaf: on_host[id(leaf)], (args, kwargs))
         result = func(*args, **kwargs)
-        for one in written:
-            if not isinstance(one, cls) and on_host[id(one)] is not one:
-                one.copy_(on_host[id(one)])
-        argument_of = {id(on_host[id(one)]): one for one in leaves}
+        for tensor in written:
+            if not isinstance(tensor, cls) and on_host[id(tensor)] is not tensor:
+                tensor.copy_(on_host[id(tensor)])
+        argument_of = {id(on_host[id(leaf)]): leaf for leaf in leaves}
 
         def returned(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in argument_of:
@@ -135,7 +135,7 @@ def _is_accumulation(grad: Any, added: Any) -> bool:
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operation writes."""
     schema = func._schema.arguments
-    values = [*zip(schema, args, strict=False), *((one, kwargs[one.name]) for one in schema if one.name in kwargs)]
+    values = [*zip(schema, args, strict=False), *((item, kwargs[item.name]) for item in schema if item.name in kwargs)]
     return [
         leaf
         for argument, value in values
@@ -232,8 +232,8 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
         mirror.attach()
     later = [mirror for mirror in full if mirror.host.grad is not mirror._staging]
     return [
-        _each(methodcaller("synchronize"), [one._arriving for one in full if one._arriving is not None]),
-        _each(torch.Tensor.add_, [one.host.grad for one in later], [one._staging for one in later]),
+        _each(methodcaller("synchronize"), [mirror._arriving for mirror in full if mirror._arriving is not None]),
+        _each(torch.Tensor.add_, [mirror.host.grad for mirror in later], [mirror._staging for mirror in later]),
         _each(setattr, full, repeat("_full"), repeat(False)),
     ]
 
@@ -268,8 +268,8 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
     """Uninitialized memory for a tensor on the host, pinned if `like`, or the tensor itself, is on a GPU."""
     pinned = (values if like is None else like).device.type == "cuda"
     shape = torch.empty_like(values, device="meta")
-    made = torch.empty(shape.numel(), dtype=dtype or values.dtype, device="cpu", pin_memory=pinned)
-    return torch.as_strided(made, shape.shape, shape.stride())
+    memory = torch.empty(shape.numel(), dtype=dtype or values.dtype, device="cpu", pin_memory=pinned)
+    return torch.as_strided(memory, shape.shape, shape.stride())
 
 
 class _Offloaded(LayoutOptimizer):
@@ -312,8 +312,8 @@ class _Offloaded(LayoutOptimizer):
             TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
         if isinstance(param_group, dict) and "params" in param_group:
-            given = param_group["params"]
-            members = [given] if isinstance(given, torch.Tensor) else list(given)
+            params = param_group["params"]
+            members = [params] if isinstance(params, torch.Tensor) else list(params)
             for member in members:
                 self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
             param_group = {**param_group, "params": members}
@@ -342,7 +342,7 @@ class _Offloaded(LayoutOptimizer):
             )
 
     def _follow_groups(self) -> None:
-        """Give the optimizer of the copies the groups as they are now. Other code may change them in place."""
+        """Make copies of the parameters that are in the groups now. Other code may change these in place."""
         groups = [group["params"] for group in self.param_groups]
         if list(map(len, groups)) != list(map(len, self._known)) or not all(
             map(is_, chain.from_iterable(groups), chain.from_iterable(self._known))
@@ -418,14 +418,14 @@ class _Offloaded(LayoutOptimizer):
                 mirror.forget()
             self._copy_out(mirror, parameter.grad)
             self._arrived[mirror.bucket].add(id(parameter))
-            trained = sum(one.parameter.requires_grad for one in self._of_bucket[mirror.bucket])
+            trained = sum(member.parameter.requires_grad for member in self._of_bucket[mirror.bucket])
             if len(self._arrived[mirror.bucket]) == trained:
                 self._submit_bucket(mirror.bucket)
 
     def _submit_bucket(self, number: int) -> None:
         """Step the parameters of a bucket whose gradients have arrived, in the thread of this optimizer."""
-        mirrors = [one for one in self._of_bucket[number] if id(one.parameter) in self._arrived[number]]
-        parameters = [one.parameter for one in mirrors]
+        mirrors = [member for member in self._of_bucket[number] if id(member.parameter) in self._arrived[number]]
+        parameters = [member.parameter for member in mirrors]
         self._arrived[number] = set()
         with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
             self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
@@ -477,7 +477,7 @@ class _Offloaded(LayoutOptimizer):
         mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
-            sum(one.size for one in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
+            sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
         ):
             self._in_flight.popleft().ended.synchronize()
 
@@ -511,14 +511,14 @@ class _Offloaded(LayoutOptimizer):
         for device in {mirror.parameter.device for mirror in mirrors}:
             of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
             if device.type != "cuda":
-                _copies([one.weight for one in of_device], [one.parameter for one in of_device])()
+                _copies([mirror.weight for mirror in of_device], [mirror.parameter for mirror in of_device])()
                 continue
             streams = self._streams_of(device)
             streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
             with torch.cuda.stream(streams.weights):
                 for bucket, members in groupby(of_device, attrgetter("bucket")):
-                    own = list(members)
-                    _copies([one.weight for one in own], [one.parameter for one in own])()
+                    of_bucket = list(members)
+                    _copies([mirror.weight for mirror in of_bucket], [mirror.parameter for mirror in of_bucket])()
                     self._weights_arriving.setdefault(bucket, []).append(streams.weights.record_event())
         written = [mirror.host for mirror in mirrors if mirror.is_written()]
         if written:
@@ -544,7 +544,11 @@ class _Offloaded(LayoutOptimizer):
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
-        used = [one for one in stepped if self._record.has_hook(one.parameter)] if self.in_backward == "step" else []
+        used = (
+            [mirror for mirror in stepped if self._record.has_hook(mirror.parameter)]
+            if self.in_backward == "step"
+            else []
+        )
         for mirror in used:  # a backward that failed has left them
             mirror.parameter.grad = mirror.stand_in()
         # A step takes the writes into parameters without a gradient, too.
@@ -564,7 +568,7 @@ class _Offloaded(LayoutOptimizer):
         except BaseException:
             self._record.clear()  # the gradients are still there
             raise
-        waiting = any(one._full or one.host.grad is not None for one in mirrors)
+        waiting = any(mirror._full or mirror.host.grad is not None for mirror in mirrors)
         self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
 
     def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -588,18 +592,18 @@ class _Offloaded(LayoutOptimizer):
         """
         calls: list[partial[Any]] = []
         written: list[_Mirror] = []
-        for parameters, own in sorted(writes, key=lambda pair: list(map(self._bucket, pair[0][:1]))):
+        for parameters, launches in sorted(writes, key=lambda pair: list(map(self._bucket, pair[0][:1]))):
             mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
-            calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *own]
-            calls.append(_copies(parameters, [one.host for one in mirrors]))
+            calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches]
+            calls.append(_copies(parameters, [mirror.host for mirror in mirrors]))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
-                back, now = self._streams_of(device).back, torch.cuda.current_stream(device)
+                back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
                 if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
-                    back.wait_stream(now)
-                    calls.append(partial(type(now).wait_stream, now, back))
+                    back.wait_stream(current)
+                    calls.append(partial(type(current).wait_stream, current, back))
                 stack.enter_context(torch.cuda.stream(back))
             apply(calls)
         self._weights_arriving = {}
@@ -633,34 +637,13 @@ class _Offloaded(LayoutOptimizer):
 
     # --------------------------------------------------------------------------------------------------------- state
 
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        self._take_device()
-        return super().state_dict()
-
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self._take_device()
         super()._load(state_dict)
         self._record.clear(failed=True)
         _sent(self._mirrors.values())
 
-    def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """The fp32 weight of each parameter on the device; see `halfstep.AdamW.masters`. The masters are on the
-        host."""
-        self._take_device()
-        return super().masters()
-
-    def refresh_master(self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None) -> None:
-        """Set masters to the present parameters on the device; see `halfstep.AdamW.refresh_master`."""
-        self._take_device()
-        super().refresh_master(parameters)
-
-    def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._take_device()
-        super().fit_masters(parameters)
-
     @torch.no_grad()
-    def _take_device(self) -> None:
+    def _update_targets(self) -> None:
         """Copy the parameters to the host, after the steps of a backward."""
         self._follow_groups()
         self._finish_steps()

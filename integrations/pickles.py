@@ -101,14 +101,9 @@ def _check_keys(keys: list[Any]) -> None:
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """The content of a pickle.
+    """The content of a pickle that asks for no other names than these, for which `names` has stand-ins, and dtypes.
 
-    Args:
-        data: the pickle.
-        names: what modules and names stand for; dtypes of torch stand for themselves.
-
-    Raises:
-        PickleError: the pickle is damaged, or asks for another name.
+    Raises PickleError if it does, or is damaged.
     """
     try:
         return _Unpickler(data, names).load()
@@ -139,12 +134,8 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
-def _check_expansion(content: Any, most: int) -> None:
-    """Refuse containers that hold one another so often, or so deep, that looking at all values would take too long.
-
-    Raises:
-        PickleError: they expand to more than `most` values, contain themselves, or are nested more than 100 deep.
-    """
+def _check_expansion(content: Any, limit: int) -> None:
+    """Refuse containers that expand to more than `limit` values, contain themselves, or are nested too deep."""
     counts: dict[int, float] = {}  # of the values in each container
 
     def count(value: Any, depth: int) -> float:
@@ -158,7 +149,7 @@ def _check_expansion(content: Any, most: int) -> None:
             counts[id(value)] = 1 + sum(count(item, depth + 1) for item in items)
         return counts[id(value)]
 
-    if count(content, 0) > most:
+    if count(content, 0) > limit:
         raise PickleError("it has containers that contain themselves, or one another too often")
 
 

@@ -41,10 +41,11 @@ from halfstep.integrations.buckets import (
 )
 from halfstep.integrations.optim.adam import Adam
 from halfstep.kernels.unscale import Verdict
+from halfstep.numerics.scaling.decision import Decision
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.verdict import Checker, Decision, norm_of, parameters_of
+from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
 
 READ = (
@@ -575,19 +576,17 @@ def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
         )
     if clipping is not None and limit is None:
         raise ValueError(f"Expected max_grad_norm of the optimizer to be set with clipping={clipping!r}, but got None")
-    if scaler is None:
-        return
-    if not isinstance(scaler, GradScaler) or not scaler.is_enabled():
+    if scaler is not None and (not isinstance(scaler, GradScaler) or not scaler.is_enabled()):
         raise TypeError(
             f"Expected scaler to be None or an enabled halfstep.GradScaler, but got a {type(scaler).__name__}"
             f"{' that is disabled' if isinstance(scaler, GradScaler) else ''}"
         )
-    if clipping == "previous":
+    if scaler is not None and clipping == "previous":
         raise ValueError(
             "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
             "begun could not undo it"
         )
-    if scaler.write_back:
+    if scaler is not None and scaler.write_back:
         raise ValueError(
             "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
         )

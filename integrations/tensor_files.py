@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import stat
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,25 +55,25 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
     Raises:
         TensorFileError: a file cannot be read or is damaged, or two that were passed have a tensor of the same name.
     """
-    found = TensorFiles({}, [], {})
+    result = TensorFiles({}, [], {})
     for path in map(Path, paths):
-        for part in _parts(path, found.skipped):
+        for part in _parts(path, result.skipped):
             try:
                 tensors = read_tensors(part)
             except TensorFileError as error:
                 if part == path or not isinstance(error.__cause__, Refused):
                     raise
-                found.skipped[str(part)] = f"holds {error.__cause__}"
+                result.skipped[str(part)] = f"holds {error.__cause__}"
                 continue
-            if twice := found.tensors.keys() & tensors.keys():
-                why = f"has a tensor {min(twice)!r}, and so has a file before it; inspect them one by one"
+            if repeated := result.tensors.keys() & tensors.keys():
+                why = f"has a tensor {min(repeated)!r}, and so has a file before it; inspect them one by one"
                 if part == path:
                     raise TensorFileError(f"{path} {why}")
-                found.skipped[str(part)] = why
-                continue
-            found.tensors.update(tensors)
-            found.files.append(str(part))
-    return found
+                result.skipped[str(part)] = why
+            else:
+                result.tensors.update(tensors)
+                result.files.append(str(part))
+    return result
 
 
 def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
@@ -80,25 +81,24 @@ def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
     entries = {entry.name: entry for entry in sorted(path.iterdir())} if path.is_dir() else {}
     if not entries or {"manifest.json", ".metadata"} & entries.keys():
         return [path]
-    named: set[str] = set()
+    indexed: set[str] = set()
     for index in path.glob("*.safetensors.index.json"):
         try:
-            named.update(json.loads(index.read_text())["weight_map"].values())
+            indexed.update(json.loads(index.read_text())["weight_map"].values())
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise TensorFileError(f"{index} is damaged: {error}; download it again, or pass the files") from error
-    if missing := sorted(map(str, named - entries.keys())):
+    if missing := sorted(map(str, indexed - entries.keys())):
         raise TensorFileError(f"{path} has an index, but not {missing[0]}, which it names; add it, or pass the files")
-    parts = []
+    parts, folders = [], [str(entry) for entry in entries.values() if entry.is_dir()]
     for name, entry in entries.items():
         if entry.is_dir():
             skipped[str(entry)] = "a folder; pass it by itself"
-        elif entry.suffix not in SUFFIXES and not name.endswith(".index.json"):
-            skipped[str(entry)] = f"not one of {', '.join(SUFFIXES)}"
-        elif named and entry.suffix == ".safetensors" and name not in named:
+        elif indexed and entry.suffix == ".safetensors" and name not in indexed:
             skipped[str(entry)] = "not in the index"
         elif entry.suffix in SUFFIXES:
             parts.append(entry)
-    folders = [str(entry) for entry in entries.values() if entry.is_dir()]
+        elif not name.endswith(".index.json"):
+            skipped[str(entry)] = f"not one of {', '.join(SUFFIXES)}"
     if folders and not parts:
         raise TensorFileError(f"{path} has no file of tensors; pass a checkpoint in it, such as {folders[-1]}")
     return sorted(parts, key=lambda part: part.suffix != ".safetensors") or [path]
@@ -120,52 +120,59 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     path = Path(path)
     try:
         mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            return _from_folder(path)
-        if not stat.S_ISREG(mode):
-            raise TensorFileError(
-                f"{path} is a pipe or a device; give a file of tensors, which can be mapped into memory"
-            )
-        with open(path, "rb") as file:
-            start = file.read(9)
+        start = b""
+        if stat.S_ISREG(mode):
+            with open(path, "rb") as file:
+                start = file.read(9)
     except OSError as error:
         raise TensorFileError(f"{path} cannot be read: {error.strerror or error}; {EXPECTED}") from error
-    if not start:
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise TensorFileError(f"{path} is a pipe or a device; give a file of tensors, which can be mapped into memory")
+    if stat.S_ISREG(mode) and not start:
         raise TensorFileError(f"{path} is empty; {EXPECTED}")
     if start[:1] == b"\x80" and start[8:] != b"{":  # where the header of safetensors begins
         raise TensorFileError(
             f"{path} is a pickle, as torch wrote files before 1.6; load it with torch.load(..., weights_only=True) and "
             "save it again with torch.save"
         )
-    if start[:4] == b"PK\x03\x04" or path.suffix in (".pt", ".pth"):
-        return _from_torch(path)
-    return _from_safetensors(path)
-
-
-def _from_folder(path: Path) -> dict[str, torch.Tensor]:
-    # Imported here because torch.distributed.checkpoint takes as long to import as the rest of torch.
-    from halfstep.integrations.checkpoint.atomic import CheckpointError
-    from halfstep.integrations.checkpoint.importing import open_checkpoint
-
+    problem, read = "is not a safetensors file, is truncated or damaged", _from_safetensors
+    if stat.S_ISDIR(mode):
+        problem, read = "is a folder, and no checkpoint, or is damaged", _from_folder
+    elif start[:4] == b"PK\x03\x04" or path.suffix in (".pt", ".pth"):
+        problem, read = "is not a file of torch.save, or is damaged", _from_torch
     try:
-        reader = open_checkpoint(path)
-        reader.verify()
-        names = [name for name, known in reader.metadata.state_dict_metadata.items() if hasattr(known, "chunks")]
-        return _named([(name, reader.tensor(name)) for name in names])
-    except CheckpointError as error:
-        raise TensorFileError(f"{path} is a folder, and no checkpoint, or is damaged: {error}; {EXPECTED}") from error
-
-
-def _from_torch(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            leaves = _leaves("", pickles.load(str(path), path.stat().st_size))
-            return _named([(name, _not_expanded(name, tensor)) for name, tensor in leaves])
+        return _named(read(path))
+    except TensorFileError:
+        raise
     except Refused as error:
         raise TensorFileError(f"{path} holds {error}; what is not a plain tensor or value is not read") from error
-    except PickleError as error:
-        raise TensorFileError(f"{path} is not a file of torch.save, or is damaged: {error}; {EXPECTED}") from error
+    except (SafetensorError, OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+        raise TensorFileError(f"{path} {problem}: {error}; {EXPECTED}") from error
+
+
+def _from_folder(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    # Imported here because torch.distributed.checkpoint takes as long to import as the rest of torch.
+    from halfstep.integrations.checkpoint.importing import open_checkpoint
+
+    reader = open_checkpoint(path)
+    reader.verify()
+    for name, entry in reader.metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            yield name, reader.tensor(name)
+
+
+def _from_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():
+            yield name, file.get_tensor(name)
+
+
+def _from_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content = pickles.load(str(path), path.stat().st_size)
+    for name, tensor in _leaves("", content):
+        yield name, _not_expanded(name, tensor)
 
 
 def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -181,39 +188,29 @@ def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _leaves(prefix: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        return [(prefix or "tensor", value)]
-    if not isinstance(value, dict | list | tuple):
-        return []
-    if len(prefix) > LONGEST_NAME:
-        raise TensorFileError(f"a name in it is longer than {LONGEST_NAME:,} characters: {prefix[:100]}...")
-    parts = value.items() if isinstance(value, dict) else enumerate(value)
-    return [leaf for key, part in parts for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), part)]
+        yield prefix or "tensor", value
+    elif isinstance(value, dict | list | tuple):
+        _check_name(prefix)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), item)
 
 
-def _from_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return _named([(name, file.get_tensor(name)) for name in file.keys()])
-    except (SafetensorError, OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, TensorFileError):
-            raise
-        raise TensorFileError(
-            f"{path} is not a safetensors file, is truncated or damaged: {error}; {EXPECTED}"
-        ) from error
+def _check_name(name: str) -> None:
+    if len(name) > LONGEST_NAME:
+        raise TensorFileError(f"a name in it is longer than {LONGEST_NAME:,} characters: {name[:100]}...")
 
 
-def _named(tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """By names that can be printed, with a number behind those that several tensors would have."""
-    found: dict[str, torch.Tensor] = {}
-    taken: dict[str, int] = {}
+    result: dict[str, torch.Tensor] = {}
+    times: Counter[str] = Counter()
     for name, tensor in tensors:
-        if len(name) > LONGEST_NAME:
-            raise TensorFileError(f"a name in it is longer than {LONGEST_NAME:,} characters: {name[:100]}...")
+        _check_name(name)
         name = numbered = printable(name)
-        while numbered in found:
-            taken[name] = taken.get(name, 1) + 1
-            numbered = f"{name} ({taken[name]})"
-        found[numbered] = tensor
-    return found
+        while numbered in result:
+            times[name] += 1
+            numbered = f"{name} ({times[name] + 1})"
+        result[numbered] = tensor
+    return result

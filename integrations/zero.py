@@ -16,8 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from halfstep.integrations.checkpoint.api import is_held
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.rollback import Rollback
-from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather
+from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather, unchanged_on_error
 from halfstep.integrations.optim.classes import saving
 
 
@@ -115,13 +114,7 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         for saved, inner in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
     ]
     entries = {index: state["state"][number] for index, number in enumerate(local_numbers) if number in state["state"]}
-    rollback = Rollback(None, optimizer.optim)
-    try:
+    with unchanged_on_error(optimizer.optim):
         optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
     for outer, inner in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):
         outer.update({name: value for name, value in inner.items() if name != "params"})

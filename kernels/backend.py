@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels import native
-from halfstep.kernels.formats import TABLE, format_of
+from halfstep.kernels.formats import TABLE
 
 try:
     import triton
@@ -199,11 +199,6 @@ def by_address(tensor: torch.Tensor) -> Any:
 
 
 TRITON_NAMES = {form.dtype: form.name for form in TABLE if form.bits >= 16}
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type of a torch dtype, to pass to a kernel as a constexpr."""
-    return format_of(dtype).triton_type
 
 
 def triton_version() -> tuple[int, int]:

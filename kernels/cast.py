@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -70,24 +70,10 @@ FP8 = tuple(form.dtype for form in TABLE if form.bits == 8)
 LARGEST_OFFSET = 2**60 - 1
 
 
-class Conversion(NamedTuple):
-    """How kernels round.
-
-    Attributes:
-        mode: `NEAREST`, `TOWARD_ZERO` or `STOCHASTIC`.
-        saturate: whether overflow and infinities become the largest finite number.
-        seed: of stochastic rounding.
-    """
-
-    mode: int = NEAREST
-    saturate: bool = False
-    seed: int = 0
-
-
-def _conversion(source: torch.dtype, target: torch.dtype, rounding: str, saturate: bool, seed: int = 0) -> Conversion:
-    """What kernels have to do: they need not round where the target holds every value of the source."""
+def _mode(source: torch.dtype, target: torch.dtype, rounding: str) -> int:
+    """How kernels round: not at all (`NEAREST`) where the target holds every value of the source."""
     exact = source == target or target == torch.float32 or (source in FP8 and target not in FP8)
-    return Conversion(NEAREST if exact else ROUNDINGS.index(rounding), saturate, seed)
+    return NEAREST if exact else ROUNDINGS.index(rounding)
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -362,9 +348,9 @@ _SingleTensor = ctypes.c_int64 * (ADDRESSES + 4)  # one tensor as a table: rows 
 _PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
 
 
-def _torch_converts(source: torch.Tensor, dtype: torch.dtype, how: Conversion) -> bool:
+def _torch_converts(source: torch.Tensor, dtype: torch.dtype, mode: int, saturate: bool) -> bool:
     """Whether torch converts a single tensor."""
-    usual = how.mode == NEAREST and not how.saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
+    usual = mode == NEAREST and not saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
     return usual and chosen() == "auto" and (source.is_cuda or source.is_cpu)
 
 
@@ -386,20 +372,21 @@ def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool
 def _cast_into(
     sources: list[torch.Tensor],
     targets: list[torch.Tensor],
-    how: Conversion,
-    streams: list[int],
-    offsets: list[int],
+    mode: int,
+    saturate: bool,
+    noise: tuple[int, list[int], list[int]],
     in_memory: bool = True,
 ) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side.
 
-    For `STOCHASTIC` all are row-major; `streams` and `offsets` then say which random words each tensor gets.
+    For `STOCHASTIC` all are row-major, and `noise` says which words round them: the seed, and for each tensor the
+    stream and the index of its first element.
     """
     (source, *_), (target, *_) = sources, targets
-    mode, saturate, seed = how
+    seed, streams, offsets = noise
     device, pair = source.device, (source.dtype, target.dtype)
     single = in_memory and len(sources) == 1 and not (mode == STOCHASTIC and streams[0])
-    if single and _torch_converts(source, target.dtype, how):
+    if single and _torch_converts(source, target.dtype, mode, saturate):
         check_addresses(source, target)
         target.copy_(source)
         return
@@ -447,14 +434,13 @@ def _computed(
     seed: torch.Tensor | None = None,
     offset: int = 0,
 ) -> torch.Tensor:
-    how = _conversion(x.dtype, dtype, rounding, saturate)
-    source = flattened(x)
-    if _torch_converts(source, dtype, how):
+    mode, source = _mode(x.dtype, dtype, rounding), flattened(x)
+    if _torch_converts(source, dtype, mode, saturate):
         check_addresses(source)
         return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
-    if how.mode != STOCHASTIC:
-        _cast_into([source], [target], how, [0], [0])
+    if mode != STOCHASTIC:
+        _cast_into([source], [target], mode, saturate, (0, [0], [0]))
         return target
     if seed is None or seed.device.type != "cpu":
         raise ValueError(
@@ -462,7 +448,7 @@ def _computed(
         )
     # The noise goes by rows, whatever the order in memory.
     rows = target if source.is_contiguous() else torch.empty_like(source, dtype=dtype, memory_format=_ROW_MAJOR)
-    _cast_into([source.contiguous()], [rows], how._replace(seed=int(seed)), [0], [offset])
+    _cast_into([source.contiguous()], [rows], mode, saturate, (int(seed), [0], [offset]))
     return target if rows is target else target.copy_(rows)
 
 
@@ -707,8 +693,8 @@ def foreach_cast(
         lists = flat, targets, starts
         if len(indices) < len(flat):
             lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]
-        how = _conversion(source_dtype, dtype, rounding, saturate, number)
-        _cast_into(lists[0], lists[1], how, list(indices), lists[2], in_memory)
+        noise = number, list(indices), lists[2]
+        _cast_into(lists[0], lists[1], _mode(source_dtype, dtype, rounding), saturate, noise, in_memory)
     for target, result in zip(targets, results, strict=True) if targets is not results else ():
         if target is not result:
             result.copy_(target)

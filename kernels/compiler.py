@@ -101,7 +101,6 @@ def prebuilt(source: Path) -> list[Path]:
         )
     if wished == "native" or not FOLDER.is_dir():
         return []
-    fitting = [
-        level for level, (_, needed) in levels.items() if wished in ("", level) and _cpu_flags().issuperset(needed)
-    ]
+    flags = _cpu_flags()
+    fitting = [level for level, (_, required) in levels.items() if wished in ("", level) and flags.issuperset(required)]
     return [path for level in fitting if (path := FOLDER / file_name(source, level)).is_file()]

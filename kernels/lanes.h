@@ -328,15 +328,6 @@ template <typename Both, typename Rest> inline void walk_by_two(int64_t n, Both&
     for (; i + 2 * W <= n; i += 2 * W) pair(i);
     for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
 }
-// The same with pair(i, lane), where `lane` is 0 and 2 in turn: four accumulators, so that an addition or maximum need not
-// wait for the last. Worth its code where there is little else to do.
-template <typename Both, typename Rest> inline void walk_by_four(int64_t n, Both&& pair, Rest&& rest) {
-    int64_t i = 0;
-    for (; i + 4 * W <= n; i += 4 * W) pair(i, 0), pair(i + 2 * W, 2);
-    for (; i + 2 * W <= n; i += 2 * W) pair(i, 0);
-    for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
-}
-
 // The sums of neighbours, those of a first: a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...
 inline V neighbours(V a, V b) {
 #if defined(HALFSTEP_AVX512)

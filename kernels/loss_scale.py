@@ -1,22 +1,8 @@
-"""Update of the loss scale after a step: one launch, and the host reads nothing.
+"""Update of the loss scale after a step: one launch, and the host reads nothing. `reference` is the specification.
 
-The algorithm is that of Micikevicius et al., "Mixed precision training" (2018), section 3.2, with the hysteresis of
-Megatron-LM and DeepSpeed. S is the scale, t the number of consecutive steps without overflow and h the number of
-overflows that are still tolerated. All three are updated in place. f is nonzero if the step overflowed:
-
-    f:        h = max(h - 1, 0)    t = 0    S = S * backoff        (S as it was while h > 0)
-    not f:    t = t + 1            h = hysteresis                  (only with refill on every clean step)
-              t == interval:       S = S * growth   t = 0   h = hysteresis
-    S = min(max(S, least), most)
-
-Products are computed in fp64 and rounded once to fp32, as in torch, because factors such as 1.1 and 0.9 are not fp32
-numbers.
-
-With a hysteresis of 1 this is `torch.amp.GradScaler`, except that torch does not bound S. Megatron-LM and, by default,
-DeepSpeed refill h only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``, refill it on every
-step without overflow.
-
-The kernel also counts the steps that were decided and skipped, and stores the number of the last skipped one.
+With a hysteresis of 1 this is `torch.amp.GradScaler`, except that torch does not bound the scale. Megatron-LM and, by
+default, DeepSpeed refill the hysteresis only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``,
+on every step without overflow.
 """
 
 from __future__ import annotations
@@ -59,9 +45,9 @@ class State(NamedTuple):
     """The state of a scaler on the device. All tensors but `counts` have one element.
 
     Attributes:
-        scale: fp32, S above.
-        clean_steps: int32, t above.
-        tolerance: int32, h above.
+        scale: fp32, S of `reference`.
+        clean_steps: int32, t of `reference`.
+        tolerance: int32, h of `reference`.
         skipped: fp32, 1 if the last step was skipped, otherwise 0.
         counts: int64 of shape (3,): steps decided, steps skipped, and the number of the last skipped step, counted from
             1 (0 if none was skipped).
@@ -86,18 +72,32 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
     return scale.double().reciprocal().float()
 
 
-def _reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
+def reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
+    """Update a scaler in place, in plain torch.
+
+    The algorithm is that of Micikevicius et al., "Mixed precision training" (2018), section 3.2, with the hysteresis of
+    Megatron-LM and DeepSpeed. S is the scale, t the number of consecutive steps without overflow and h the number of
+    overflows that are still tolerated. f is nonzero if the step overflowed:
+
+        f:        h = max(h - 1, 0)    t = 0    S = S * backoff        (S as it was while h > 0)
+        not f:    t = t + 1            h = hysteresis                  (only with refill on every clean step)
+                  t == interval:       S = S * growth   t = 0   h = hysteresis
+        S = min(max(S, least), most)
+
+    Products are computed in fp64 and rounded once to fp32, as in torch, because factors such as 1.1 and 0.9 are not
+    fp32 numbers. The steps that were decided and skipped are counted, and the number of the last skipped one is stored.
+    """
     overflow = found_inf.reshape(()) != 0
-    scale, clean, left = (x.reshape(()) for x in (state.scale, state.clean_steps, state.tolerance))
-    left = torch.where(overflow, (left - 1).clamp(min=0), rules.hysteresis if rules.refill_on_clean else left)
+    scale, clean, tolerance = (x.reshape(()) for x in state[:3])
+    refilled = rules.hysteresis if rules.refill_on_clean else tolerance
+    tolerance = torch.where(overflow, (tolerance - 1).clamp(min=0), refilled)
     clean = torch.where(overflow, 0, clean + 1)
     grows = clean == rules.growth_interval
-    scale = torch.where(overflow & (left == 0), (scale.double() * rules.backoff_factor).float(), scale)
+    scale = torch.where(overflow & (tolerance == 0), (scale.double() * rules.backoff_factor).float(), scale)
     scale = torch.where(grows, (scale.double() * rules.growth_factor).float(), scale).clamp(rules.least, rules.most)
-    state.scale.copy_(scale.reshape(state.scale.shape))
-    state.clean_steps.copy_(torch.where(grows, 0, clean).reshape(state.clean_steps.shape))
-    state.tolerance.copy_(torch.where(grows, rules.hysteresis, left).reshape(state.tolerance.shape))
-    state.skipped.copy_(overflow.reshape(state.skipped.shape))
+    clean, tolerance = torch.where(grows, 0, clean), torch.where(grows, rules.hysteresis, tolerance)
+    for tensor, value in zip(state, (scale, clean, tolerance, overflow), strict=False):
+        tensor.copy_(value.reshape(tensor.shape))
     state.counts[DECIDED] += 1
     state.counts[SKIPPED] += overflow
     state.counts[LAST_SKIPPED] = torch.where(overflow, state.counts[DECIDED], state.counts[LAST_SKIPPED])
@@ -171,14 +171,6 @@ def _bits(factor: float) -> int:
     return bits
 
 
-def _triton(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
-    tensors, wide = (*state, found_inf), rules.hysteresis >= 2**31
-    bits = _bits(rules.growth_factor), _bits(rules.backoff_factor)
-    operands = *tensors, *bits, rules.growth_interval, rules.hysteresis, float(rules.least), float(rules.most)
-    constants = {"REFILL_ON_CLEAN": rules.refill_on_clean, "num_warps": 1, **EXACT}
-    launch_kernel(loss_scale_kernel, state.scale.device, 1, operands, constants, wide, alignments(tensors))
-
-
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     """Update the state of a scaler in place after one step.
 
@@ -192,15 +184,19 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     """
     if not all_have_memory([state.scale, found_inf]):
         with torch.no_grad(), own_operations([state.scale, found_inf]):
-            _reference(state, found_inf, rules)
+            reference(state, found_inf, rules)
         return
     implementation = resolve(state.scale.device, "loss_scale")
     if implementation == "native":
         native.functions("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
     elif implementation == "triton":
-        _triton(state, found_inf, rules)
+        tensors, bits = (*state, found_inf), (_bits(rules.growth_factor), _bits(rules.backoff_factor))
+        operands = *tensors, *bits, rules.growth_interval, rules.hysteresis, float(rules.least), float(rules.most)
+        constants = {"REFILL_ON_CLEAN": rules.refill_on_clean, "num_warps": 1, **EXACT}
+        form = rules.hysteresis >= 2**31, alignments(tensors)
+        launch_kernel(loss_scale_kernel, state.scale.device, 1, operands, constants, *form)
     else:
         with torch.no_grad():
-            _reference(state, found_inf, rules)
+            reference(state, found_inf, rules)
     # The kernels write to addresses, which autograd does not notice.
     torch.autograd.graph.increment_version(state[:4])

@@ -19,7 +19,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -61,10 +60,10 @@ def address(tensor: torch.Tensor) -> int:
     Raises:
         TypeError: the tensor has elements but no memory.
     """
-    found: int = _address(tensor)
-    if found < _BEYOND_OFFSETS and _is_nowhere(tensor):
+    pointer: int = _address(tensor)
+    if pointer < _BEYOND_OFFSETS and _is_nowhere(tensor):
         raise _no_memory(tensor)
-    return found
+    return pointer
 
 
 def check_addresses(*tensors: torch.Tensor | None) -> None:
@@ -95,8 +94,8 @@ def has_numbers(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or fake)
 
 
-def _dispatches(kind: type[Any]) -> bool:
-    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+def _dispatches(cls: type[Any]) -> bool:
+    return cls.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
@@ -148,8 +147,8 @@ class TensorTable:
     Attributes:
         rows: int64 of shape ``(2 + operands, tensors)``; see the module's docstring.
         chunk_tensor: int32 of shape ``(chunks,)``, the index of the tensor of each chunk.
-        places: the addresses of `rows` and `chunk_tensor`, for C++.
         tensors: number of tensors in each list.
+        operands, addresses: the first arguments of kernels, and of functions of C++.
         chunks: number of chunks.
         chunk: elements per chunk.
     """
@@ -190,13 +189,8 @@ class TensorTable:
             owner = torch.arange(self.tensors, dtype=torch.int32, device="cpu")
             self.chunk_tensor = torch.repeat_interleave(owner, counts).to(device)
         self.operands = self.rows, self.chunk_tensor, self.tensors
-        self._known: list[list[int] | None] = [*contents, *[None] * (operands - len(contents))]
-        self.places = address(self.rows), address(self.chunk_tensor)
-        self.addresses = *self.places, self.tensors, self.chunks
-
-    def known(self, operand: int) -> list[int] | None:
-        """The row of one operand; None if it was not written yet."""
-        return self._known[operand]
+        self.written: list[list[int] | None] = [*contents, *[None] * (operands - len(contents))]
+        self.addresses = address(self.rows), address(self.chunk_tensor), self.tensors, self.chunks
 
     def point(self, operand: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write the addresses of the tensors of one operand, if they differ from those in the table.
@@ -204,31 +198,23 @@ class TensorTable:
         Raises:
             TypeError: a tensor has elements but no memory.
         """
-        addresses = list(map(_address, tensors))
-        if self._known[operand] != addresses:
-            _check_addresses(tensors, addresses)
-            self.refresh(operand, addresses)
+        if self.written[operand] != list(map(_address, tensors)):
+            self.refresh(operand, checked_addresses(tensors))
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
         """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""
-        if self._known[operand] == numbers:
+        if self.written[operand] == numbers:
             return
-        self._known[operand] = None  # unknown until the upload has ended without an error or an interrupt
+        self.written[operand] = None  # unknown until the upload has ended without an error or an interrupt
         upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device, out=self.rows[ADDRESSES + operand])
-        self._known[operand] = numbers
-
-
-def _check_addresses(tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-    """Raise if a tensor has elements but no memory."""
-    if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
-        for tensor in filter(_is_nowhere, compress(tensors, map(_BEYOND_OFFSETS.__gt__, addresses))):
-            raise _no_memory(tensor)
+        self.written[operand] = numbers
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The `address` of each tensor."""
     addresses = list(map(_address, tensors))
-    _check_addresses(tensors, addresses)
+    if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
+        list(map(address, tensors))
     return addresses
 
 
@@ -260,21 +246,21 @@ class TableCache(threading.local):
         numels = list(map(torch.Tensor.numel, operands[0]))
         recording = capturing(device)
         key = (device, current_stream(device), tuple(numels))
-        found = None if recording else self._tables.pop(key, None)
-        if found is None:
+        table = None if recording else self._tables.pop(key, None)
+        if table is None:
             contents = [*map(checked_addresses, operands), *numbers]
-            found = TensorTable(numels, self._operands, self._chunk, device, contents)
+            table = TensorTable(numels, self._operands, self._chunk, device, contents)
             if recording:
-                return found
+                return table
         else:
             for row, tensors in enumerate(operands):
-                found.point(row, tensors)
+                table.point(row, tensors)
             for row, content in enumerate(numbers, len(operands)):
-                found.refresh(row, content)
-        self._tables[key] = found
+                table.refresh(row, content)
+        self._tables[key] = table
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
-        return found
+        return table
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -303,10 +289,10 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]
     dtypes = list(map(attrgetter("dtype"), tensors))
     if len(set(dtypes)) == 1:
         return {dtypes[0]: range(len(tensors))}
-    found: dict[torch.dtype, list[int]] = {}
+    groups: dict[torch.dtype, Sequence[int]] = {dtype: [] for dtype in dtypes}
     for index, dtype in enumerate(dtypes):
-        found.setdefault(dtype, []).append(index)
-    return {dtype: indices for dtype, indices in found.items()}
+        groups[dtype].append(index)  # type: ignore[attr-defined]
+    return groups
 
 
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:

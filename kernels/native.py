@@ -27,9 +27,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from halfstep.kernels.compiler import EXACT, compiler, prebuilt
 
@@ -84,11 +85,11 @@ def _danger(folder: Path) -> str:
         info = path.stat()
         if info.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
             return f"{path} belongs to user {info.st_uid}"
-        others = info.st_mode & 0o022
+        writable = info.st_mode & 0o022
         if path != real:  # who can rename a folder can replace it
-            private = not others & 0o002 and _is_private_group(info.st_gid)
-            others = 0 if info.st_mode & stat.S_ISVTX or private else others
-        if others:
+            private = not writable & 0o002 and _is_private_group(info.st_gid)
+            writable = 0 if info.st_mode & stat.S_ISVTX or private else writable
+        if writable:
             return f"others may write to {path}; use `chmod go-w {shlex.quote(str(path))}`"
     return ""
 
@@ -184,12 +185,9 @@ def _holds_what_it_says(path: Path) -> bool:
         return False
 
 
-def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library `name` from a private folder; None if no undamaged one loads."""
-    for path in sorted(folder.glob(f"{name}-*.so")):
-        if not _holds_what_it_says(path):
-            _logger.info("%s is damaged or not ours", path)
-            continue
+def _loaded(paths: Iterable[Path]) -> ctypes.CDLL | None:
+    """The first of some libraries that loads."""
+    for path in paths:
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:  # a library that it depends on is gone
@@ -197,11 +195,16 @@ def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
     return None
 
 
+def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
+    """The library `name` from a private folder; None if no undamaged one loads."""
+    return _loaded(filter(_holds_what_it_says, sorted(folder.glob(f"{name}-*.so"))))
+
+
 def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CDLL | str:
     """Compile a library, store it in a private folder and load it. Returns the reason if that fails."""
-    for left in folder.glob(f"{_COMPILATION}*"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > 2 * _LONGEST:
-            shutil.rmtree(left, ignore_errors=True)
+    for unfinished in folder.glob(f"{_COMPILATION}*"):  # by a process that was killed
+        if time.time() - unfinished.stat().st_mtime > 2 * _LONGEST:
+            shutil.rmtree(unfinished, ignore_errors=True)
     _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
     with tempfile.TemporaryDirectory(prefix=_COMPILATION, dir=folder, ignore_cleanup_errors=True) as workplace:
         fresh = Path(workplace) / f"{name}.so"
@@ -213,42 +216,27 @@ def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CD
             target = folder / f"{name}-{_digest(written.read())}.so"
             os.fsync(written.fileno())  # a power failure must not leave an empty file with the final name
         os.replace(fresh, target)
-    try:
-        return ctypes.CDLL(str(target))
-    except OSError as error:
-        return f"{target} does not load: {error}"
-
-
-def _of_the_wheel(source: Path) -> ctypes.CDLL | None:
-    """The library of a source that came with the wheel; None if there is none that loads."""
-    for path in prebuilt(source):
-        import torch  # noqa: F401  # which brings the functions of OpenMP
-
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            _logger.info("%s does not load: %s", path, error)
-    return None
+    return _loaded([target]) or f"{target} does not load"
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     """The loaded library, or the reason why there is none."""
-    if (library := _of_the_wheel(source)) is not None:
-        return library
+    if brought := prebuilt(source):
+        import torch  # noqa: F401  # which brings the functions of OpenMP
+
+        if (library := _loaded(brought)) is not None:
+            return library
     if sys.platform == "win32":
         return "compiled CPU kernels are not supported on Windows"
     command = compiler()
     if command is None:
         return f"no C++ compiler found (CXX is {os.environ.get('CXX')!r}; looked for g++, clang++, c++)"
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    made_by = (_SHARED, _flag_sets(), command[1:], version, _cpu_identity())
+    options = (_SHARED, _flag_sets(), command[1:], version, _cpu_identity())
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
-    parts = [source.read_bytes(), *headers, repr(made_by).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
-    name = f"{family}-{key}"
-    cache = _private_cache()
-    library = None if cache is None else _stored(cache, name)
-    if library is not None:
+    key = hashlib.sha256(b"\0".join([source.read_bytes(), *headers, repr(options).encode()])).hexdigest()[:20]
+    name, cache = f"{family}-{key}", _private_cache()
+    if cache is not None and (library := _stored(cache, name)) is not None:
         return library
     folder = cache if cache is not None and os.access(cache, os.W_OK) else _temporary_folder()
     with _one_at_a_time(folder):
@@ -276,17 +264,15 @@ def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
     """
     for name, arguments in _DECLARATION.findall(source):
         function = getattr(loaded, name)
-        kinds = [argument.rpartition(" ")[0].strip() for argument in arguments.split(",")]
-        function.argtypes = [ctypes.c_void_p if kind.endswith("*") else _TYPES[kind] for kind in kinds]
+        types = [argument.rpartition(" ")[0].strip() for argument in arguments.split(",")]
+        function.argtypes = [ctypes.c_void_p if name.endswith("*") else _TYPES[name] for name in types]
         function.restype = None
     return loaded
 
 
-def functions(family: str) -> ctypes.CDLL:
+def functions(family: str) -> Any:
     """The library of a family for which `backend.resolve` has chosen "native"."""
-    loaded = library(family)
-    assert loaded is not None
-    return loaded
+    return library(family)
 
 
 @functools.cache

@@ -65,10 +65,7 @@ def upload(numbers: torch.Tensor, device: torch.device, out: torch.Tensor | None
     Args:
         numbers: a tensor on the CPU that is not written later.
         device: the target device.
-        out: a tensor on the device to write to, of the same shape and dtype.
-
-    Returns:
-        `out`, or a new tensor, which for the CPU is `numbers`.
+        out: a tensor on the device to write to, of the same shape and dtype. Default: a new one; on the CPU, `numbers`.
     """
     if device.type != "cuda":
         return numbers.to(device) if out is None else out.copy_(numbers)
@@ -91,12 +88,9 @@ def all_to_device(
     """`to_device` for several tensors. The host waits once for all that come from a GPU to the CPU.
 
     Args:
-        tensors: the tensors, each of which may be None.
+        tensors: the tensors, each of which may be None and then stays None.
         device: the target device.
         dtypes: the dtype of each result. Default: those of `tensors`.
-
-    Returns:
-        The tensors on the device: a tensor itself if it is there in that dtype, None for None.
     """
     moved = list(tensors)
     awaited: set[torch.device] = set()

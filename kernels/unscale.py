@@ -20,7 +20,6 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -315,7 +314,6 @@ def check_kernel(
 ):
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     address = tl.load(column + _GRAD_ROW * tensors)
-    flag = flags + tl.load(column + _FLAG_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
     factor = 1.0
     if SCALED == 1:
@@ -340,7 +338,7 @@ def check_kernel(
             tl.store(at, stored, mask=offsets < left)
         # Lanes beyond the end hold 0 * factor, which is NaN if the factor is infinite.
         y = tl.where(offsets < left, y, 0.0)
-    _check_block(y, flag, sums + tl.program_id(0), CHUNK)
+    _check_block(y, flags + tl.load(column + _FLAG_ROW * tensors), sums + tl.program_id(0), CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
@@ -436,22 +434,17 @@ class _Scratches(threading.local):
 _scratches = _Scratches()
 
 
-class _Group(NamedTuple):
-    """The tensors of one dtype."""
-
-    dtype: torch.dtype
-    tensors: list[torch.Tensor]
-    slots: list[int]  # the index of the flag of each
-    table: TensorTable
+# The tensors of one dtype: with the index of the flag of each, and their table.
+_Group = tuple[torch.dtype, list[torch.Tensor], list[int], TensorTable]
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
     groups = []
     for dtype, indices in by_dtype(tensors).items():
-        lists = tensors, list(slots)
+        listed, slots_of = tensors, list(slots)
         if len(indices) < len(tensors):
-            lists = [tensors[index] for index in indices], [slots[index] for index in indices]
-        groups.append(_Group(dtype, *lists, _tables[dtype].table(lists[0], numbers=[lists[1]])))
+            listed, slots_of = [tensors[index] for index in indices], [slots[index] for index in indices]
+        groups.append((dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
     return groups
 
 
@@ -466,9 +459,10 @@ def _check_groups(
         if not table.chunks:
             continue
         if implementation == "reference":
-            sums, flags = reference(tensors, _factor_in_torch(factor, table.device), write)
-            scratch.sums[first : first + table.chunks] = sums
-            scratch.flags[slots] = flags
+            with torch.no_grad():
+                sums, flags = reference(tensors, _factor_in_torch(factor, table.device), write)
+                scratch.sums[first : first + table.chunks] = sums
+                scratch.flags[slots] = flags
         elif implementation == "triton":
             mode = 0 if factor is None else 2 if isinstance(value, float) else 3 if inverted else 1
             misaligned = address(value) % 16 if isinstance(value, torch.Tensor) else 0
@@ -559,17 +553,17 @@ def check(
     out = Verdict.empty(len(tensors), device) if out is None else out
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
-    with torch.no_grad() if implementation == "reference" or flat is not tensors else nullcontext():
-        groups = _grouped(flat, slots)
-        chunks = sum([group.table.chunks for group in groups])
-        scratch = _scratches.take(device, chunks, out.flags.numel())
-        try:
-            _check_groups(implementation, groups, factor, write, scratch)
-            _combine(implementation, scratch, chunks, out, norm, tally)
-        except BaseException:
-            _scratches.drop()
-            raise
-        if write and flat is not tensors:
+    groups = _grouped(flat, slots)
+    chunks = sum([table.chunks for *_, table in groups])
+    scratch = _scratches.take(device, chunks, out.flags.numel())
+    try:
+        _check_groups(implementation, groups, factor, write, scratch)
+        _combine(implementation, scratch, chunks, out, norm, tally)
+    except BaseException:
+        _scratches.drop()
+        raise
+    if write and flat is not tensors:
+        with torch.no_grad():
             for tensor, copy in zip(tensors, flat, strict=True):
                 if copy is not tensor:
                     tensor.copy_(copy)
@@ -597,10 +591,10 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
                 _by_operations(tensor, inv_scale, False, mark, total)
         return PartialCheck(dtypes, totals, marks, False)
     groups = _grouped(all_flattened(tensors), range(len(tensors)))
-    sizes = [-(-tensor.numel() // CHUNK) for group in groups for tensor in group.tensors]
+    sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
     scratch = _Scratch(device, sum(sizes), len(tensors))
     _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
-    order = [slot for group in groups for slot in group.slots]
+    order = [slot for _, _, slots, _ in groups for slot in slots]
     sums = dict(zip(order, scratch.sums.split(sizes), strict=True))
     return PartialCheck(dtypes, [sums[slot] for slot in range(len(tensors))], scratch.flags.split(1), True)
 

@@ -39,7 +39,7 @@ def instead(word: str, allowed: Iterable[str], listed: bool = True) -> str:
     """
     words = list(allowed)
     meant = _meant(word, words, 0.55 if listed else 0.6)
-    if any(", " in one for one in words):
+    if any(", " in name for name in words):
         words = list(map(repr, words))
     return meant + f"{'C' if meant else 'c'}hoose from {', '.join(words)}" if listed else meant
 
@@ -53,12 +53,11 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
         raise ValueError(f"{expected}: {meant}" if meant else expected)
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int. Raises ValueError unless it is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < least:
-        raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}")
-    if value in (float("inf"),) or int(value) != value:
-        raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}")
+def whole(name: str, value: Any, low: int = 1) -> int:
+    """`value` as an int. Raises ValueError unless it is an integer of at least `low`."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not (integer or (isinstance(value, float) and value.is_integer())) or value < low:
+        raise ValueError(f"Expected {name} to be an integer of at least {low}, but got {value!r}")
     return int(value)
 
 

@@ -181,7 +181,7 @@ class StateLayout:
         return kernel(
             param=getattr(torch, _DTYPES.get(self.weight, self.weight)),
             grad=grad,
-            state=self.dtypes[self.moments[0]],
+            state=self.dtypes[self.moments[0]] if self.moments else torch.float32,
             master=list(MASTERS).index(self.master),
             stochastic=self.stochastic,
             **options,

@@ -31,10 +31,9 @@ from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
 from halfstep.integrations.checkpoint.importing import open_checkpoint
-from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.storage import Writer
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
-from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state
+from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.state import empty_entry, shards_blocks
 from halfstep.numerics.scaling.sharding import local
@@ -85,8 +84,7 @@ class Ranks:
     def together(self, function: Callable[[], T]) -> list[T]:
         """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
 
-        KeyboardInterrupt and other exceptions that end a program are raised again on their rank, after the other ranks
-        know of them.
+        Exceptions that end a program are raised again on their rank, after the other ranks know of them.
         """
         result: Any = None
         error: str | None = None
@@ -124,11 +122,7 @@ def _quiet() -> Iterator[None]:
 
 
 def is_held(optimizer_state: str) -> bool:
-    """Whether an optimizer's state is to be saved as it is held.
-
-    Raises:
-        ValueError: `optimizer_state` is neither ``"canonical"`` nor ``"held"``.
-    """
+    """Whether an optimizer's state is to be saved as it is held. Raises ValueError for an unknown form."""
     if optimizer_state not in ("canonical", "held"):
         raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
     return optimizer_state == "held"
@@ -145,9 +139,9 @@ def _is_flat(model: torch.nn.Module | None) -> bool:
     return model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: bool) -> dict[str, Any]:
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, as_held: bool) -> dict[str, Any]:
     """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
-    with saving(optimizer, "held" if held else "canonical"):
+    with saving(optimizer, "held" if as_held else "canonical"):
         return torch_state.get_optimizer_state_dict(model, optimizer)
 
 
@@ -282,13 +276,13 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
-    held = is_held(optimizer_state)
+    as_held = is_held(optimizer_state)
     if model is None:
         _only_with_model(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
         )
     _finish_pending()
-    path = Path(folder) / atomic.name_of(step)
+    path = Path(folder) / f"step-{step:08d}"
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
         parts: dict[str, Any] = {"step": step}
@@ -296,7 +290,7 @@ def save(
             with _quiet():
                 parts["model"] = dict(torch_state.get_model_state_dict(model))
                 if optimizer is not None:
-                    parts["optimizer"] = _optimizer_state(model, optimizer, held)
+                    parts["optimizer"] = _optimizer_state(model, optimizer, as_held)
         parts["scaler"] = None if scaler is None else scaler.state_dict()
         parts["state"] = None if state is None else dict(state)
         tree: dict[str, Any] = {}
@@ -318,61 +312,72 @@ def save(
         if not asynchronous:
             return write(path, step, tree, tensors, keep, ranks)
         with torch.no_grad():
-            copies = {name: _staged(tensor) for name, tensor in tensors.items()}
+            copies = {name: _on_cpu(tensor, copy=True) for name, tensor in tensors.items()}
         pending = PendingSave(_writer.submit(write, path, step, tree, copies, keep, ranks), path)
         _pending.append(pending)
         return pending
 
 
-def _staged(value: Any) -> Any:
-    """A copy on the CPU, which later steps do not change. torch's own stager refuses the shards of FSDP1."""
-    if isinstance(value, ShardedTensor):
+def _on_cpu(value: Any, copy: bool) -> Any:
+    """A tensor on the CPU, sharded like `value`: a copy, which later steps do not change, or memory to read into.
 
-        def on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    torch's own stager refuses the shards of FSDP1.
+    """
+    if isinstance(value, ShardedTensor):
+        if not copy:
+            return value  # FSDP1 made it for this purpose
+
+        def moved(shard: ShardMetadata) -> ShardMetadata:
             rank = 0 if shard.placement is None else shard.placement.rank()
             return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/cpu")
 
         metadata = value.metadata()
         return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(_staged(shard.tensor), on_cpu(shard.metadata)) for shard in value.local_shards()],
-            dataclasses.replace(metadata, shards_metadata=list(map(on_cpu, metadata.shards_metadata))),
+            [Shard(_on_cpu(shard.tensor, copy), moved(shard.metadata)) for shard in value.local_shards()],
+            dataclasses.replace(metadata, shards_metadata=list(map(moved, metadata.shards_metadata))),
             process_group=value._process_group,
         )
     if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
-        return DTensor(_staged(value.to_local()), value._spec, requires_grad=False)
-    return value.detach().to("cpu", copy=True)
+        return DTensor(_on_cpu(value.to_local(), copy), value._spec, requires_grad=False)
+    return value.detach().to("cpu", copy=True) if copy else torch.empty_like(value, device="cpu", requires_grad=False)
 
 
 def write(
     path: Path, step: int, tree: dict[str, Any], tensors: dict[str, torch.Tensor], keep: int | None, ranks: Ranks
 ) -> Path:
     """Write a checkpoint, all `ranks` together: `tree` is that of the first, `tensors` are each rank's."""
-    writer = Writer(path, step, tree, keep)
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    unfinished: list[atomic.UnfinishedSave] = []  # on the first rank
+
+    def begin() -> Path | None:
+        if ranks.rank == 0:
+            unfinished.append(atomic.UnfinishedSave(path.parent))
+        return unfinished[0].path if unfinished else None
 
     def run() -> None:
+        content = {"format": atomic.FORMAT, "step": step, "world_size": ranks.size}
+        writer = Writer(folder, ranks.rank, ranks.size, content, tree)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        options: Any = {"process_group": ranks.group, "no_dist": ranks.group is None}
         try:
             with _quiet():
-                dcp.save(
-                    tensors,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=ranks.group,
-                    no_dist=ranks.group is None,
-                )
+                dcp.save(tensors, storage_writer=writer, planner=planner, **options)
         except BaseException:
             if writer.interrupt is not None:
                 raise writer.interrupt from None
             raise
+        for save in unfinished:
+            save.put_in_place(path)
+            if keep is not None:
+                atomic.prune(path.parent, step, keep)
 
+    advice = f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed"
     try:
-        with explained(
-            f"cannot write checkpoint {path}",
-            f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed",
-        ):
+        with explained(f"cannot write checkpoint {path}", advice):
+            folder: Any = ranks.together(begin)[0]
             ranks.together(run)
     finally:
-        writer.end()
+        for save in unfinished:
+            save.end()
     return path
 
 
@@ -466,13 +471,9 @@ class _Load:
         self.reader.verify(ranks.rank, ranks.size)
 
     def prepare(self) -> None:
-        """Compare the checkpoint with model and optimizer, and create tensors to read it into. Collective under FSDP1.
-
-        Raises:
-            CheckpointError: it is of another model, or of an optimizer with other groups.
-        """
+        """Compare the checkpoint with model and optimizer, and make tensors to read it into. Collective under FSDP1."""
         tree = self.reader.tree
-        self.state = unpack(tree.get("state"), self._copied) or {}
+        self.state = unpack(tree.get("state"), self.reader.copy) or {}
         if not isinstance(self.state, dict):
             raise CheckpointError(f"its state is a {type(self.state).__name__}")
         if self.model is None:
@@ -485,11 +486,11 @@ class _Load:
         check_model(saved, self.current, self.reader.listed)
         for name, value in self.current.items():
             if isinstance(value, torch.Tensor | ShardedTensor):
-                self.targets[saved[name]] = _read_target(value)
+                self.targets[saved[name]] = _on_cpu(value, copy=False)
         if self.optimizer is not None:
             saved = unpack(tree["optimizer"], self._whole)
             check_optimizer_state(saved)
-            current = _optimizer_state(self.model, self.optimizer, held=True)
+            current = _optimizer_state(self.model, self.optimizer, as_held=True)
             check_groups(saved["param_groups"], current["param_groups"])
             parameters: dict[str, torch.Tensor] = {}
             if not self.flat:
@@ -498,14 +499,11 @@ class _Load:
             for name, entry in saved["state"].items():
                 for key, tensor in entry.items():
                     if isinstance(tensor, TensorName):
-                        held = current["state"].get(name, {}).get(key)
-                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), held)
+                        present = current["state"].get(name, {}).get(key)
+                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), present)
             for name, target in self.targets.items():
                 if target.device.type == "meta":
                     self.targets[name] = torch.empty_like(target, device="cpu")
-
-    def _copied(self, name: str) -> torch.Tensor:
-        return self.reader.tensor(name).clone()
 
     def _whole(self, name: str) -> TensorName:
         """A tensor that is read whole, unless it belongs to the state of a parameter that is sharded."""
@@ -513,7 +511,7 @@ class _Load:
         self.targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         return TensorName(name)
 
-    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, held: Any) -> Any:
+    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, present: Any) -> Any:
         """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
         target, label = self.targets[name], f"{key} of {owner}"
         size, dtype = target.shape, target.dtype
@@ -525,13 +523,13 @@ class _Load:
                 "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
                 "with optimizer_state='canonical'"
             )
-        if self.flat and isinstance(held, torch.Tensor | ShardedTensor):
-            if (held.size(), held.dtype) != (size, dtype):
+        if self.flat and isinstance(present, torch.Tensor | ShardedTensor):
+            if (present.size(), present.dtype) != (size, dtype):
                 raise CheckpointError(
-                    f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(held.size())} {held.dtype} in the "
-                    "optimizer; use the same model and optimizer"
+                    f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(present.size())} {present.dtype} "
+                    "in the optimizer; use the same model and optimizer"
                 )
-            return held  # the tensor that FSDP1 made for this purpose
+            return present  # the tensor that FSDP1 made for this purpose
         # Codes that cannot be sharded with their scales are read as a whole.
         coded = key in CODE_KEYS or key in SCALE_KEYS
         if parameter is None or (coded and not shards_blocks(parameter)):
@@ -564,13 +562,4 @@ class _Load:
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(unpack(tree["scaler"], self._copied))
-
-
-def _read_target(value: Any) -> Any:
-    """A tensor for one entry of the model's state: on the CPU, sharded like the entry."""
-    if isinstance(value, ShardedTensor):  # of FSDP1; already a copy
-        return value
-    if isinstance(value, DTensor):
-        return DTensor(_read_target(value.to_local()), value._spec, requires_grad=False)
-    return torch.empty_like(value, device="cpu", requires_grad=False)
+            self.scaler.load_state_dict(unpack(tree["scaler"], self.reader.copy))

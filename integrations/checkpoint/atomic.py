@@ -76,11 +76,6 @@ def explained(subject: str, advice: str = "") -> Iterator[None]:
 # -------------------------------------------------------------------------------------------- checkpoints of a folder
 
 
-def name_of(step: int) -> str:
-    """The name of the checkpoint of a step."""
-    return f"step-{step:08d}"
-
-
 def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
     """The checkpoints in `folder` as (step, path), oldest first; none if there is no such folder.
 
@@ -118,9 +113,9 @@ def prune(folder: Path, step: int, keep: int) -> None:
 
 def remedy(path: Path) -> str:
     """The remedy for a checkpoint that cannot be used, for a message."""
-    for _, other in reversed(checkpoints(path.parent)):
-        if other != path and is_good(other):
-            return f"{other} is good: continue from that, or delete the damaged one"
+    for _, candidate in reversed(checkpoints(path.parent)):
+        if candidate != path and is_good(candidate):
+            return f"{candidate} is good: continue from that, or delete the damaged one"
     return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
 
 
@@ -131,7 +126,7 @@ def missing(path: Path) -> CheckpointError:
             f"{path} is a file, as halfstep wrote checkpoints before, or of other code: make a folder of it with "
             f"python -m halfstep convert {path} FOLDER"
         )
-    present = ", ".join(str(other) for _, other in checkpoints(path.parent)) or "none"
+    present = ", ".join(str(present) for _, present in checkpoints(path.parent)) or "none"
     return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
 
 
@@ -150,11 +145,7 @@ def is_name(name: Any) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint, whose ``files`` are names in the folder.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """The content of the manifest of a checkpoint, which is intact and whose ``files`` are names in the folder."""
     try:
         data = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
         content = json.loads(data.decode())["content"]
@@ -183,15 +174,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint whose files are all as it says.
+    """The content of the manifest of a checkpoint. Raises CheckpointError unless its files are as it says.
 
-    Args:
-        path: the folder.
-        share, shares: the sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`;
-            0: of none.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
+    The sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`; of none for 0.
     """
     try:
         content = read_manifest(path)
@@ -239,11 +224,11 @@ def _digest_of_file(path: Path) -> str:
 
 def _origin(path: Path, digest: str) -> str:
     """The origin of a file with a wrong digest, for a message."""
-    for _, other in checkpoints(path.parent):
+    for _, neighbour in checkpoints(path.parent):
         with contextlib.suppress(CheckpointError):
-            for name, record in read_manifest(other)["files"].items():
+            for name, record in read_manifest(neighbour)["files"].items():
                 if record["sha256"] == digest:
-                    return f"it is {name} of {other.name}"
+                    return f"it is {name} of {neighbour.name}"
     return "it was changed or damaged, or is of another checkpoint"
 
 

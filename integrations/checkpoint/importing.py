@@ -13,13 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
@@ -97,30 +92,30 @@ class TorchReader(Reader):
         tensors: dict[str, Any] = {}
         for name, entry in root["state_dict_metadata"].items():
             if isinstance(entry, _Bytes):
-                tensors[name] = BytesStorageMetadata()
+                tensors[name] = dcp_metadata.BytesStorageMetadata()
                 self._chunks[MetadataIndex(name)] = torch.Size(()), self._range(stored[MetadataIndex(name)], 1)
                 continue
             fields, chunks = entry.state, {}
             dtype = fields["properties"].state[0]
             for record in fields["chunks"]:
                 chunk = ChunkStorageMetadata(record.state["offsets"], record.state["sizes"])
-                index, needed = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
-                self._chunks[index] = chunk.sizes, self._range(stored[index], needed)
+                index, size = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
+                self._chunks[index] = chunk.sizes, self._range(stored[index], size)
                 chunks[chunk.offsets, chunk.sizes] = chunk
-            properties = TensorProperties(dtype=dtype)
+            properties = dcp_metadata.TensorProperties(dtype=dtype)
             tensors[name] = TensorStorageMetadata(properties, fields["size"], list(chunks.values()))
         files = {file for _, (file, *_) in self._chunks.values()}
         self._set_metadata(tensors, sum((self.path / name).stat().st_size for name in files))
         self.tree = self._tree(root.get("planner_data") or {})
 
-    def _range(self, info: dict[str, Any], needed: int) -> tuple[str, int, int]:
+    def _range(self, info: dict[str, Any], size: int) -> tuple[str, int, int]:
         """File, offset and length of an entry, which exist."""
         name, offset, length = info["relative_path"], info["offset"], info["length"]
         if not atomic.is_name(name) or not (self.path / name).is_file():
             raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
         if info.get("transform_descriptors"):
             raise CheckpointError("its files are compressed or encrypted: save it without that")
-        if min(offset, length - needed) < 0 or offset + length > (self.path / name).stat().st_size:
+        if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
         return name, offset, length
 
@@ -169,11 +164,7 @@ def _with_numpy(value: Any) -> Any:
 
 
 def open_checkpoint(path: Path) -> Reader:
-    """A reader of a checkpoint of halfstep, of this version or an earlier one, or of torch.
-
-    Raises:
-        CheckpointError: it is none, its files are missing or have another length, or they do not hold what they say.
-    """
+    """A reader of a checkpoint of halfstep, of this version or an earlier one, or of torch."""
     if (path / MANIFEST).exists():
         return TorchReader(path) if atomic.read_manifest(path)["format"] == atomic.FORMAT_1 else Reader(path)
     ours = (path / OBJECTS, path / STATE, *path.glob(f"*{SHARDS}"))
@@ -186,12 +177,7 @@ def open_checkpoint(path: Path) -> Reader:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of ``step-….pt``, as the first versions wrote checkpoints: its last line is a checksum.
-
-    Raises:
-        CheckpointError: the file is damaged or no such checkpoint.
-        PickleError: so is the archive in it.
-    """
+    """The content of ``step-….pt``, as the first versions wrote checkpoints: its last line is a checksum."""
     data = path.read_bytes()
     trailer = _TRAILER.fullmatch(data[-_TRAILER_LENGTH:])
     if trailer is None:

@@ -12,7 +12,6 @@ memory, and writes no hashes.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -25,13 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -68,19 +62,18 @@ def _reported(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class Writer(dcp.StorageWriter):
-    """Writes a checkpoint: a `StorageWriter` for `torch.distributed.checkpoint.save`.
+    """Writes the shards of a checkpoint: a `StorageWriter` for `torch.distributed.checkpoint.save`.
 
     Args:
-        path: the folder that appears when the checkpoint is complete.
-        step: number of completed steps.
+        folder: the unfinished folder, which the first rank has created.
+        rank, size: the number of this rank, and of all.
+        content: `finish` adds ``files`` and ``tensors``, and writes it as the manifest.
         tree: everything that is not a tensor, as JSON; that of the first rank is written.
-        keep: number of checkpoints up to this step that stay in the parent folder; None for all.
     """
 
-    def __init__(self, path: Path, step: int, tree: Any, keep: int | None) -> None:
-        self.path, self.step, self.tree, self.keep = path, step, tree, keep
+    def __init__(self, folder: Path, rank: int, size: int, content: dict[str, Any], tree: Any) -> None:
+        self.folder, self.suffix, self.content, self.tree = folder, f"{rank + 1:05}-of-{size:05}", content, tree
         self.interrupt: BaseException | None = None
-        self._unfinished: atomic.UnfinishedSave | None = None  # on the first rank
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -89,30 +82,21 @@ class Writer(dcp.StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
-    @_reported
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if is_coordinator:
-            self._unfinished = atomic.UnfinishedSave(self.path.parent)
+        pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
-    @_reported
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        assert self._unfinished is not None
-        folder = str(self._unfinished.path)
-        return [
-            dataclasses.replace(plan, storage_data=(folder, f"{number:05}-of-{len(plans):05}"))
-            for number, plan in enumerate(plans, 1)
-        ]
+        return plans
 
     @_reported
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        folder, rank = Path(plan.storage_data[0]), plan.storage_data[1]
-        if not folder.is_dir():
+        if not self.folder.is_dir():
             raise CheckpointError(
-                f"Expected a folder that all ranks share, but the rank of shard {rank} does not see {folder}, which "
-                "the first rank created"
+                f"Expected a folder that all ranks share, but the rank of shard {self.suffix} does not see "
+                f"{self.folder}, which the first rank created"
             )
         files: dict[str, list[WriteItem]] = {}
         shards: Counter[str] = Counter()
@@ -121,12 +105,12 @@ class Writer(dcp.StorageWriter):
             if math.prod(item.tensor_data.chunk.sizes):  # empty shards have no bytes
                 name = item.index.fqn
                 # Further shards of a tensor have the same name, so they are in another file.
-                suffix = f"-{shards[name]}" if shards[name] else ""
-                files.setdefault(f"{_file_and_key(name)[0]}-{rank}{suffix}{SHARDS}", []).append(item)
+                suffix = f"{self.suffix}-{shards[name]}" if shards[name] else self.suffix
+                files.setdefault(f"{_file_and_key(name)[0]}-{suffix}{SHARDS}", []).append(item)
                 shards[name] += 1
         future: Future[list[WriteResult]] = Future()
         future.set_result(
-            [result for name, items in files.items() for result in self._write(folder / name, items, planner)]
+            [result for name, items in files.items() for result in self._write(self.folder / name, items, planner)]
         )
         return future
 
@@ -136,11 +120,9 @@ class Writer(dcp.StorageWriter):
         header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
         offsets, end = {}, 0
         for item in items:
-            chunk, dtype, key = (
-                item.tensor_data.chunk,
-                item.tensor_data.properties.dtype,
-                _file_and_key(item.index.fqn)[1],
-            )  # type: ignore[union-attr]
+            assert item.tensor_data is not None
+            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+            key = _file_and_key(item.index.fqn)[1]
             begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
             header[key] = {"dtype": NAMES[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
             offsets[key] = {"saved_offsets": list(chunk.offsets)}
@@ -162,39 +144,28 @@ class Writer(dcp.StorageWriter):
         return [WriteResult(item.index, 0, (*record, item.tensor_data)) for item in items]
 
     @_reported
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._unfinished is not None
-        folder = self._unfinished.path
+    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
         tensors: dict[str, Any] = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
             tensors[name] = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size), "parts": []}
-        with Hashed(folder / STATE) as file:
+        with Hashed(self.folder / STATE) as file:
             file.write(json.dumps(self.tree).encode())
             files = {STATE: file.finish()}
         for result in itertools.chain.from_iterable(results):
             name, files[name], data = result.storage_data
             tensors[result.index.fqn]["parts"].append([name, list(data.chunk.offsets), list(data.chunk.sizes)])
         for name, record in files.items():
-            size = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else 0
             if size != record["bytes"]:
                 raise CheckpointError(
                     f"Expected a folder that all ranks share, but the first rank sees {size} of {record['bytes']} "
-                    f"bytes of {folder / name}"
+                    f"bytes of {path}"
                 )
-        content = {"format": atomic.FORMAT, "step": self.step, "world_size": len(results)}
-        with Hashed(folder / MANIFEST) as file:
-            file.write(atomic.sealed({**content, "files": dict(sorted(files.items())), "tensors": tensors}))
-            file.finish()
-        self._unfinished.put_in_place(self.path)
-        if self.keep is not None:
-            atomic.prune(self.path.parent, self.step, self.keep)
-
-    def end(self) -> None:
-        """Remove what a save that failed has written."""
-        if self._unfinished is not None:
-            self._unfinished.end()
-            self._unfinished = None
+        with Hashed(self.folder / MANIFEST) as manifest:
+            manifest.write(atomic.sealed({**self.content, "files": dict(sorted(files.items())), "tensors": tensors}))
+            manifest.finish()
 
 
 class Reader:
@@ -206,7 +177,7 @@ class Reader:
     """
 
     tree: Any  # everything that is not a tensor, as JSON
-    metadata: Metadata
+    metadata: dcp_metadata.Metadata
     sources = f"{MANIFEST} or {STATE}"  # of both
 
     def __init__(self, path: Path) -> None:
@@ -233,7 +204,9 @@ class Reader:
                     raise CheckpointError(f"its tensor {name[:100]!r} is in {file!r}, which is not listed")
                 self._chunks[MetadataIndex(name, chunk.offsets)] = chunk.sizes, file
                 chunks.append(chunk)
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[entry["dtype"]]), size, chunks)
+            tensors[name] = TensorStorageMetadata(
+                dcp_metadata.TensorProperties(dtype=DTYPES[entry["dtype"]]), size, chunks
+            )
         self._set_metadata(tensors, sum(record["bytes"] for record in files.values()))
         if STATE not in files:
             raise CheckpointError(f"its {MANIFEST} does not list {STATE}")
@@ -243,23 +216,19 @@ class Reader:
 
     def _set_metadata(self, tensors: dict[str, Any], available: int) -> None:
         """Raise unless the parts of each tensor lie within it, do not overlap and cover it, and all fit the files."""
-        needed = 0
+        required = 0
         for name, tensor in tensors.items():
             if isinstance(tensor, TensorStorageMetadata):
-                needed += math.prod(tensor.size) * tensor.properties.dtype.itemsize
+                required += math.prod(tensor.size) * tensor.properties.dtype.itemsize
                 if problem := _problem_of_chunks(tensor.size, tensor.chunks):
                     shape = list(tensor.size)[:16]
                     raise CheckpointError(f"its tensor {name[:100]!r} of shape {shape} has {problem}")
-        if needed > available:
-            raise CheckpointError(f"its tensors need {needed:,} bytes, and its files have {available:,}")
-        self.metadata = Metadata(tensors)
+        if required > available:
+            raise CheckpointError(f"its tensors need {required:,} bytes, and its files have {available:,}")
+        self.metadata = dcp_metadata.Metadata(tensors)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Compare the bytes of every `shares`-th file, beginning with `share`, with their hash.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+        """Raise unless the bytes of every `shares`-th file, beginning with `share`, have their hash."""
         atomic.verify(self.path, share, shares)
 
     def _read(self, index: MetadataIndex) -> Any:
@@ -270,11 +239,7 @@ class Reader:
         return self._opened[name].get_tensor(key)
 
     def listed(self, name: str) -> TensorStorageMetadata:
-        """The size, dtype and parts of a tensor.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
+        """The size, dtype and parts of a tensor."""
         entry = self.metadata.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"it has no tensor {name[:200]}")
@@ -285,10 +250,11 @@ class Reader:
         entry = self.listed(name)
         if len(entry.chunks) == 1:
             return self._chunk(MetadataIndex(name, entry.chunks[0].offsets))
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        for chunk in entry.chunks:
-            _narrowed(whole, chunk.offsets, chunk.sizes).copy_(self._chunk(MetadataIndex(name, chunk.offsets)))
-        return whole
+        self.read_into(whole := {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")})
+        return whole[name]
+
+    def copy(self, name: str) -> torch.Tensor:
+        return self.tensor(name).clone()
 
     def _chunk(self, index: MetadataIndex) -> torch.Tensor:
         """One part of a tensor, of the size and dtype that are listed."""
@@ -306,11 +272,7 @@ class Reader:
         return values
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Read tensors by name into others of the same size, of which each rank has its parts.
-
-        Raises:
-            CheckpointError: a tensor cannot be read, or is not as listed.
-        """
+        """Read tensors by name into others of the same size, of which each rank has its parts."""
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(targets, self.metadata, is_coordinator=True)
         items = planner.create_local_plan().items
@@ -319,22 +281,17 @@ class Reader:
             interrupts.poll()
             chunk = self._chunk(index)
             for item in reads:
-                values = _narrowed(chunk, item.storage_offsets, item.lengths)
+                spans = zip(item.storage_offsets, item.lengths, strict=True)
+                values = chunk[tuple(slice(begin, begin + length) for begin, length in spans)]
                 planner.resolve_tensor(item).detach().copy_(values)
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, begin, length)
-    return tensor
 
 
 def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str | None:
     """What prevents parts from making up a tensor of this size; None if they do."""
     for chunk in (*chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), size)):
-        spans = list(zip(chunk.offsets, chunk.sizes, size, strict=False))
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
-            min(begin, length) < 0 or begin + length > limit for begin, length, limit in spans
+            min(begin, length) < 0 or begin + length > limit
+            for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=False)
         ):
             return "a part that extends beyond it"
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
@@ -346,9 +303,9 @@ def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> 
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[ChunkStorageMetadata] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        active = [other for other in active if other.offsets[along] + other.sizes[along] > chunk.offsets[along]]
-        for other in active:
-            spans = zip(other.offsets, other.sizes, chunk.offsets, chunk.sizes, strict=True)
+        active = [before for before in active if before.offsets[along] + before.sizes[along] > chunk.offsets[along]]
+        for before in active:
+            spans = zip(before.offsets, before.sizes, chunk.offsets, chunk.sizes, strict=True)
             if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
                 return "parts that overlap"
         active.append(chunk)

@@ -43,8 +43,7 @@ class TensorName(str):
 def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0) -> Any:
     """`value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`.
 
-    Raises:
-        CheckpointError: it contains something that could not be read back. The message names it and a remedy.
+    Raises CheckpointError, naming what and a remedy, for everything that could not be read back.
     """
     cls = type(value)
     if value is None or cls in (bool, float, str) or (cls is int and abs(value) < LARGEST_INTEGER):
@@ -113,14 +112,8 @@ def _add(value: Any, tensors: dict[str, torch.Tensor], name: str) -> str:
 
 
 def unpack(value: Any, tensor: Callable[[str], Any] = TensorName) -> Any:
-    """The value that `pack` turned into JSON.
-
-    Args:
-        value: what was read from JSON, which may be of any origin.
-        tensor: returns the tensor with a name.
-
-    Raises:
-        CheckpointError: it is not as `pack` writes it.
+    """The value that `pack` turned into JSON; `tensor` returns a tensor by its name. JSON of any origin is refused
+    with a CheckpointError if `pack` does not write it so.
     """
     try:
         return _unpack(value, tensor)

@@ -1,23 +1,26 @@
 """State dicts of whole tensors, for checkpoints without a model and for state from elsewhere.
 
 `gather` collects sharded tensors (DTensors of FSDP2) as complete tensors on the CPU, and `scatter` shards them for the
-mesh of the run that loads them.
+mesh of the run that loads them. The checks here compare what was saved with what loads it, and `Rollback` restores
+model, optimizer and scaler if loading fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.rollback import Rollback
 from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
+from halfstep.numerics.scaling.sharding import Sharding, local
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
@@ -38,10 +41,7 @@ def gather(state: Any) -> Any:
 
 def scatter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor` on the device of `like`, and sharded over its mesh if `like` is a DTensor. The dtype is unchanged."""
-    if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    # Every rank has read the same file, so each takes its shard and nothing is sent.
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return Sharding(like).distributed(tensor.to(like.device))  # every rank has read the same file
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
@@ -57,10 +57,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         >>> torch.equal(model.weight, saved.weight)
         True
     """
-    own = model.state_dict()
-    check_model(state, own)
+    present = model.state_dict()
+    check_model(state, present)
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in present.items():
             value.copy_(scatter(state[name], value))
 
 
@@ -90,39 +90,28 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     by_number = dict(zip(numbers, parameters, strict=True))
 
     def sharded(number: int, entry: Mapping[str, Any]) -> dict[str, Any]:
-        parameter, sharded = by_number[number], dict(decode(entry, f"state of parameter {number}"))
+        parameter, sharded = by_number[number], decode(dict(entry), f"state of parameter {number}")
         for key, value in sharded.items():
             # Codes are decoded with their scales before they are sharded; remainders may be in pairs of bytes.
-            whole = key in CODE_KEYS or key in SCALE_KEYS
+            coded = key in CODE_KEYS or key in SCALE_KEYS
             shapes = parameter.shape, (*parameter.shape, 2)
-            if isinstance(value, torch.Tensor) and value.shape in shapes and not whole:
+            if isinstance(value, torch.Tensor) and value.shape in shapes and not coded:
                 sharded[key] = scatter(value, parameter)
         return sharded
 
-    rollback = Rollback(None, optimizer)
-    try:
+    with unchanged_on_error(optimizer):
         entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
         optimizer.load_state_dict({**state, "state": entries})
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
-def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
-    """Raise unless a saved state dict of a model has the same tensors as `own`.
+def check_model(saved: Any, present: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
+    """Raise unless a saved state dict of a model has the same names, shapes and dtypes as the `present` one.
 
-    Args:
-        saved: tensors by name. With `listed`, names of tensors instead of these, whose metadata it returns.
-        own: what the model has now.
-
-    Raises:
-        CheckpointError: a name, shape or dtype differs.
+    With `listed`, `saved` has the names of tensors in a checkpoint, whose metadata it returns.
     """
-    if not isinstance(saved, Mapping) or saved.keys() != own.keys():
+    if not isinstance(saved, Mapping) or saved.keys() != present.keys():
         names = saved.keys() if isinstance(saved, Mapping) else set()
-        differing = ", ".join(sorted(map(str, names ^ own.keys()))[:5])
+        differing = ", ".join(sorted(map(str, names ^ present.keys()))[:5])
         raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
 
     def described(value: Any) -> str:
@@ -132,7 +121,7 @@ def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any]
         dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
         return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
 
-    for name, value in own.items():
+    for name, value in present.items():
         if described(saved[name]) != described(value):
             raise CheckpointError(
                 f"{name} is {described(saved[name])} in the checkpoint and {described(value)} in the model; load it "
@@ -140,30 +129,24 @@ def check_model(saved: Any, own: Mapping[str, Any], listed: Callable[[str], Any]
             )
 
 
-def check_groups(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
-    """Raise unless the groups of two optimizers have the same parameters by name, in any order.
-
-    Raises:
-        CheckpointError: they do not.
-    """
-    names, own_names = ([list(group["params"]) for group in groups] for groups in (saved, own))
+def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
+    """Raise unless the groups of two optimizers have the same parameters by name, in any order."""
+    names, present_names = ([list(group["params"]) for group in groups] for groups in (saved, present))
     if not all(type(name) is str for group in names for name in group):
         raise CheckpointError("its optimizer's groups are not lists of parameters")
-    if sorted(map(sorted, names)) == sorted(map(sorted, own_names)):
+    if sorted(map(sorted, names)) == sorted(map(sorted, present_names)):
         return
-    differing = sorted(set(chain(*names)) ^ set(chain(*own_names)))
+    differing = sorted(set(chain(*names)) ^ set(chain(*present_names)))
     problem = f"{', '.join(differing[:5])} on one side only"
     if not differing:
-        problem = f"{list(map(len, names))} parameters there, {list(map(len, own_names))} here, or in another division"
+        problem = (
+            f"{list(map(len, names))} parameters there, {list(map(len, present_names))} here, or in another division"
+        )
     raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {problem}; make it as it was made")
 
 
 def check_optimizer_state(state: Any) -> None:
-    """Raise unless `state` has the structure of an ``optimizer.state_dict()``.
-
-    Raises:
-        CheckpointError: it has another structure.
-    """
+    """Raise unless `state` has the structure of an ``optimizer.state_dict()``."""
     entries, groups = (state.get(key) if isinstance(state, Mapping) else None for key in ("state", "param_groups"))
     if not (
         isinstance(entries, Mapping)
@@ -219,3 +202,87 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
         entry = state.get(index) or {"step": 0.0, "exp_avg": zeros, "exp_avg_sq": zeros}
         state[index] = {**entry, "master": master}
     return {**state_dict, "state": state}
+
+
+# ------------------------------------------------------------------------------------------------------------ rollback
+
+
+def _remembered(value: Any, depth: int, numbers: bool = True) -> tuple[Any, Any]:
+    """An object and its content: `depth` levels of dicts and lists, and the numbers in tensors of one element."""
+    if isinstance(value, dict) and depth:
+        return value, {key: _remembered(item, depth - 1, numbers) for key, item in value.items()}
+    if isinstance(value, list) and depth:
+        return value, [_remembered(item, depth - 1, numbers) for item in value]
+    if isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
+        return value, value.detach().clone()
+    return value, None
+
+
+def _restored(remembered: tuple[Any, Any]) -> Any:
+    """The same object with its remembered content."""
+    value, content = remembered
+    if isinstance(content, dict):
+        content = {key: _restored(item) for key, item in content.items()}
+        value.clear()
+        value.update(content)
+    elif isinstance(content, list):
+        value[:] = map(_restored, content)
+    elif isinstance(content, torch.Tensor):
+        value.detach().copy_(content)
+    return value
+
+
+class Rollback:
+    """The state of model, optimizer and scaler before a load.
+
+    Loading replaces the tensors of an optimizer without changing them, so references to them suffice. For the model,
+    `exchange` swaps old and new values, so that the old ones need no more memory. Only FSDP1, which writes its flat
+    parameters itself, requires a copy.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any = None) -> None:
+        self.model = model
+        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
+        self.objects: dict[str, Any] = {}
+        owners = [owner for owner in (optimizer, scaler) if owner is not None]
+        # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
+        self.attributes = [
+            (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
+            for owner in owners
+        ]
+
+    def copy(self) -> None:
+        """Copy the model's tensors, if they will be written by other means than `exchange`."""
+        assert self.model is not None
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self.replaced.append((local(tensor.detach()), local(tensor.detach()).clone()))
+
+    def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
+        """Swap the values of `live` and `fresh`."""
+        old = live.clone()
+        live.copy_(fresh)
+        fresh.copy_(old)
+        self.replaced.append((live, fresh))
+
+    def put_back(self) -> None:
+        """Restore model, optimizer and scaler with the same bits."""
+        for live, old in reversed(self.replaced):
+            live.copy_(old)
+        if self.objects:
+            assert self.model is not None
+            set_model_state_dict(self.model, self.objects, options=StateDictOptions(strict=False))
+        for attributes in self.attributes:
+            _restored(attributes)
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
+    rollback = Rollback(None, optimizer)
+    try:
+        yield
+    except BaseException as error:
+        rollback.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error

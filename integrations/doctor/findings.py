@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from halfstep.numerics.formats.table import formats
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -113,8 +115,8 @@ def in_bytes(number: float) -> str:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``"bf16"`` for `torch.bfloat16`."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    return formats[name].name if name in formats else name
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -324,8 +324,8 @@ def _shards(setup: Setup) -> Iterator[Finding]:
     for library, only_empty, issue, stake in _CANNOT_SHARD:
         entries = [entry for entry in setup.entries if entry.library == library and is_sharded(entry.parameter)]
         if hit := [entry for entry in entries if not only_empty or not local(entry.parameter).numel()]:
-            kind = "shards without elements" if only_empty else "DTensors"
-            yield find("optimizer-cannot-shard", hit, library=library, what=kind, issue=issue, stake=stake)
+            shards = "shards without elements" if only_empty else "DTensors"
+            yield find("optimizer-cannot-shard", hit, library=library, what=shards, issue=issue, stake=stake)
 
 
 RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)

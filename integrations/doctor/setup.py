@@ -177,11 +177,7 @@ class Setup:
 
 
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection.
-
-    Raises:
-        TypeError: there is something else.
-    """
+    """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection."""
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
         outer = (*outer, inner)
@@ -191,7 +187,7 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
             {} if isinstance(inner, torch.optim.Optimizer) else _inside(inner),
         ]
         parts = [part for part in tree_leaves(contents) if hasattr(part, "param_groups")]
-        parts = [part for part in parts if not any(part is other for other in outer)]
+        parts = [part for part in parts if not any(part is container for container in outer)]
         if not parts:
             yield inner
     elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer or (), Iterable):
@@ -212,11 +208,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _scaler_of(scaler: Any, optimizer: Any) -> Any:
-    """The loss scaler in an object of a library that has one; None if it has none.
-
-    Raises:
-        TypeError: the object is of another kind.
-    """
+    """The loss scaler in an object of a library that has one; None if it has none."""
     if scaler is None:  # that of a wrapper of the optimizer, such as mmengine's AmpOptimWrapper
         return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
     inner = scaler
@@ -266,10 +258,10 @@ def nonfinite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(extremes.isnan().any()) else "Inf" if bool(extremes.isinf().any()) else ""
 
 
-def sample(tensor: torch.Tensor, most: int = 1 << 16) -> torch.Tensor:
-    """A copy of at most `most` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
+def sample(tensor: torch.Tensor, limit: int = 1 << 16) -> torch.Tensor:
+    """A copy of at most `limit` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
     shard: torch.Tensor = torch.atleast_1d(local(tensor).detach())
-    step = -(-shard.numel() // most) or 1
+    step = -(-shard.numel() // limit) or 1
     indices = torch.arange(0, shard.numel(), step, dtype=torch.int64, device=shard.device)
     return shard[torch.unravel_index(indices, shard.shape)]
 

@@ -194,9 +194,9 @@ class _Watcher:
             unscaled = all(self._is_unscaled(id(entry.parameter)) for entry in entries if entry.grad is not None)
             stake = "" if unscaled else f"; gradients are {self._scale:g} times too large"
             self._note("step-without-scaler", type(optimizer).__name__, stake=stake)
-        self._end_step(optimizer, taken=True)
+        self._end_step(optimizer, stepped=True)
 
-    def _end_step(self, optimizer: Any, taken: bool) -> None:
+    def _end_step(self, optimizer: Any, stepped: bool) -> None:
         """Compare weights and gradients, and forget what belongs to one step."""
         self.watched.steps += 1
         entries, finite = self._entries[id(optimizer)], True
@@ -216,7 +216,7 @@ class _Watcher:
                 continue
             nonzero = values != 0
             self._gradients |= bool(nonzero.any())
-            if taken and entry.lr > 0 and not entry.keeps_updates and not self.setup.steps_copies:
+            if stepped and entry.lr > 0 and not entry.keeps_updates and not self.setup.steps_copies:
                 self.updates[entry.name] += int(nonzero.sum())
                 self._lost[entry.name] += int((nonzero & kept).sum())
         if not self.broken and any(nonfinite(entry.parameter) for entry in entries):
@@ -225,9 +225,9 @@ class _Watcher:
         limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, LayoutOptimizer) else None
         clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
-            what = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
+            owner = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
             traffic = 2 * clips * size_of(*(entry.grad for entry in entries))
-            self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=what, bytes=traffic)
+            self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=owner, bytes=traffic)
         grads_used = ((id(entry.parameter), entry.grad) for entry in entries)
         self._used |= {key: (weakref.ref(grad), grad._version) for key, grad in grads_used if grad is not None}
         self._scaled = self._backward = False
@@ -260,14 +260,14 @@ class _Watcher:
         self._since_schedule[skipped] += 1
         self.watched.skipped += skipped
         if not self._ran:
-            _unseen(self._end_step)(inner, taken=False)
+            _unseen(self._end_step)(inner, stepped=False)
         return result
 
     def _in_schedule(self, scheduler: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before = getattr(scheduler, "last_epoch", None)
         result = method(*args, **kwargs)
-        (taken, skipped), self._since_schedule = self._since_schedule, [0, 0]
-        if skipped and not taken and before is not None and getattr(scheduler, "last_epoch", None) != before:
+        (stepped, skipped), self._since_schedule = self._since_schedule, [0, 0]
+        if skipped and not stepped and before is not None and getattr(scheduler, "last_epoch", None) != before:
             self._note("schedule-advanced-on-skip", type(scheduler).__name__)
         return result
 
@@ -276,11 +276,11 @@ class _Watcher:
         ids = set(map(id, parameters))
         entries = [entry for entry in self.setup.entries if id(entry.parameter) in ids]
         if all(parameter.grad is None for parameter in parameters):
-            what = "clip_grad_norm_ got no gradient, as from a generator that was used before, or before backward()"
-            self._note("clipping-without-effect", count(len(parameters), "parameter"), what=what)
+            text = "clip_grad_norm_ got no gradient, as from a generator that was used before, or before backward()"
+            self._note("clipping-without-effect", count(len(parameters), "parameter"), what=text)
         elif entries and all(id(entry.parameter) in self._used for entry in entries):
-            what = "clip_grad_norm_ was called after the step, whose gradients it changes too late"
-            self._note("clipping-without-effect", entries, what=what)
+            text = "clip_grad_norm_ was called after the step, whose gradients it changes too late"
+            self._note("clipping-without-effect", entries, what=text)
         self._clips.update({id(entry.parameter) for entry in entries})
         still = [entry for entry in entries if entry.grad is not None and not self._is_unscaled(id(entry.parameter))]
         if self._scaled and still and self._scale != 1:
@@ -295,17 +295,17 @@ class _Watcher:
         """What the steps showed."""
         yield from self._seen.values()
         entries, watched = self.setup.entries, self.watched
-        taken = watched.steps - watched.skipped
-        steps = count(taken, "step")
+        stepped = watched.steps - watched.skipped
+        steps = count(stepped, "step")
         if self._moved:
             losses = (UpdateLoss(name, number, self._lost[name]) for name, number in self.updates.items())
             yield from lost_updates(losses, f"of the updates in {steps}")
-        elif taken and any(entry.lr for entry in entries):
+        elif stepped and any(entry.lr for entry in entries):
             if self._gradients:
                 yield find("weights-unchanged", entries, steps=steps)
             elif not self._overflows:
                 yield find("steps-without-gradients", entries, steps=steps)
-        if watched.skipped >= 3 and not taken:
+        if watched.skipped >= 3 and not stepped:
             worst = [name for name, _ in self._overflows.most_common()]
             yield find("every-step-skipped", worst or "all gradients", steps=count(watched.skipped, "step"))
         yield from self._autocast()
@@ -321,7 +321,7 @@ class _Watcher:
                 yield find("autocast-over-16-bit-weights", half, dtype=dtype_name(dtype), dtypes=dtypes)
             if dtype == torch.float16 and self.scaler is None and not fp16:
                 yield find("fp16-without-scaler", f"autocast(fp16) around {module}")
-        seen = self._eager and self.watched.steps
-        if self.scaler is not None and seen and torch.float16 not in self._dtypes and not fp16:
+        eager = self._eager and self.watched.steps
+        if self.scaler is not None and eager and torch.float16 not in self._dtypes and not fp16:
             size = size_of(*(entry.parameter for entry in setup.entries))
             yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=size)

@@ -2,20 +2,8 @@
 
 A step collects the tensors of all parameter groups in one `LaunchGroup` per device and combination of dtypes, and makes
 one launch for each. Together these groups are the `StepPlan`. It is kept for later steps, which compare addresses and
-write only those that have changed.
-
-**State.** In memory, ``state[p]`` holds ``step`` (0-dim fp32 on the parameter's device), ``exp_avg``, ``exp_avg_sq``,
-``max_exp_avg_sq`` with amsgrad, and for 16-bit parameters with a master ``master``: the fp32 master, or the 16-bit
-remainder (int16) of a split master. Both have the same name so that code that looks up the entries of a canonical
-checkpoint by the names in memory (``flatten_optimizer_state_dict``, torchtitan) finds them. ``state_dict()`` refers to
-these tensors, with other names for codes and remainders (numerics/state_layout.py); ``canonical_state_dict()`` has
-``master`` and the moments in fp32. Both load into every other layout with the same bits.
-`torch.optim.Optimizer.load_state_dict` would cast the state to the parameter's dtype and is not called. With
-``state_dtype="8bit"``, a moment is a tensor of uint8 codes beside the scales of its blocks, ``exp_avg_scale`` for
-``exp_avg``, of shape (rows, blocks per row); see kernels/block_codes.py.
-
-**Random bits.** With ``rounding="stochastic"``, those of an element depend on the seed, which is saved, the parameter's
-index in the optimizer, its step count and the element's index in the whole, unsharded parameter; see kernels/optimizer.
+write only those that have changed. How a parameter's state is held is said by `halfstep.numerics.state_layout`, its
+random bits by kernels/optimizer.
 
 **Masters and parameters.** If other code writes a parameter between two steps, an old master never overwrites it. A
 full master is compared with the parameter if the version or the address of the parameter has changed, and replaced

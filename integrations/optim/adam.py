@@ -33,12 +33,10 @@ _ARGUMENTS = """
             Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
             below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
         rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
-            otherwise. Stochastic rounding rounds bf16 and 8-bit moments, 16-bit
-            parameters without a master, and masters of 24 bits, to either neighbour, with probabilities that make the
-            mean exact.
-            It does not change fp32 numbers and exact masters. The random bits depend on the seed, the parameter's
-            position in the optimizer, its step and the element's index in the whole parameter (with FSDP1, whose flat
-            shards do not record their positions, in the shard).
+            otherwise. Stochastic rounding is unbiased. It rounds bf16 and 8-bit moments, 16-bit parameters without a
+            master, and masters of 24 bits; fp32 numbers and exact masters stay exact. The random bits depend on the
+            seed, the parameter's position in the optimizer, its step and the element's index in the whole parameter
+            (with FSDP1, whose flat shards do not record their positions, in the shard).
         seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
         max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
         state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as

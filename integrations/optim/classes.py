@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
+from halfstep.integrations.optim.masters import Masters
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     Group,
@@ -34,50 +34,24 @@ from halfstep.integrations.optim.state import (
     is_remainder,
     like,
     loaded_state,
-    rows_of_a_piece,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, Agreed, StepPlan, StepPlans, all_contiguous, as_written
+from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous
 from halfstep.kernels import adam
-from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master
-from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.kernels.unscale import Factor, Verdict
-from halfstep.numerics.scaling.scaler import MAX_NORM
+from halfstep.kernels.streams import capturing
+from halfstep.numerics.scaling.decision import StepsOnVerdict, control_on, skipping_zeros
 from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
-from halfstep.numerics.scaling.stand_ins import FreedGradient, gradient_of, gradients_of, refuse_freed
-from halfstep.numerics.scaling.verdict import Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
+from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
-from halfstep.numerics.state_layout import CODE_KEYS, REMAINDER, StateLayout
+from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 
 _gradient = attrgetter("grad")
-LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-def _control_on(control: adam.Control, device: torch.device) -> adam.Control:
-    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
-    a step on the CPU needs."""
-    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
-    if all(map(is_, numbers, repeat(None))):
-        return control
-    return adam.Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
-
-
-def _skipping_zeros(control: adam.Control, verdict: Verdict) -> adam.Control:
-    """The same control, except that the step is skipped if the gradients of all ranks are 0. Step counts stay too.
-
-    Without L2 decay the step would change no moments, and with eps = 0 the update would be 0 / 0.
-    """
-    # The sum is 0 only if all elements are: chunks are scaled before they are squared, so none underflows completely.
-    nothing = (verdict.sum_of_squares == 0).float()
-    if control.found_inf is not None:
-        found_inf = control.found_inf.reshape(()).to(device=nothing.device, dtype=torch.float32)
-        nothing = torch.maximum(nothing, found_inf)
-    return adam.Control(control.grad_scale, nothing, control.sum_of_squares)
 
 
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
@@ -94,10 +68,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
-    # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
-    # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
-    _step_supports_amp_scaling = False
-    backward_handle: Any = None  # what steps parts of the parameters in the backward: integrations/release.py
     state_dict_format: Literal["held", "canonical"]
 
     def __init__(
@@ -140,6 +110,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """The columns of the kernels' table of groups but the norm: numbers, or tensors with one element."""
         raise NotImplementedError
 
+    @staticmethod
+    def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        """A parameter's saved state with what `torch.optim` leaves out of it."""
+        return state
+
     # --------------------------------------------------------------------------------------------------------- groups
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,7 +132,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._plans.note_agreed()
         state: dict[Any, Any] = defaultdict(dict, self.state)
-        for parameter in self._with_full_master():
+        for parameter, *_ in self._full_masters():
             state[parameter] = {**state[parameter], "master": self._master(parameter)}
         options = {"max_grad_norm": self.max_grad_norm, "state_dict_format": self.state_dict_format}
         return {**Optimizer.__getstate__(self), "state": state, **options}
@@ -183,7 +158,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
+        positive = not all(MOMENTS[moment] for moment in self._moments(added))
+        if positive and added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
             warnings.warn(
                 f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
                 "half the distance of two codes, so that second moments stop changing; leave rounding out, or use "
@@ -205,48 +181,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         copies of them in other memory. The state of a parameter is on the device of its target."""
         return parameters
 
+    def _target(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._targets([parameter])[0]
+
+    def _update_targets(self) -> None:
+        """Make targets that are copies hold the values of their parameters, before state is read or written."""
+
     def _bucket(self, parameter: torch.Tensor) -> int:
         """Different launches update the parameters of different buckets."""
         return 0
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """The 2-norm of the unscaled gradients before clipping in the last step that clipped: 0-dim, on the device."""
-        squares = self._plans.squares
-        return None if squares is None else squares.sqrt().float()
-
-    @torch._disable_dynamo
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip all gradients together to a 2-norm in the next step, without a scaler; nothing is written.
-
-        The gradients are read once, for the norm, and must not change before the step, which an overflow does not skip.
-        If the backward has stepped, it has clipped to ``max_grad_norm``, which must be `max_norm` then.
-
-        Args:
-            max_norm: a number above 0. Infinity only computes the norm.
-
-        Returns:
-            The norm before clipping, over all ranks: 0-dim fp32, on the device of the gradients. NaN if it is not
-            known, since the backward has stepped without clipping.
-
-        Raises:
-            ValueError: `max_norm` is not above 0.
-            RuntimeError: the backward has stepped without clipping, or has clipped to another norm.
-        """
-        only_norm = max_norm == math.inf
-        max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
-        if self.backward_handle is not None:
-            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
-            return norm
-        parameters = parameters_of(self)
-        if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
-            return torch.full((), math.nan, dtype=torch.float32, device="cpu")
-        refuse_freed(parameters, "clipping")
-        verdict = self.checker.verdict()
-        if verdict is None:
-            return torch.zeros((), dtype=torch.float32, device="cpu")
-        self.decide(Decision(verdict, None, max_norm, skips=False))
-        return norm_of(verdict)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -305,12 +248,12 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
-        kinds = set(map(type, grads))
-        if not kinds <= {torch.Tensor, type(None)}:
+        types = set(map(type, grads))
+        if not types <= {torch.Tensor, type(None)}:
             settle_gradients(parameters)
             grads = gradients_of(parameters)
-            kinds = set(map(type, grads))
-        if type(None) in kinds:
+            types = set(map(type, grads))
+        if type(None) in types:
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]
         if not parameters:
@@ -381,7 +324,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             plan = StepPlan(self, parameters, grads, recording)
         elif (
             plan is None
-            or (changed and not plan.has_layouts_of(groups))
+            or (changed and not plan.has_layouts_of(self))
             or not plan.describes(self, parameters, grads, contiguous)
         ):
             self._forget(part)
@@ -390,15 +333,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
-            control = _skipping_zeros(control, verdict)
+            control = skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        needed: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
+        inputs: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
-            own = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            if batch.device not in needed:
+            of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
+            if batch.device not in inputs:
                 table = plan.group_table(batch.device, groups, limit, changed)
-                needed[batch.device] = table, _control_on(control, batch.device)
-            writes.append((batch.parameters, batch.prepare(own, contiguous, *needed[batch.device])))
+                inputs[batch.device] = table, control_on(control, batch.device)
+            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, *inputs[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
@@ -413,56 +356,21 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if changed or not plan.knows_options:
             plan.stepped(groups, limit)
 
-    def _limit(self) -> float | None:
-        """The 2-norm to which the next step clips: the smaller of the scaler's and the optimizer's own, or None."""
-        own, decision = self.max_grad_norm, self._decision
-        if decision is None or decision.max_norm is None:
-            return own
-        return decision.max_norm if own is None else min(own, decision.max_norm)
-
-    def _control(self, limit: float | None) -> adam.Control:
-        """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
-        decision, squares = self._decision, None
-        self.last_verdict = None if decision is None else decision.verdict
-        if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
-        else:
-            scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
-            # Gradients that were unscaled in place may have changed since, so their sum is computed again.
-            if decision.scale is not None or decision.max_norm is not None:
-                squares = decision.verdict.sum_of_squares
-        if limit is None:
-            return adam.Control(scale, found_inf)
-        if squares is None:
-            factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
-            verdict = self.checker.verdict(factor)
-            squares = None if verdict is None else verdict.sum_of_squares
-            self.last_verdict = verdict if decision is None else decision.verdict
-        self._plans.squares = squares
-        return adam.Control(scale, found_inf, squares)
-
-    def _number(self, value: Any) -> torch.Tensor | None:
-        """A number that other code has set, as a tensor."""
-        if value is None or isinstance(value, torch.Tensor):
-            return value
-        device = next((parameter.device for parameter in parameters_of(self)), None)
-        return torch.full((), float(value), dtype=torch.float32, device=device)
-
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.
 
         In this case they have no gradients, while DTensors of the same shapes do. The search runs once, when no
         parameter has a gradient, and only in a process group.
         """
-        own = [parameter for parameter in parameters_of(self) if parameter.requires_grad and not is_lazy(parameter)]
-        if default_group() is None or not own or any(map(is_sharded, own)):
+        trained = [p for p in parameters_of(self) if p.requires_grad and not is_lazy(p)]
+        if default_group() is None or not trained or any(map(is_sharded, trained)):
             return
         leaves = [p for module in modules_of_fsdp2() for p in module.parameters() if is_sharded(p) and p.requires_grad]
         with_gradient = {leaf.shape for leaf in leaves if gradient_of(leaf) is not None}
-        shapes = {parameter.shape for parameter in own}
+        shapes = {parameter.shape for parameter in trained}
         if shapes & with_gradient and shapes <= {leaf.shape for leaf in leaves}:
             warnings.warn(
-                f"none of the {len(own)} parameters of this optimizer has a gradient, while DTensors of the same "
+                f"none of the {len(trained)} parameters of this optimizer has a gradient, while DTensors of the same "
                 "shapes do: the model was sharded after the optimizer was made, so that it trains nothing; make the "
                 "optimizer after fully_shard",
                 UserWarning,
@@ -471,42 +379,29 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- masters
 
+    def _full_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Parameters with a full master, their targets, and the masters."""
+        for parameter in parameters_of(self):
+            master = self.state[parameter].get("master") if parameter in self.state else None
+            if isinstance(master, torch.Tensor) and master.dtype == torch.float32:
+                yield parameter, self._target(parameter), master
+
     def _agree(self) -> None:
         """Store that all parameters and their full masters hold the same weights now."""
-        targets = self._targets(self._with_full_master())
-        self._plans.agreed = {id(target): Agreed.now(target) for target in targets}
-
-    def _with_full_master(self) -> list[torch.Tensor]:
-        masters = ((p, self.state[p].get("master")) for p in parameters_of(self) if p in self.state)
-        return [p for p, master in masters if isinstance(master, torch.Tensor) and master.dtype == torch.float32]
-
-    def _master_if_written(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The local values of a full master whose parameter other code wrote; None if no code did.
-
-        With `compare`, None too if the parameter has the same values as before. This waits for the device.
-        """
-        (target,) = self._targets([parameter])
-        weight, master = local(target.detach()), local(self.state[parameter]["master"])
-        agreed = self._plans.agreed.get(id(target))
-        comparable = weight.device == master.device and weight.shape == master.shape
-        if agreed is None or not comparable or not agreed.may_be_written(target):
-            return None
-        if compare and has_memory(weight) and _rounds_to(master, weight):
-            return None
-        return as_written(weight, master)
+        self._plans.agreed.clear()
+        self._plans.agreed.note(target for _, target, _ in self._full_masters())
 
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The present fp32 master; None for fp32 parameters. Changes nothing. `_master_if_written` explains `compare`.
+        """The present fp32 master; None for fp32 parameters. Changes nothing. `Agreements.written` explains `compare`.
 
         So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
-        state = self.state[parameter] if parameter in self.state else {}
-        (target,), master = self._targets([parameter]), state.get("master")
+        target, master = self._target(parameter), self.state.get(parameter, {}).get("master")
         if target.dtype == torch.float32 or not isinstance(master, torch.Tensor):
             return None
         if is_remainder(master):
             return like(target, join_master(local(target.detach()), local(master)))
-        written = self._master_if_written(parameter, compare)
+        written = self._plans.agreed.written(target, master, compare)
         return master if written is None else like(target, written)
 
     def masters(self) -> Mapping[torch.Tensor, torch.Tensor]:
@@ -522,21 +417,20 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             for p, master in optimizer.masters().items():  # after each step
                 average[p].lerp_(master, 1 - decay)
         """
+        self._update_targets()
         self._plans.note_agreed()
-        return _Masters(self)
+        return Masters(self)
 
     @torch.no_grad()
     def _take_outside_writes(self, recording: bool = False) -> None:
         """Update the full masters of all parameters that other code wrote, including those without a gradient."""
         self._plans.note_agreed()
-        for parameter in self._with_full_master():
-            written = self._master_if_written(parameter)
-            if written is None:
-                continue
-            local(self.state[parameter]["master"]).copy_(written)
-            if not recording:  # a captured copy runs in each replay, and may run again
-                (target,) = self._targets([parameter])
-                self._plans.agreed[id(target)] = Agreed.now(target)
+        for _, target, master in self._full_masters():
+            written = self._plans.agreed.written(target, master)
+            if written is not None:
+                local(master).copy_(written)
+                if not recording:  # a captured copy runs in each replay, and may run again
+                    self._plans.agreed.note([target])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -552,23 +446,24 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         Raises:
             ValueError: a tensor is not a parameter of this optimizer. Nothing was changed.
         """
-        own = {id(parameter) for parameter in parameters_of(self)}
+        self._update_targets()
+        all_parameters = parameters_of(self)
+        ids = set(map(id, all_parameters))
         if parameters is None:
-            parameters = parameters_of(self)
+            parameters = all_parameters
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for index, parameter in enumerate(chosen):
-            if id(parameter) not in own:
+            if id(parameter) not in ids:
                 raise ValueError(
                     f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
                     f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
                 )
         self._plans.note_agreed()
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
-            state = self.state[parameter] if parameter in self.state else {}
-            if "master" in state:
+            if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
                 master.zero_() if is_remainder(master) else master.copy_(local(target.detach()))
-            self._plans.agreed[id(target)] = Agreed.now(target)
+        self._plans.agreed.note(self._targets(chosen))
 
     # --------------------------------------------------------------------------------------------------------- state
 
@@ -582,13 +477,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         * the remainder of a split master as ``master_remainder``.
 
         Integers of 16 bits, which NCCL and gloo do not transfer, are shown as pairs of bytes in one more dimension.
-
         `load_state_dict` loads it into every layout, with the same bits. As in torch, the tensors are those of the
         optimizer, which the next step changes.
 
-        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns. So it is, in each format, for
-        the parameters that FullyShardedDataParallel has flattened, since its ``optim_state_dict`` allows one dtype per
-        parameter.
+        With ``state_dict_format="canonical"`` it is what `canonical_state_dict` returns; so it is always for parameters
+        that FullyShardedDataParallel has flattened, whose ``optim_state_dict`` allows one dtype per parameter.
 
         Raises:
             ValueError: the attribute `state_dict_format` is neither ``"held"`` nor ``"canonical"``.
@@ -604,6 +497,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             ['step', 'exp_avg', 'exp_avg_sq', 'master']
         """
         check_format(self.state_dict_format)
+        self._update_targets()
         self._plans.note_agreed()
         # Hooks see what is saved, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
@@ -616,17 +510,16 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 continue
             full = "master" in state and not is_remainder(state["master"])
             written = self._master(parameter, compare=True) if full else None
-            held = self.state_dict_format == "held" and not getattr(parameter, "_fsdp_flattened", False)
-            packed["state"][index] = saved_state(state, self._targets([parameter])[0], written, held)
-        # The layout in memory is not loaded. It is saved because code that loads flat checkpoints expects every option
-        # of a group: dtypes as text, because some readers of checkpoints do not support them, and split masters only if
-        # there are remainders, so that a load notices if these are missing.
+            canonical = self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False)
+            packed["state"][index] = saved_state(state, self._target(parameter), written, canonical)
+        # The layout is not loaded. It is saved because code that loads flat checkpoints expects every option: dtypes as
+        # text, which all readers support, and split masters only with remainders, so that a load notices missing ones.
         for group in packed["param_groups"]:
             group["state_dtype"] = str(group["state_dtype"]).removeprefix("torch.")
-            kind = group["master_weights"]
+            master = group["master_weights"]
             if any(REMAINDER in packed["state"].get(index, {}) for index in group["params"]):
-                group["master_weights"] = "split" if kind == "auto" else kind
-            elif kind in ("split", "split24"):
+                group["master_weights"] = "split" if master == "auto" else master
+            elif master in ("split", "split24"):
                 group["master_weights"] = "auto"
         for hook in list(hooks.values()):
             replaced = hook(self, packed)
@@ -665,31 +558,30 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         Other code, such as ``ZeroRedundancyOptimizer.load_state_dict``, may have assigned codes and remainders under
         the names of a checkpoint, moments in other dtypes, and masters of other kinds.
         """
-        (target,), layout, state = self._targets([parameter]), self._layout(parameter, group), self.state.get(parameter)
-        weight = None
-        if state is not None and any(key in state for key in (REMAINDER, *CODE_KEYS)):
+        target, layout, state = self._target(parameter), self._layout(parameter, group), self.state.get(parameter) or {}
+        if any(key in state for key in (REMAINDER, *CODE_KEYS)):
             where, final = "state of parameter with a gradient", bool(self._plans.recorded)
             state, weight = loaded_state(state, target, layout, where, final=final)
             self._set_state(parameter, state, weight)
         written = None
-        if state is not None and "master" in state and not is_remainder(state["master"]):
-            written = self._master_if_written(parameter)
-        fitted, weight = fitted_state(state or {}, target, layout, written)
+        if "master" in state and not is_remainder(state["master"]):
+            written = self._plans.agreed.written(target, state["master"])
+        fitted, weight = fitted_state(state, target, layout, written)
         if fitted is not state:
-            if "master" in fitted and "master" not in (state or {}):
-                self._plans.agreed[id(target)] = Agreed.now(target)
+            if "master" in fitted and "master" not in state:
+                self._plans.agreed.note([target])
             self._set_state(parameter, fitted, weight)
         return fitted
 
     def _set_state(self, parameter: torch.Tensor, state: dict[str, Any], weight: torch.Tensor | None) -> None:
         self.state[parameter] = state
         if weight is not None:
-            (target,) = self._targets([parameter])
-            local(target.detach()).copy_(weight)
+            local(self._target(parameter).detach()).copy_(weight)
 
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Convert loaded masters of another layout now, and not in the first step. Load these parameters first."""
+        self._update_targets()
         loaded = set(map(id, parameters))
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -701,10 +593,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an Adam or AdamW of halfstep, torch, apex or TransformerEngine with the same bits.
 
-        The model may be loaded before or after: what `state_dict` or `canonical_state_dict` saved has the same bits in
-        both orders. There are two exceptions, for which load the model first: a full master that is loaded into a split
-        layout, where the weights halfway between two bf16 numbers would differ, and a load after a step was captured
-        in a CUDA graph, into another layout.
+        The model may be loaded before or after, with the same bits. There are two exceptions, for which load the model
+        first: a full master that is loaded into a split layout, where the weights halfway between two bf16 numbers
+        would differ, and a load after a step was captured in a CUDA graph, into another layout.
 
         States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded by their rules. flashoptim's
         masters belong to the present parameters: load the model first. Under sharding, pass such states to
@@ -736,6 +627,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state, without hooks."""
+        self._update_targets()
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
         for group in groups:
             self._check(group)
@@ -746,8 +638,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 fresh[index] = saved
             elif saved:
                 parameter, group, saved_group = owners[index]
-                where, (target,) = f"state of parameter {index}", self._targets([parameter])
-                entries = with_our_names(where, target, saved, saved_group)
+                where, target = f"state of parameter {index}", self._target(parameter)
+                entries = self._translated(with_our_names(where, target, saved, saved_group), target)
                 layout, final = self._layout(parameter, group), bool(self._plans.recorded)
                 fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
                 loaded[parameter] = target, weight
@@ -758,7 +650,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for parameter in loaded:
             writes += self._in_place(parameter, fresh[parameter])
         writes.append(partial(self.__dict__.update, state=fresh, param_groups=groups))
-        writes.append(partial(self._plans.__dict__.update, agreed={}))
+        writes.append(partial(self._plans.agreed.clear))
         self._commit(WHOLE, [(list(loaded), writes)])
         self._agree()
 
@@ -780,35 +672,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 calls.append(partial(local(tensor).copy_, local(value)))
                 state[key] = tensor
         return calls
-
-
-class _Masters(Mapping[torch.Tensor, torch.Tensor]):
-    """What `masters` returns. A split master is joined when it is looked up."""
-
-    def __init__(self, optimizer: LayoutOptimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = dict.fromkeys(parameters_of(optimizer))
-
-    @torch.no_grad()
-    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._parameters:
-            raise KeyError("not a parameter of this optimizer")
-        master = self._optimizer._master(parameter)
-        (target,) = self._optimizer._targets([parameter])
-        return target.detach().float() if master is None else master
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a full master rounds to its parameter everywhere. Needs memory for a few rows of them only."""
-    rows = rows_of_a_piece(parameter)
-    pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(parameter).split(rows), strict=True)
-    return all(torch.equal(values.to(weight.dtype), weight) for values, weight in pairs)
 
 
 def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:

@@ -43,7 +43,11 @@ def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
     for moment, maximum in (("exp_avg", 127), ("exp_avg_sq", 255)):
         if (codes := state.pop(f"{moment}::quantized", None)) is not None:
             state[moment] = _of_flashoptim(codes, state.pop(f"{moment}::scales"), maximum, f"{moment!r} in the {where}")
-    return {key: _of_torchao(value) for key, value in state.items()}
+    return {key: value.dequantize().float() if _is_of_torchao(value) else value for key, value in state.items()}
+
+
+def _is_of_torchao(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
 
 
 def _in_groups(codes: torch.Tensor, scales: torch.Tensor, sizes: tuple[int, ...], where: str) -> torch.Tensor:
@@ -77,16 +81,10 @@ def _of_bitsandbytes(state: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, where: str) -> torch.Tensor:
     scales = scales.view(torch.float16) if scales.dtype == torch.bfloat16 else scales
-    each = _in_groups(codes, scales.float(), (_GROUP,), where)
+    of_elements = _in_groups(codes, scales.float(), (_GROUP,), where)
     scaled = codes.flatten().float() / maximum
-    if maximum == 127:
-        return (scaled / (2.0 - scaled.abs()) * each).view(codes.shape)
-    return (scaled * each).square().view(codes.shape)
-
-
-def _of_torchao(value: Any) -> Any:
-    coded = isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
-    return value.dequantize().float() if coded else value
+    values = scaled / (2.0 - scaled.abs()) * of_elements if maximum == 127 else (scaled * of_elements).square()
+    return values.view(codes.shape)
 
 
 def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
@@ -132,9 +130,8 @@ def with_our_names(where: str, parameter: torch.Tensor, saved: dict[str, Any], g
     master = state.pop("master_param", None)
     if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
         return state
-    if master.dtype == torch.int16:  # the lower 16 bits of a master that was rounded as in `split_master`
-        return {**state, REMAINDER: master}
-    return {**state, "master": master}
+    # Integers are the lower 16 bits of a master that was rounded as in `split_master`.
+    return {**state, (REMAINDER if master.dtype == torch.int16 else "master"): master}
 
 
 def check_masters(owners: dict[Any, tuple[torch.Tensor, Any, Any]], state_dict: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def is_remainder(master: torch.Tensor) -> bool:
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Local values as a tensor like the parameter: a DTensor with its mesh and placements, or the values themselves."""
-    return Sharding(parameter).like(values)
+    return Sharding(parameter).like(values) if is_sharded(parameter) else values
 
 
 def scales_like(parameter: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -127,35 +127,35 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
 
 
 def saved_state(
-    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, held: bool
+    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool
 ) -> dict[str, Any]:
     """One parameter's state under the names of a checkpoint, with its full master.
 
-    With `held`, nothing is copied but moments in 8 bits whose blocks torch does not shard like the parameter: they
-    become fp32 on the CPU, as all of a canonical state. On a GPU, pieces of one tensor are then allocated.
+    A `canonical` state is fp32 on the CPU; on a GPU, a few rows of one tensor are allocated. Otherwise nothing is
+    copied but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on the CPU too.
     """
     saved: dict[str, Any] = {}
     codes: dict[str, Any] = {}
     for key, value in state.items():
         coded = key in MOMENTS and value.dtype == torch.uint8
-        if coded and held and shards_blocks(parameter):
+        if coded and not canonical and shards_blocks(parameter):
             codes |= {f"{key}_codes": value, f"{key}_scale": _in_bytes(state[f"{key}_scale"])}
         elif coded:
             decoded = partial(decode, signed=MOMENTS[key])
             values = _converted_on_cpu(parameter, decoded, value, state[f"{key}_scale"])
-            (codes if held else saved)[key] = values
-        elif key in MOMENTS and not held and value.dtype != torch.float32:
+            (saved if canonical else codes)[key] = values
+        elif key in MOMENTS and canonical and value.dtype != torch.float32:
             saved[key] = _converted_on_cpu(parameter, torch.Tensor.float, value)
         elif key not in SCALE_KEYS and key != "master":
-            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) and not held else value
+            saved[key] = _on_cpu(value) if isinstance(value, torch.Tensor) and canonical else value
     remainder = state.get("master")
     if master is not None:
-        saved["master"] = master if held else _on_cpu(master)
+        saved["master"] = _on_cpu(master) if canonical else master
     elif isinstance(remainder, torch.Tensor) and parameter.dtype == torch.bfloat16:  # without which it is useless
-        if held:
-            saved[REMAINDER] = _in_bytes(remainder)
-        else:
+        if canonical:
             saved["master"] = _converted_on_cpu(parameter, join_master, parameter.detach(), remainder)
+        else:
+            saved[REMAINDER] = _in_bytes(remainder)
     return saved | codes
 
 
@@ -175,9 +175,9 @@ def _converted_on_cpu(
     host = shard.device if shard.device.type in HOST else torch.device("cpu")
     values = torch.empty_like(shard, dtype=torch.float32, device=host)
     rows = rows_of_a_piece(shard)
-    pieces = zip(*(torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands)), strict=True)
-    for target, *piece in pieces:
-        target.copy_(convert(*piece))
+    chunks = (torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands))
+    for target, *chunk in zip(*chunks, strict=True):
+        target.copy_(convert(*chunk))
     return Sharding(parameter).moved(values)
 
 
@@ -194,13 +194,16 @@ def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
+    if not is_sharded(values):
+        return pairs
     strides = (*(2 * stride for stride in values.stride()), 1)
     return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
 
 
 def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
     """The inverse of `_in_bytes` for 16-bit integers."""
-    return Sharding(pairs).like(local(pairs).contiguous().view(torch.int16).squeeze(-1), pairs.shape[:-1])
+    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
+    return Sharding(pairs).like(values, pairs.shape[:-1]) if is_sharded(pairs) else values
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -236,7 +239,7 @@ def loaded_state(
         if key not in source:
             raise ValueError(
                 f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: "
-                "the checkpoint is not of an Adam with the same options, or is a flat one, which needs "
+                "the checkpoint is of another optimizer or of other options, or is a flat one, which needs "
                 "state_dict_format='canonical'"
             )
     state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
@@ -255,8 +258,8 @@ def loaded_state(
             state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter)
         else:
             state[moment] = _copy(parameter, value, layout.dtypes[moment])
-    known = {*state, *MOMENTS, *SCALE_KEYS, "master"}
-    state |= {key: moved(value, parameter.device) for key, value in source.items() if key not in known}
+    named = {*state, *MOMENTS, *SCALE_KEYS, "master"}
+    state |= {key: moved(value, parameter.device) for key, value in source.items() if key not in named}
     if "master" not in source:
         if layout.master is not None:
             state["master"] = new("master", layout.dtypes["master"], parameter)
@@ -284,12 +287,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
         codes = _checked(saved, key, parameter.shape, torch.uint8, where=where)
         scales = _checked(saved, scale_key, shape_of(scale_key, parameter.shape), _SCALES[scale_key], where=where)
         if is_sharded(parameter) and not is_sharded(codes):
-            from torch.distributed.tensor import distribute_tensor
-
             whole = decode(codes, scales, signed=MOMENTS[moment]).to(values.device)
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            # Every rank has the same codes, so nothing is sent.
-            state[moment] = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            state[moment] = Sharding(parameter).distributed(whole)  # every rank has the same codes
         else:
             state |= {moment: codes, scale_key: scales}
     if REMAINDER in saved:
@@ -345,8 +344,8 @@ def fitted_state(
                     fitted |= encoded(key, shard.float(), parameter)
                 else:
                     fitted[key] = value.to(dtype)
-    same = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())
-    return (state if same else fitted), weight
+    unchanged = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())
+    return (state if unchanged else fitted), weight
 
 
 def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from halfstep.integrations.optim.masters import Agreed, Agreements, as_written, version_of
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
 from halfstep.integrations.optim.state import fitted_state, like, scales_like
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
@@ -75,52 +76,20 @@ def check_blocks(parameter: torch.Tensor, where: str) -> None:
         )
 
 
-def version_of(parameter: torch.Tensor) -> int:
-    """A number that grows with every write to a parameter, through its DTensor or its local part."""
-    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
-
-
-def _address_of(values: torch.Tensor) -> int:
-    return values.data_ptr() if has_memory(values) else 0
-
-
-class Agreed(NamedTuple):
-    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
-
-    version: int
-    address: int
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, parameter: torch.Tensor) -> Agreed:
-        return cls(version_of(parameter), _address_of(local(parameter)), parameter.dtype)
-
-    def may_be_written(self, parameter: torch.Tensor) -> bool:
-        """Whether other code may have written the parameter since. A change of dtype does not count."""
-        return parameter.dtype == self.dtype and self != Agreed.now(parameter)
-
-
-def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
-    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
-
-
 class StepPlans:
     """What an optimizer keeps from one step to the next. Pickles and copies of the optimizer do not contain it.
 
     Attributes:
         of_part: the plans of the last step, of all parameters (`WHOLE`) and of each part that is stepped on its own.
-        agreed: by the target's id, when it and its full master last held the same weight.
+        agreed: when targets and their full masters last held the same weights.
         recorded: state tensors that CUDA graphs write to, by their id.
-        squares: the sum of squares of the gradients in the last step that clipped.
         stepped_without_gradients: whether a step found no gradient.
     """
 
     def __init__(self) -> None:
         self.of_part: dict[int, StepPlan] = {}
-        self.agreed: dict[int, Agreed] = {}
+        self.agreed = Agreements()
         self.recorded: dict[int, torch.Tensor] = {}
-        self.squares: torch.Tensor | None = None
         self.stepped_without_gradients = False
 
     def forget(self, part: int | None = None) -> None:
@@ -328,8 +297,7 @@ class StepPlan:
         self.batches = _batches(optimizer, targets, grads, recording)
         self.limit: float | None = None
         self._kernels, self._columns = optimizer._kernels, optimizer._columns
-        self._compiled_for = partial(_compiled_options, optimizer)
-        self._compiled = self._compiled_for(optimizer.param_groups)
+        self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._grads = _dtypes_and_types(grads)
         # Other code may clear or replace the state to start again.
@@ -364,9 +332,9 @@ class StepPlan:
             and all([batch.still_describes() for batch, _ in self.batches])
         )
 
-    def has_layouts_of(self, groups: list[Group]) -> bool:
-        """Whether the launches are compiled for the options of these groups."""
-        return self._compiled_for(groups) == self._compiled
+    def has_layouts_of(self, optimizer: LayoutOptimizer) -> bool:
+        """Whether the launches are compiled for the options of its groups."""
+        return _compiled_options(optimizer) == self._compiled
 
     def group_table(
         self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
@@ -416,9 +384,10 @@ def _dtypes_and_types(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set
 _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
 
 
-def _compiled_options(optimizer: LayoutOptimizer, groups: list[Group]) -> list[tuple[Any, ...]]:
+def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    return [(_layout_options(group), optimizer._moments(group), optimizer._variant(group)) for group in groups]
+    groups, moments, variant = optimizer.param_groups, optimizer._moments, optimizer._variant
+    return [(_layout_options(group), moments(group), variant(group)) for group in groups]
 
 
 def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:
@@ -441,14 +410,14 @@ def _batches(
     parameters = parameters_of(optimizer)
     rows = [row for row, group in enumerate(groups) for _ in group["params"]]
     numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
-    kinds: dict[tuple[Any, ...], list[int]] = {}
+    launches: dict[tuple[Any, ...], list[int]] = {}
     members: dict[int, Member] = {}
     noise: dict[int, tuple[int, ...]] = {}
-    seen: set[int] = set()
+    stepped: set[int] = set()
     for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
-        if id(target) in seen:  # torch has warned; two updates of a parameter in one launch would race
+        if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
             continue
-        seen.add(id(target))
+        stepped.add(id(target))
         number = numbers_of[id(target)]
         parameter, row = parameters[number], rows[number]
         group, where = groups[row], f"parameter {index} with a gradient (group {row})"
@@ -482,11 +451,11 @@ def _batches(
         if variant.stochastic:
             noise[index] = (number, *Sharding(target).elements(where), group["seed"])
         members[index] = Member(parameter, target, state, row)
-        kind = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
-        kinds.setdefault(kind, []).append(index)
+        launch = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
+        launches.setdefault(launch, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, variant, layout, addressable), indices in kinds.items():
+    for (_, _, variant, layout, addressable), indices in launches.items():
         of_launch, keys = [members[index] for index in indices], _operand_keys(optimizer, layout)
         further: dict[int, list[int]] = {}
         if variant.stochastic:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.integrations.optim.classes import LARGEST_NORM
+from halfstep.numerics.scaling.decision import LARGEST_NORM, StepsOnVerdict
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of
+from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import unwrapped
 
 

@@ -65,9 +65,7 @@ class Family:
         table, function = batch.table, getattr(native.functions(self.name), f"halfstep_{self.name}")
         addresses = checked_addresses((batch.groups, groups, batch.hyper))
         scalars = [scalar if scalar is None else address(scalar) for scalar in control.scalars()]
-        return partial(
-            function, *table.places, table.tensors, table.chunks, *addresses, *scalars, *batch.codes, threads()
-        )
+        return partial(function, *table.addresses, *addresses, *scalars, *batch.codes, threads())
 
     def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
         table, hyper, device = batch.table, batch.hyper, batch.hyper.device

@@ -81,7 +81,7 @@ def _encode(
         code = np.where(negative, form.codes - code, code)
     else:
         code |= (negative & (form.has_negative_zero | (code != 0))).astype(np.int64) << (form.bits - 1)
-    codes = code.astype(code_dtype(form))
+    codes: Array = code.astype(code_dtype(form))
     if rare.any():
         codes[rare] = _beyond(values[rare], form, rounding, overflow, nan)
     return codes

@@ -152,7 +152,17 @@ def decode(codes: Any, format: Any) -> Any:
     return values if isinstance(codes, np.ndarray) else values[()]
 
 
-def round_to(values: Any, format: Any, rounding: str = "nearest", **options: Any) -> Any:
+def round_to(
+    values: Any,
+    format: Any,
+    rounding: str = "nearest",
+    *,
+    overflow: str = "inf",
+    nan: str = "canonical",
+    subnormals: bool = True,
+    seed: int | None = None,
+    offset: int = 0,
+) -> Any:
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
@@ -165,7 +175,8 @@ def round_to(values: Any, format: Any, rounding: str = "nearest", **options: Any
         >>> halfstep.round_to(torch.tensor([0.1]), "fp16")
         tensor([0.1000])
     """
-    result = decode(encode(values, format, rounding, **options), format)
+    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals}
+    result = decode(encode(values, format, rounding, **options, seed=seed, offset=offset), format)
     if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
         return result.to(values.dtype)
     return result
@@ -243,27 +254,27 @@ def _prepared(values: Any) -> Array:
         array = np.asarray(values)
     else:
         array = np.array(values, dtype=object)
-        kinds = {type(value) for value in array.reshape(-1).tolist()}
-        if kinds <= {float}:
+        types = {type(value) for value in array.reshape(-1).tolist()}
+        if types <= {float}:
             array = array.astype(np.float64)
-        elif kinds <= {int, bool}:
+        elif types <= {int, bool}:
             plain = np.asarray(values)
             array = plain if plain.dtype.kind in "iub" else array  # integers beyond 64 bits stay objects
-    kind, size = array.dtype.kind, array.dtype.itemsize
-    if kind == "S":
+    dtype_kind, size = array.dtype.kind, array.dtype.itemsize
+    if dtype_kind == "S":
         array = np.char.decode(array, "ascii")
-    if kind in "SUTO":
+    if dtype_kind in "SUTO":
         return array.astype(object)
-    if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes" or (kind == "f" and size == 2):
+    if array.dtype.type.__module__.partition(".")[0] == "ml_dtypes" or (dtype_kind == "f" and size == 2):
         return array.astype(np.float32)  # which represents every value of every one of these types
-    if kind not in "fiub":
+    if dtype_kind not in "fiub":
         raise TypeError(
             "Expected values to be real numbers (floats, integers, Fraction, Decimal or strings), but got type "
             f"{array.dtype}"
         )
-    if kind == "f" and size <= 8:
+    if dtype_kind == "f" and size <= 8:
         return array.astype(array.dtype.newbyteorder("="), copy=False)
-    if kind == "f" or (array.size and (int(array.max()) > _LARGEST_EXACT or int(array.min()) < -_LARGEST_EXACT)):
+    if dtype_kind == "f" or (array.size and (int(array.max()) > _LARGEST_EXACT or int(array.min()) < -_LARGEST_EXACT)):
         objects = np.empty(array.shape, dtype=object)  # astype(object) would round long doubles to Python's floats
         objects.reshape(-1)[:] = list(array.reshape(-1))
         return objects

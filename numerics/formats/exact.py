@@ -400,8 +400,8 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
     elif form.signed:
         midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    codes = (None if side is None else code_of(side, form) for side in (below, above))
-    return Neighbours(number, False, below, above, midpoint, nearest, *codes, code, step, previous, following)
+    first, second = (None if side is None else code_of(side, form) for side in (below, above))
+    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
 # ------------------------------------------------------------------------------------------------------ exact numbers
@@ -437,10 +437,10 @@ def exact(value: Any) -> Number:
         if value.is_nan():
             return math.copysign(math.nan, -1.0 if value.is_signed() else 1.0)
         return parse_number(str(value))
-    kind = getattr(getattr(value, "dtype", None), "kind", None)
-    if kind in ("f", "V", "i", "u", "b") and hasattr(value, "__float__"):
+    dtype_kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if dtype_kind in ("f", "V", "i", "u", "b") and hasattr(value, "__float__"):
         near = float(value)
-        if kind != "f" or near != near or near == 0 or value in (math.inf, -math.inf):
+        if dtype_kind != "f" or near != near or near == 0 or value in (math.inf, -math.inf):
             return _from_float(near)  # float64 represents all numbers of ml_dtypes
         return Fraction(*value.as_integer_ratio())  # but not those of numpy's long double
     raise TypeError(
@@ -611,16 +611,16 @@ class _Parser:
             return value
         if self._at == len(self._tokens):
             raise self._error("it ends too early" if self._tokens else "it is empty")
-        kind, token = self._tokens[self._at]
-        if kind == "operator":
+        group, token = self._tokens[self._at]
+        if group == "operator":
             raise self._error(f"{token!r} is not expected there")
         self._at += 1
-        if kind == "irrational":
+        if group == "irrational":
             self._irrational = True
             return self._root() if token == "sqrt" else _CONSTANTS[token]
-        if kind == "special":
+        if group == "special":
             return math.nan if token == "nan" else math.inf
-        if kind == "hexadecimal":
+        if group == "hexadecimal":
             return self._literal(token[2:], "p", 16, 2, 4, LARGEST_POWER)
         return self._literal(token.replace("_", ""), "e", 10, 10, 1, 19_000)
 
@@ -634,8 +634,8 @@ class _Parser:
         if (top * top, under * under) == (square.numerator, square.denominator):
             return Fraction(top, under) if square else value
         product = square.numerator * square.denominator  # the root is that of this, divided by the denominator
-        places = max(0, 166 - product.bit_length() // 2)
-        return self._limited(Fraction(math.isqrt(product << 2 * places), square.denominator << places))
+        shift = max(0, 166 - product.bit_length() // 2)
+        return self._limited(Fraction(math.isqrt(product << 2 * shift), square.denominator << shift))
 
     def _deeper(self, rule: Callable[[], Number]) -> Number:
         self._depth += 1

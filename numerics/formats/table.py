@@ -295,11 +295,14 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     return result
 
 
-def _of_kernels(name: str, title: str, aliases: tuple[str, ...], *columns: Any) -> Format:
-    """A row whose bits and torch dtype are in the table of the kernels; `columns` are those after the dtype."""
+def _of_kernels(
+    name: str, title: str, aliases: tuple[str, ...], numpy: str | None, ml_dtypes: str | None, hardware: tuple[str, ...]
+) -> Format:
+    """A row whose bits and torch dtype are in the table of the kernels."""
     row = KERNEL_FORMATS[name]
-    bits: Any = row.exponent, row.mantissa, row.bias, row.kind
-    return Format(name, title, *bits, aliases, row.torch, *columns)
+    kind: Any = row.kind
+    fields = (row.exponent, row.mantissa, row.bias)
+    return Format(name, title, *fields, kind, aliases, row.torch, numpy, ml_dtypes, hardware)
 
 
 _ROWS = (
@@ -387,7 +390,7 @@ class _Formats(Mapping[str, Format]):
     def __init__(self, rows: tuple[Format, ...]) -> None:
         self._rows = {row.name: row for row in rows}
         self._names = {_plain(name): row for row in rows for name in (row.name, *row.aliases)}
-        self._fields = {(row.exponent, row.mantissa, row.bias, row.kind): row for row in rows}
+        self._by_fields = {(row.exponent, row.mantissa, row.bias, row.kind): row for row in rows}
 
     def __getitem__(self, name: object) -> Format:
         """The format of a name, an alias, a pair ``(exponent, mantissa)``, or a dtype of numpy, ml_dtypes or torch.
@@ -411,7 +414,7 @@ class _Formats(Mapping[str, Format]):
                 raise UnknownFormat(self._unknown(str(text), plain))
             kind: Any = match[4] or "ieee"
             result = custom(int(match[1]), int(match[2]), kind, bias=int(match[3]) if match[3] else None)
-        return self._fields.get((result.exponent, result.mantissa, result.bias, result.kind), result)
+        return self._by_fields.get((result.exponent, result.mantissa, result.bias, result.kind), result)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -23,9 +23,9 @@ _gpt2 = partial(Transformer, vocab=50257, seq=1024, tied=True)
 
 
 def _shape(
-    family: Any, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, **others: Any
+    family: Any, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int, **fields: Any
 ) -> Transformer:
-    return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **others)
+    return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **fields)
 
 
 # From the published config.json of each model: blocks, width, heads, heads of keys, MLP, vocabulary, positions.
@@ -280,7 +280,7 @@ def card(name: str) -> Card:
         short = _NOT_OF_A_NAME.sub("", gpu.name)
         if meant in (short, f"{short}{gpu.memory // GIB}"):
             return gpu
-    several = [known for known in CARDS if meant and known.startswith(f"{meant}-")]
+    several = [card for card in CARDS if meant and card.startswith(f"{meant}-")]
     raise ValueError(
         f"Expected card to be the name of a GPU or a size such as 24GiB, but got {name!r}: "
         f"{instead(text, several or CARDS)}"

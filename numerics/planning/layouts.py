@@ -17,6 +17,7 @@ from typing import Any
 
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.state_layout import (
+    ADAM,
     BF16,
     CODES,
     FP16,
@@ -48,8 +49,7 @@ class Layout:
     weights: StoredFormat
     gradients: StoredFormat  # of ``.grad``
     master: StoredFormat | None  # of a full master, or of the remainder of a split one
-    exp_avg: StoredFormat
-    exp_avg_sq: StoredFormat  # also of ``max_exp_avg_sq``
+    moments: tuple[tuple[str, StoredFormat], ...]  # by name; ``max_exp_avg_sq`` has the format of ``exp_avg_sq``
     compute: StoredFormat  # of matrix products and activations
     temporary: int = 0  # bytes per parameter that `step` allocates and frees
     scalars: int = 0  # further bytes on the device per parameter tensor (step counts, scales)
@@ -73,8 +73,7 @@ class Layout:
         """Name and format of each optimizer state; ``"remainder"`` extends a 16-bit weight to its master."""
         name = "remainder" if self.master in REMAINDERS else "master"
         master = [] if self.master is None else [(name, self.master)]
-        moments = [("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)]
-        return (*master, *moments, *[("max_exp_avg_sq", self.exp_avg_sq)] * amsgrad)
+        return (*master, *self.moments, *[("max_exp_avg_sq", self.moments[-1][1])] * amsgrad)
 
     def per_parameter(self, amsgrad: bool = False) -> Fraction:
         """Bytes of weight, gradient and states."""
@@ -102,7 +101,12 @@ class Layout:
 
 
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
-_OURS = {"scalars": 4, "amsgrad": True, "moments_allowed": ("fp32", "bf16", "8bit"), "source": "integrations/optim"}
+_OURS: dict[str, Any] = {
+    "scalars": 4,
+    "amsgrad": True,
+    "moments_allowed": ("fp32", "bf16", "8bit"),
+    "source": "integrations/optim",
+}
 _TORCH = {"amsgrad": True, "source": "torch 2.13, torch/optim/adam.py"}
 _FOREACH = {**_TORCH, "note": "foreach, torch's default on a GPU, allocates the square root of exp_avg_sq"}
 _FUSED_BF16 = {
@@ -165,9 +169,9 @@ _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredF
 
 
 def _ours(optimizer: str, form: StoredFormat, master: str | None, state: str) -> Layout:
-    formats = StateLayout.resolve(form.name, master, state).formats
-    stored = formats.get("master", formats.get("remainder"))
-    return Layout(optimizer, form.name, form, form, stored, formats["exp_avg"], formats["exp_avg_sq"], form, **_OURS)
+    formats = dict(StateLayout.resolve(form.name, master, state).formats)
+    stored = formats.pop("master", None) or formats.pop("remainder", None)
+    return Layout(optimizer, form.name, form, form, stored, tuple(formats.items()), form, **_OURS)
 
 
 def _rows() -> tuple[Layout, ...]:
@@ -178,7 +182,9 @@ def _rows() -> tuple[Layout, ...]:
             name = optimizer if state == "fp32" else f"{optimizer}-{state}"
             rows += [_ours(name, form, master, state) for form in forms]
     for optimizer, forms, stored, moment, more in _OTHERS:
-        rows += [Layout(optimizer, f.name, f, f, stored, moment or f, moment or f, f, **more) for f in forms]
+        for form in forms:
+            moments = tuple((name, moment or form) for name in ADAM)
+            rows.append(Layout(optimizer, form.name, form, form, stored, moments, form, **more))
     plain = [row for row in rows if row.precision == "fp32"]
     autocast = (replace(row, precision=f"amp-{form.name}", compute=form) for form, row in product(_HALF, plain))
     return (*rows, *autocast)
@@ -215,8 +221,8 @@ def layout(
     Examples:
         >>> from halfstep.numerics.planning import layout
         >>> row = layout("halfstep", "bf16", moments="bf16")
-        >>> row.weights.width, row.master.width, row.exp_avg.width  # bytes per parameter
-        (2, 2, 2)
+        >>> row.weights.width, *(stored.width for _, stored in row.states())  # bytes per parameter
+        (2, 2, 2, 2)
     """
     one_of("optimizer", optimizer, OPTIMIZERS)
     one_of("precision", precision, PRECISIONS)
@@ -263,5 +269,5 @@ def _with_moments(row: Layout, moments: str) -> Layout:
             f"Expected moments to be one format for optimizer {row.optimizer!r}, but got {moments!r}: choose one of "
             f"{', '.join(row.moments_allowed)} for both moments"
         )
-    first, second = STORED_FORMATS[names[0]], STORED_FORMATS[names[-1]]
-    return replace(row, exp_avg=first, exp_avg_sq=SECOND_MOMENTS.get(second.name, second))
+    formats = (STORED_FORMATS[names[0]], SECOND_MOMENTS.get(names[-1], STORED_FORMATS[names[-1]]))
+    return replace(row, moments=tuple(zip(ADAM, formats, strict=True)))

@@ -137,10 +137,10 @@ class Transformer:
     active_experts: int = 0
 
     def __post_init__(self) -> None:
-        least = {**dict.fromkeys(_SIZES, 1), "experts": 0, "active_experts": 1 if self.experts else 0}
-        for name, smallest in least.items():
+        smallest = {**dict.fromkeys(_SIZES, 1), "experts": 0, "active_experts": 1 if self.experts else 0}
+        for name, least_size in smallest.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), smallest))
+                object.__setattr__(self, name, whole(name, getattr(self, name), least_size))
         if self.active_experts > self.experts:
             raise ValueError(
                 f"Expected active_experts to be at most experts, {self.experts}, but got {self.active_experts}"

@@ -10,10 +10,11 @@ from typing import Any
 
 from halfstep.numerics.messages import one_of, whole
 from halfstep.numerics.planning import sharding, work
-from halfstep.numerics.planning.layouts import Layout, StoredFormat
+from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Transformer, parameters_of, tensors_of
 from halfstep.numerics.planning.sharding import Collective, Locals, Strategy, elements
 from halfstep.numerics.planning.training import Training
+from halfstep.numerics.state_layout import StoredFormat
 
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
@@ -125,12 +126,12 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
         row = self.layout
-        each = float(row.per_parameter(self.settings["amsgrad"]))
+        per_parameter = float(row.per_parameter(self.settings["amsgrad"]))
         return {
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "settings": self.settings,
-            "layout": {"name": row.name, "bytes_per_parameter": each, "note": row.note, "source": row.source},
+            "layout": {"name": row.name, "bytes_per_parameter": per_parameter, "note": row.note, "source": row.source},
             "parts": [_plain(part) for part in self.parts],
             "totals": asdict(self.totals),
             "communication": [_plain(message) for message in self.communication],
@@ -210,13 +211,13 @@ def _stored(training: Training) -> Iterator[Part]:
     for name, stored, tensors, divided, place in listed:
         if stored is None:
             continue
-        size = sum(count * stored.bytes(each, length) for each, count, length in tensors)
-        divisor = training.sharding.ways if divided else 1
+        size = sum(count * stored.bytes(numel, length) for numel, count, length in tensors)
+        divisor = training.sharding.divisor if divided else 1
         part = Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
         if name in ("weights", "gradients") and training.mirrored:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
-            largest = max(row.gradients.bytes(each) for each, _, _ in tensors) if shaped else 0
+            largest = max(row.gradients.bytes(numel) for numel, _, _ in tensors) if shaped else 0
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
             part = Part(name, size, None, divisor, place=place, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
@@ -238,11 +239,11 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
     and the last gradient of the bucket may be larger than what the bucket takes of them.
     """
     gradients, shaped, stored = training.shards.gradients, training.sharding.shaped, training.row.gradients
-    if shaped and training.strategy_row.gathers and training.sharding.ways > 1:
+    if shaped and training.strategy_row.gathers and training.sharding.divisor > 1:
         units = [training.sharding.shards([replace(unit, count=1)]).gradients for unit in training.trained]
-        bucket_bytes += 2 * max(sum(count * stored.bytes(each) for each, count, _ in unit) for unit in units)
+        bucket_bytes += 2 * max(sum(count * stored.bytes(numel) for numel, count, _ in unit) for unit in units)
     elif shaped:
-        bucket_bytes += max(stored.bytes(each) for each, _, _ in gradients) - 1
+        bucket_bytes += max(stored.bytes(numel) for numel, _, _ in gradients) - 1
     bucket_bytes = min(bucket_bytes, size)
     if training.strategy != "ddp" or training.ranks == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
@@ -269,7 +270,7 @@ def _buckets(training: Training) -> Iterator[Part]:
 
 def _gathered(training: Training) -> Iterator[Part]:
     """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
-    if not training.strategy_row.gathers or training.sharding.ways == 1 or not training.sharding.shaped:
+    if not training.strategy_row.gathers or training.sharding.divisor == 1 or not training.sharding.shaped:
         return
     blocks = [unit for unit in training.everything if not unit.root]
     largest = max((unit.elements for unit in blocks), default=0)
@@ -312,7 +313,7 @@ def _activations(training: Training) -> Iterator[Part]:
 
 def _temporaries(training: Training) -> Iterator[Part]:
     """The memory that the step allocates temporarily."""
-    width, divisor = training.row.temporary, training.sharding.ways if training.strategy_row.states else 1
+    width, divisor = training.row.temporary, training.sharding.divisor if training.strategy_row.states else 1
     if width:
         size, place = width * elements(training.shards.states), HOST if training.offload else GPU
         note = TEMPORARIES.get(training.optimizer, "fp32 copies of smaller states")

@@ -110,12 +110,12 @@ def ring(ranks: int) -> Fraction:
     return Fraction(ranks - 1, ranks)
 
 
-def assigned(sizes: Sequence[int], ways: int) -> list[list[int]]:
+def assigned(sizes: Sequence[int], divisor: int) -> list[list[int]]:
     """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank.
 
     Ranks after the last one that holds a parameter are left out.
     """
-    loads = [(0, rank) for rank in range(min(ways, len(sizes)))]
+    loads = [(0, rank) for rank in range(min(divisor, len(sizes)))]
     indices: list[list[int]] = [[] for _ in loads]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, rank = heapq.heappop(loads)
@@ -148,35 +148,35 @@ class Sharding:
             divides("shard", self.group, "the number of data-parallel GPUs", self.ranks, remedy)
 
     @property
-    def ways(self) -> int:
+    def divisor(self) -> int:
         """GPUs among which the model is divided."""
         return self.group or (self.ranks if self.strategy.states else 1)
 
     def shards(self, units: Sequence[Unit], rank: int | None = None) -> Shards:
         """The local tensors of a rank; of the one that holds most if `rank` is None."""
-        by, ways, count_of = self.strategy.by, self.ways, list(tensors_of(units))
+        by, divisor, count_of = self.strategy.by, self.divisor, list(tensors_of(units))
         whole = tuple((tensor.elements, count, self._row(tensor)) for tensor, count in count_of)
-        if ways == 1 or by == "nothing":
+        if divisor == 1 or by == "nothing":
             return Shards(whole, whole, whole)
         if by == "flat" or (by == "parameters" and not self.shaped):
-            size = -(-parameters_of(units) // ways)
+            size = -(-parameters_of(units) // divisor)
             part = ((size, 1, 0 if self.shaped else size),)
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
             # In the order of the model, which decides among parameters of the same size.
             tensors = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
-            by_rank = [[tensors[i] for i in indices] for indices in assigned([size for size, *_ in tensors], ways)]
+            by_rank = [[tensors[i] for i in indices] for indices in assigned([size for size, *_ in tensors], divisor)]
             if rank is None:
                 return Shards(whole, whole, tuple(max(by_rank, key=lambda local: sum(size for size, *_ in local))))
             return Shards(whole, whole, tuple(by_rank[rank]) if rank < len(by_rank) else ())
         if by in ("units", "elements"):
-            sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [each[:2] for each in whole]
-            parts = tuple((-(-size // ways), count, 0) for size, count in sizes)
+            sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [local[:2] for local in whole]
+            parts = tuple((-(-size // divisor), count, 0) for size, count in sizes)
             return Shards(parts, parts, parts)
         padded, states = [], []
         for (tensor, count), (*_, row) in zip(count_of, whole, strict=True):
             rows = tensor.shape[0] if tensor.shape else 1
-            chunk, length = -(-rows // ways), math.prod(tensor.shape[1:])
+            chunk, length = -(-rows // divisor), math.prod(tensor.shape[1:])
             local = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
             padded.append((length * chunk, count, row))
             states.append((local, count, row if self.shaped else local))
@@ -192,7 +192,7 @@ class Sharding:
         if self.strategy.by == "parameters":
             return parameters_of(units)
         shards = self.shards(units)
-        return self.ways * elements(shards.states if self.strategy.by == "flat" else shards.gradients)
+        return self.divisor * elements(shards.states if self.strategy.by == "flat" else shards.gradients)
 
     def communication(
         self, trained: Sequence[Unit], units: Sequence[Unit], widths: tuple[Fraction, Fraction], accumulate: int
@@ -211,14 +211,14 @@ class Sharding:
             widths: bytes per gradient in a message, after compression by a hook, and bytes per weight.
             accumulate: micro-batches in a step.
         """
-        ranks, ways, by = self.ranks, self.ways, self.strategy.by
+        ranks, divisor, by = self.ranks, self.divisor, self.strategy.by
         if ranks == 1:
             return ()
-        times, once = accumulate if self.strategy.gradients else 1, ring(ways)
+        times, once = accumulate if self.strategy.gradients else 1, ring(divisor)
         gradients, weights = self.padded(trained), self.padded(units)
 
         def sent(
-            name: str, what: str, share: Fraction, to: int = ways, count: int = times, note: str = ""
+            name: str, what: str, share: Fraction, to: int = divisor, count: int = times, note: str = ""
         ) -> Collective:
             width, number = (widths[0], gradients) if "gradients" in what else (widths[1], weights)
             size = share * width * count
@@ -231,15 +231,18 @@ class Sharding:
             return summed, sent("broadcast", "weights", once, ranks, 1, "from each weight's owner")
         scattered = sent("reduce-scatter", "gradients", once)
         if not self.strategy.gathers:
-            return scattered, sent("all-gather", "weights", once, ways, 1)
+            return scattered, sent("all-gather", "weights", once, divisor, 1)
         root = self.padded([unit for unit in units if unit.root and by != "elements"] if len(units) > 1 else [])
         note = "the root unit stays gathered" if root else ""
         forward = sent("all-gather", "weights, forward", once)
         backward = sent("all-gather", "weights, backward", once * Fraction(weights - root, weights), note=note)
-        divided = (forward, backward, scattered) if ways > 1 else ()
-        if ranks == ways:
+        divided = (forward, backward, scattered) if divisor > 1 else ()
+        if ranks == divisor:
             return divided
-        return (*divided, sent("all-reduce", "shards of gradients", 2 * ring(ranks // ways) / ways, ranks // ways))
+        return (
+            *divided,
+            sent("all-reduce", "shards of gradients", 2 * ring(ranks // divisor) / divisor, ranks // divisor),
+        )
 
 
 def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, accumulate: int) -> tuple[Collective, ...]:

@@ -7,10 +7,11 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 from halfstep.numerics.messages import divides, one_of, whole
-from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, StoredFormat, layout
+from halfstep.numerics.planning.layouts import GRADIENTS, STORED_FORMATS, Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
 from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Sharding, Shards, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
+from halfstep.numerics.state_layout import StoredFormat
 
 STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
 WITH_ADAPTERS = STEPPING_IN_BACKWARD
@@ -125,7 +126,7 @@ class Training:
 
     def _combinations(self) -> Iterator[tuple[bool, str, str, str]]:
         """The same of arguments that cannot be combined."""
-        strategy, t, ranks, last = self.strategy, self.tensor_parallel, self.ranks, self.sharding.ways - 1
+        strategy, t, ranks, last = self.strategy, self.tensor_parallel, self.ranks, self.sharding.divisor - 1
         stepping, lora = self.step_in_backward is not None, self.lora is not None
         ours, no_model = self.optimizer.startswith("halfstep"), self.model is None
         no_views = not self.strategy_row.buckets or ranks == 1 or stepping

@@ -17,8 +17,7 @@ class Overflow:
 
     Attributes:
         name: name of the parameter.
-        inf_steps: number of steps in which its gradient held an Inf.
-        nan_steps: number of steps in which its gradient held a NaN. A step may count in both.
+        inf_steps, nan_steps: number of steps in which its gradient held an Inf, and a NaN; a step may count in both.
         first_step, last_step: the first and the last of these steps, as `GradScaler.update` counts them from 1.
     """
 
@@ -34,8 +33,7 @@ class OverflowReport:
     """The overflows that a scaler has counted.
 
     Attributes:
-        steps: number of steps so far.
-        skipped: how many of them were skipped.
+        steps, skipped: number of steps so far, and of those that were skipped.
         last_skipped: the number of the last skipped step; 0 if none was skipped.
         parameters: the parameters that overflowed, those with the most steps first.
     """

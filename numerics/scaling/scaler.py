@@ -20,12 +20,10 @@ Differences from torch's scaler, which has a fault in each of these cases:
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from numbers import Real
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -35,62 +33,27 @@ from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.streams import all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
+from halfstep.numerics.scaling.decision import Decision, StepsOnVerdict
 from halfstep.numerics.scaling.host_copy import HostCopy
+from halfstep.numerics.scaling.options import (
+    ANY_SCALE,
+    BACKOFF_FACTOR,
+    COUNT,
+    GROWTH_FACTOR,
+    MAX_NORM,
+    SAVED,
+    SMALLEST_SCALE,
+    USUAL_MAX_SCALE,
+    scale_between,
+)
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import refuse_freed
 from halfstep.numerics.scaling.topology import NOWHERE, topology_of
-from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
+from halfstep.numerics.scaling.verdict import Checker, Combination, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import stepping, unwrapped
 
-# 1 / scale must be finite too. Above 2^126 it is subnormal, which some devices flush to 0, so no scale grows beyond
-# that.
-SMALLEST_SCALE, USUAL_MAX_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126, torch.finfo(torch.float32).max
-
-
-class _Option(NamedTuple):
-    """The values that an option of a scaler, or a number in its state, may have."""
-
-    allowed: str
-    fits: Callable[[Any], bool]
-    convert: Callable[[Any], Any] = float
-
-    def checked(self, name: str, value: Any) -> Any:
-        """The number as a float or an int of Python. Raises a ValueError if it is no number, or out of range."""
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not self.fits(value):
-            raise ValueError(f"Expected {name} to be {self.allowed}, but got {value!r}")
-        return self.convert(value)
-
-
-def _scale_between(low: float, high: float, allowed: str = "a number from min_scale {} to max_scale {}") -> _Option:
-    return _Option(allowed.format(low, high), lambda x: low <= x <= high)
-
-
-GROWTH_FACTOR = _Option("a finite number above 1", lambda x: x > 1)
-BACKOFF_FACTOR = _Option("a number between 0 and 1, both excluded", lambda x: 0 < x < 1)
-COUNT = _Option("an integer of at least 1", lambda x: x >= 1 and x == int(x), int)
-TRACKER = _Option(f"an integer from 0 to {2**31 - 1}", lambda x: 0 <= x < 2**31 and x == int(x), int)
-MAX_NORM = _Option("a finite number above 0", lambda x: x > 0)
-ANY_SCALE = _scale_between(SMALLEST_SCALE, LARGEST_SCALE, "a number from {} to {}")
-# The entries of a state: torch's five, and one of ours.
-SAVED = {
-    "scale": ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)"),
-    "growth_factor": GROWTH_FACTOR,
-    "backoff_factor": BACKOFF_FACTOR,
-    "growth_interval": COUNT,
-    "_growth_tracker": TRACKER,
-    "_hysteresis_tracker": TRACKER,
-}
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
-# The entries of a state: torch's five, and one of ours.
-SAVED = {
-    "scale": ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)"),
-    "growth_factor": GROWTH_FACTOR,
-    "backoff_factor": BACKOFF_FACTOR,
-    "growth_interval": COUNT,
-    "_growth_tracker": TRACKER,
-    "_hysteresis_tracker": TRACKER,
-}
 STEPPED_TWICE = "step() has already been called since the last update()."
 
 
@@ -177,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
                     ANY_SCALE.checked(name, value)
             low = SMALLEST_SCALE if min_scale is None else min_scale
             high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
-            init_scale = _scale_between(low, high).checked("init_scale", init_scale)
+            init_scale = scale_between(low, high).checked("init_scale", init_scale)
             self._min_scale, self._max_scale = float(low), float(high)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
@@ -327,10 +290,10 @@ class GradScaler(torch.amp.GradScaler):
             )
         kwargs.pop("closure", None)
         self._check_scale_growth_tracker("step")
-        inner: Any = optimizer
-        if not isinstance(optimizer, StepsOnVerdict):
-            if (inner := unwrapped(optimizer)) is not optimizer:
-                return self._step_wrapper(optimizer, inner, *args, **kwargs)
+        inner = unwrapped(optimizer)
+        if inner is not optimizer:  # a wrapper, which may be a subclass of the optimizer's class, as Fabric's
+            return self._step_wrapper(optimizer, inner, *args, **kwargs)
+        if not isinstance(inner, StepsOnVerdict):
             inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
             if self._is_elsewhere(optimizer):
@@ -481,7 +444,7 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
-                new_scale = _scale_between(self._min_scale, self._max_scale).checked("new_scale", new_scale)
+                new_scale = scale_between(self._min_scale, self._max_scale).checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
             self._scale_copy.take(scale)

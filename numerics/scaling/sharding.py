@@ -78,8 +78,7 @@ class Sharding:
         self.placements: tuple[Any, ...] = () if self._spec is None else tuple(self._spec.placements)
 
     def __str__(self) -> str:
-        shape = () if self.mesh is None else tuple(self.mesh.shape)
-        return f"placements {self.placements} on a mesh of shape {shape}"
+        return f"placements {self.placements} on a mesh of shape {() if self.mesh is None else tuple(self.mesh.shape)}"
 
     @property
     def ways(self) -> dict[int, int]:

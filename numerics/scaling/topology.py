@@ -140,8 +140,8 @@ class Topology:
             if id(parameter) not in flats and not has_group:
                 raise RuntimeError(
                     f"parameter {index} of the optimizer was flattened by FullyShardedDataParallel together with "
-                    "tensor parallelism, or before halfstep was imported, so which ranks hold its other parts is not "
-                    f"known; import halfstep first, use torch.distributed.fsdp.fully_shard, or {REMEDY}"
+                    "tensor parallelism, or its module is not known (of a copied model, say), so which ranks hold its "
+                    f"other parts is not known; use torch.distributed.fsdp.fully_shard, or {REMEDY}"
                 )
             yield flats.get(id(parameter))
 

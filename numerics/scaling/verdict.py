@@ -1,11 +1,7 @@
-"""Check, verdict, decision: whether gradients are finite, their norm, and what a step does about it.
+"""Verdicts on gradients: whether they are finite, and their norm, over all devices and ranks, in one pass.
 
-A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients in each step. A `Decision` is a verdict and
-what follows from it: the scale to divide by, the norm to clip to, and whether to skip. A scaler, a step in the backward
-or a trainer passes it to the optimizer (`StepsOnVerdict.apply`, `StepsOnVerdict.decide`), which otherwise decides by
-itself.
-
-A checker owns what the verdicts of successive steps share: the tensors they are written to, the counts of non-finite
+A `Checker` belongs to one optimizer and makes a `Verdict` on its gradients in each step; decision.py has what follows.
+It owns what the verdicts of successive steps share: the tensors they are written to, the counts of non-finite
 gradients, and the topology of the parameters. fp32, fp16 and bf16 gradients are checked by kernels/unscale.py, shards
 where they are. The flag and the sum of squares are then combined by one packed sum over all ranks that hold any part of
 the optimizer's parameters. Copies on several ranks are counted once.
@@ -13,9 +9,8 @@ the optimizer's parameters. Copies on several ranks are counted once.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -34,60 +29,6 @@ Key = tuple[torch.device, int, bool]
 Batch = tuple[list[torch.Tensor], Sequence[int]]  # local values of gradients, and the slots of their parameters
 
 _gradient, _of_group = attrgetter("grad"), itemgetter("params")
-
-
-class Decision(NamedTuple):
-    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward.
-
-    Attributes:
-        verdict: the verdict on the unscaled gradients.
-        scale: 0-dim fp32, by which `step` divides the gradients; None if they were unscaled before, and may differ now.
-        max_norm: the norm to which `step` clips, using that of the verdict; None for no limit but the optimizer's own.
-        skips: whether the step is skipped if the verdict found non-finite numbers, as with a scaler.
-    """
-
-    verdict: Verdict
-    scale: torch.Tensor | None
-    max_norm: float | None
-    skips: bool = True
-
-
-class StepsOnVerdict:
-    """Base of optimizers that unscale, clip and skip inside their step, as a `Decision` says: those of halfstep.
-
-    Attributes:
-        last_verdict: the verdict by which the last step was taken; None if nothing checked its gradients.
-    """
-
-    step: Callable[..., Any]
-    last_verdict: Verdict | None = None
-    _decision: Decision | None = None  # about the present or the next step
-    _lasts = False  # whether the decision stays when a step has been taken
-
-    @functools.cached_property
-    def checker(self) -> Checker:
-        """The checker of this optimizer's gradients where no scaler checks them."""
-        return Checker(self, is_part=True)
-
-    def apply(self, decision: Decision, step: Callable[[], Any] | None = None) -> Any:
-        """Take a step that unscales, clips and skips as decided elsewhere, by a loss scaler for example.
-
-        Args:
-            decision: the verdict on the present gradients, and what follows from it.
-            step: what to call, by default ``self.step``. The step of a wrapper calls that of this optimizer.
-
-        Returns:
-            What the step returned.
-        """
-        before, self._decision, self._lasts = (self._decision, self._lasts), decision, True
-        try:
-            return self.step() if step is None else step()
-        finally:
-            self._decision, self._lasts = before
-
-    def decide(self, decision: Decision | None) -> None:
-        """Make the next step unscale, clip and skip as `decision` says, or as without one; later steps do not."""
-        self._decision, self._lasts = decision, False
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -93,10 +93,10 @@ class ScaleAdvice:
 
     def updates_lost(self, format: str) -> float | None:
         """The share of all updates that weights in a format would lose without a master; None if not measured."""
-        found = self.updates.get(format)
-        if found is None:
+        losses = self.updates.get(format)
+        if losses is None:
             return None
-        return sum(one.lost for one in found) / max(1, sum(one.updates for one in found))
+        return sum(loss.lost for loss in losses) / max(1, sum(loss.updates for loss in losses))
 
     @property
     def needs_master(self) -> bool | None:
@@ -107,8 +107,8 @@ class ScaleAdvice:
     def as_dict(self) -> dict[str, Any]:
         """The recommendation as a dict that can be written as JSON."""
         updates = {
-            name: {"lost": self.updates_lost(name), "parameters": {one.name: one.share for one in found}}
-            for name, found in self.updates.items()
+            name: {"lost": self.updates_lost(name), "parameters": {loss.name: loss.share for loss in losses}}
+            for name, losses in self.updates.items()
         }
         limits = {"below": self.below and asdict(self.below), "above": self.above and asdict(self.above)}
         plain = {name: getattr(self, name) for name in _AS_DICT}
@@ -123,12 +123,12 @@ class ScaleAdvice:
         shown("picture", self.statistics, self, path)
 
 
-def _curves(found: Statistics, format: Format) -> Curves:
+def _curves(counted: Statistics, format: Format) -> Curves:
     """The losses at all scales from the counts at one, which must be a power of two."""
-    cells = found.counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)[:, :ZERO]
-    below = np.concatenate([np.zeros((len(found), 1), np.int64), cells.sum(2).cumsum(1)], axis=1)  # below each row
+    cells = counted.counts[:, :CELLS].reshape(len(counted), ROWS, CLASSES)[:, :ZERO]
+    below = np.concatenate([np.zeros((len(counted), 1), np.int64), cells.sum(2).cumsum(1)], axis=1)  # below each row
     numbers = below[:, -1]
-    shift = EXPONENTS - round(math.log2(found.scale))
+    shift = EXPONENTS - round(math.log2(counted.scale))
 
     # The rows of three thresholds at each scale. Elements in the first and last row have left fp32's range and stay.
     tie, normal, top = (
@@ -212,8 +212,8 @@ def advise_scale(
         raise ValueError("Expected optimizer, or parameters and updates, but got both")
     if (updates is None) != (parameters is None):
         raise ValueError("Expected both parameters and updates, or neither, but got one of them")
-    found = _counted(gradients, chosen, scaled_by)
-    curves = _curves(found, chosen)
+    counted = _counted(gradients, chosen, scaled_by)
+    curves = _curves(counted, chosen)
     if not curves.numbers.sum():
         raise ValueError(
             "gradients hold no finite number but 0, so no scale is better than another; call advise_scale after "
@@ -227,7 +227,7 @@ def advise_scale(
     verdict = "neither"
     if first <= last:
         verdict = "unscaled" if first <= _ONE <= last - headroom else "scaled"
-    elif chosen.name != "bf16" and _fits_bf16(found, share):
+    elif chosen.name != "bf16" and _fits_bf16(counted, share):
         verdict = "bf16"
     measured: dict[str, list[UpdateLoss]] = {}
     if optimizer is not None or updates is not None:
@@ -240,15 +240,15 @@ def advise_scale(
         measured = {name: lost_updates(weights, changes, formats[name]) for name in names_of_formats}
     return ScaleAdvice(
         *(chosen, scale, low, high),
-        below=_limit(found.names, curves.flushed, curves.numbers, first - 1),
-        above=_limit(found.names, curves.overflow, curves.numbers, last + 1),
+        below=_limit(counted.names, curves.flushed, curves.numbers, first - 1),
+        above=_limit(counted.names, curves.overflow, curves.numbers, last + 1),
         share=share,
         headroom=headroom,
         lost=int(curves.flushed[:, best].sum()) / int(curves.numbers.sum()),
         verdict=verdict,
-        statistics=found.at(scale),
+        statistics=counted.at(scale),
         updates=measured,
-        notes=_notes(found),
+        notes=_notes(counted),
         curves=curves,
     )
 
@@ -263,32 +263,32 @@ def _best(curves: Curves, last: int, first: int, headroom: int) -> int:
     return _ONE if _ONE in good else int(good[0] + good[-1]) // 2
 
 
-def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, place: int) -> Limit | None:
+def _limit(names: Sequence[str], lost: np.ndarray, numbers: np.ndarray, index: int) -> Limit | None:
     """The tensor that loses the largest share of its elements at the scale with this index."""
-    if not 0 <= place < EXPONENTS.size:
+    if not 0 <= index < EXPONENTS.size:
         return None
-    shares = lost[:, place] / numbers.clip(1)
+    shares = lost[:, index] / numbers.clip(1)
     worst = int(shares.argmax())
-    return Limit(names[worst], 2.0 ** int(EXPONENTS[place]), float(shares[worst]))
+    return Limit(names[worst], 2.0 ** int(EXPONENTS[index]), float(shares[worst]))
 
 
-def _fits_bf16(found: Statistics, share: float) -> bool:
+def _fits_bf16(counted: Statistics, share: float) -> bool:
     """Whether bf16 holds the unscaled gradients.
 
     It overflows inside its topmost binade, all of which counts as too large: these classes may be of another format.
     """
     form = formats["bf16"]
-    curves = _curves(found, form)
-    cells = found.at(1.0).counts[:, :CELLS].reshape(len(found), ROWS, CLASSES)
+    curves = _curves(counted, form)
+    cells = counted.at(1.0).counts[:, :CELLS].reshape(len(counted), ROWS, CLASSES)
     too_large = int(cells[:, form.emax - LOWEST : ZERO].sum())
     return too_large == 0 and bool((curves.flushed[:, _ONE] <= share * curves.numbers).all())
 
 
-def _notes(found: Statistics) -> tuple[str, ...]:
-    total, notes = found.total, []
+def _notes(counted: Statistics) -> tuple[str, ...]:
+    total, notes = counted.total, []
     if total.infinite or total.nan:
         notes.append(f"{total.infinite:,} elements are infinite and {total.nan:,} NaN already; they are left out")
-    narrow = [row for row in found if row.dtype.startswith(("float16", "float8"))]
+    narrow = [row for row in counted if row.dtype.startswith(("float16", "float8"))]
     zeros = sum(row.zero for row in narrow) / max(1, sum(row.elements for row in narrow))
     if zeros:
         notes.append(

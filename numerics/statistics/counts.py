@@ -102,16 +102,13 @@ class Row:
     normal: int = field(init=False)  # rounds to a number of the format with its full precision
 
     def __post_init__(self) -> None:
-        by_row, form = self.cells.sum(1), self.format
+        rows, form = self.cells.sum(1), self.format
         tie, normal, top = (exponent - LOWEST for exponent in (form.emin - form.mantissa - 1, form.emin, form.emax))
-        flushed = by_row[:tie].sum() + self.cells[tie, 0]
-        subnormal = by_row[:normal].sum() - flushed
-        overflow = self.cells[top, 2] + by_row[top + 1 : ZERO].sum()
-        counts = {
-            **{"elements": by_row.sum(), "zero": by_row[ZERO], "infinite": by_row[INFINITE]},
-            **{"nan": by_row[NOT_A_NUMBER], "flushed": flushed, "subnormal": subnormal, "overflow": overflow},
-            "normal": by_row[:ZERO].sum() - flushed - subnormal - overflow,
-        }
+        flushed = rows[:tie].sum() + self.cells[tie, 0]
+        overflow = self.cells[top, 2] + rows[top + 1 : ZERO].sum()
+        counts = {"elements": rows.sum(), "flushed": flushed, "subnormal": rows[:normal].sum() - flushed}
+        counts |= {"overflow": overflow, "normal": rows[normal:ZERO].sum() - overflow}
+        counts |= dict(zip(("zero", "infinite", "nan"), rows[ZERO:], strict=True))
         for name, count in counts.items():
             object.__setattr__(self, name, int(count))
 
@@ -119,14 +116,12 @@ class Row:
         """The share of the elements of one of the `KINDS`, from 0 to 1; 0 for a tensor without elements."""
         if kind not in KINDS:
             raise ValueError(f"Expected kind to be one of {', '.join(map(repr, KINDS))}, but got {kind!r}")
-        count: int = getattr(self, kind)
-        return count / self.elements if self.elements else 0.0
+        return float(getattr(self, kind)) / max(self.elements, 1)
 
     @property
     def lost(self) -> float:
         """The share of the finite nonzero elements that are flushed or overflow, from 0 to 1."""
-        numbers = int(self.cells[:ZERO].sum())
-        return (self.flushed + self.overflow) / numbers if numbers else 0.0
+        return (self.flushed + self.overflow) / max(int(self.cells[:ZERO].sum()), 1)
 
     @property
     def exponents(self) -> dict[int, int]:
@@ -135,7 +130,7 @@ class Row:
         Exponent -151 includes all smaller exponents, and exponent 128 all larger ones.
         """
         counts = self.cells[:ZERO].sum(1)
-        return {int(place) + LOWEST: int(counts[place]) for place in np.flatnonzero(counts)}
+        return {int(row) + LOWEST: int(counts[row]) for row in np.flatnonzero(counts)}
 
     def error_quantile(self, q: float) -> tuple[float, float]:
         """Bounds of the q-quantile of the relative rounding error |y - round(y)| / |y|, low <= quantile < high.
@@ -156,27 +151,22 @@ class Row:
         if numbers == 0:
             return math.nan, math.nan
         rank = max(1, math.ceil(q * numbers))
-        place = int(np.searchsorted(np.cumsum(self.errors), rank))
-        if place in (0, ERROR_BINS - 1):
-            return (0.0, 0.0) if place == 0 else (1.0, 1.0)
-        return _edge(place), _edge(place + 1)
+        index = int(np.searchsorted(np.cumsum(self.errors), rank))
+        if index in (0, ERROR_BINS - 1):
+            return (0.0, 0.0) if index == 0 else (1.0, 1.0)
+        octaves = (divmod(end, PER_OCTAVE) for end in (index - 1, index))
+        low, high = (math.ldexp(1 + eighths / PER_OCTAVE, octave - 24) for octave, eighths in octaves)
+        return low, high
 
     def as_dict(self) -> dict[str, Any]:
         """The counts, exponents and bounds of error quantiles, as a dict that can be written as JSON."""
-        made: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "elements": self.elements}
-        made |= {kind: getattr(self, kind) for kind in KINDS}
-        made["exponents"] = {str(exponent): count for exponent, count in self.exponents.items()}
+        result: dict[str, Any] = {name: getattr(self, name) for name in ("name", "dtype", "elements", *KINDS)}
+        result["exponents"] = {str(exponent): count for exponent, count in self.exponents.items()}
         if self.errors is not None:
             bounds = {str(q): self.error_quantile(q) for q in QUANTILES}
-            made["error_quantiles"] = {q: None if math.isnan(low) else [low, high] for q, (low, high) in bounds.items()}
-            made["largest_error"] = self.largest_error
-        return made
-
-
-def _edge(place: int) -> float:
-    """The lower end of a bin of the histogram of errors."""
-    octave, part = divmod(place - 1, PER_OCTAVE)
-    return math.ldexp(1 + part / PER_OCTAVE, octave - 24)
+            quantiles = {q: None if math.isnan(low) else [low, high] for q, (low, high) in bounds.items()}
+            result |= {"error_quantiles": quantiles, "largest_error": self.largest_error}
+        return result
 
 
 class Statistics(Sequence[Row]):
@@ -193,34 +183,28 @@ class Statistics(Sequence[Row]):
         dtypes: Sequence[str],
         format: Format,
         scale: float | torch.Tensor,
-        counted: Sequence[tuple[torch.Tensor, Sequence[int]]],
+        counted: Sequence[tuple[torch.Tensor, Sequence[int]]] | np.ndarray,
     ) -> None:
         self.names, self.format = tuple(names), format
-        self._dtypes = tuple(dtypes)
-        self._scale = scale
-        self._counted = list(counted)
-        self._counts: np.ndarray | None = None
-
-    # ------------------------------------------------------------------------------------------------------- reading
+        self._dtypes, self._scale = tuple(dtypes), scale
+        # Tables on devices with the rows that they count, until they are read; all counts on the host from then on.
+        self._counted = counted
 
     def read(self) -> Statistics:
         """Wait for the device and copy the counts to the host, unless that was done before. Returns itself."""
-        if self._counts is None:
-            columns = self._counted[0][0].shape[1] if self._counted else width(True)
-            counts = np.zeros((len(self.names), columns), dtype=np.int64)
-            for table, places in self._counted:
-                counts[list(places)] = table.cpu().numpy()
-            if not isinstance(self._scale, float):
-                self._scale = checked_scale("scale", float(self._scale))
-            self._counts, self._counted = counts, []
+        if not isinstance(self._counted, np.ndarray):
+            counts = np.zeros((len(self.names), self._counted[0][0].shape[1]), dtype=np.int64)
+            for table, rows in self._counted:
+                counts[list(rows)] = table.cpu().numpy()
+            self._scale, self._counted = checked_scale("scale", float(self._scale)), counts
         return self
 
     @property
     def counts(self) -> np.ndarray:
         """int64 (tensors, columns): all counts, in the order that kernels/statistics.py describes."""
         self.read()
-        assert self._counts is not None
-        return self._counts
+        assert isinstance(self._counted, np.ndarray)
+        return self._counted
 
     @property
     def scale(self) -> float:
@@ -231,8 +215,7 @@ class Statistics(Sequence[Row]):
     def _row(self, name: str, dtype: str, counts: np.ndarray) -> Row:
         errors = largest = None
         if counts.size > CELLS:
-            errors = counts[CELLS : CELLS + ERROR_BINS]
-            largest = float(np.int32(counts[-1]).view(np.float32))
+            errors, largest = counts[CELLS:-1], float(np.int32(counts[-1]).view(np.float32))
         return Row(name, dtype, self.format, self.scale, counts[:CELLS].reshape(ROWS, CLASSES), errors, largest)
 
     def __len__(self) -> int:
@@ -253,13 +236,10 @@ class Statistics(Sequence[Row]):
     @property
     def total(self) -> Row:
         """The counts of all tensors together."""
-        counts = self.counts
-        together = counts.sum(0)
-        if counts.shape[1] > CELLS:
-            together[-1] = counts[:, -1].max(initial=0)
-        return self._row("total", "", together)
-
-    # ------------------------------------------------------------------------------------------------------ combining
+        total = self.counts.sum(0)
+        if total.size > CELLS:
+            total[-1] = self.counts[:, -1].max(initial=0)
+        return self._row("total", "", total)
 
     def at(self, scale: float) -> Statistics:
         """The statistics at another scale, computed from these counts, without errors.
@@ -284,41 +264,37 @@ class Statistics(Sequence[Row]):
         rows[0], rows[-1] = 0, ZERO - 1
         np.add.at(moved.swapaxes(0, 1), rows, cells[:, :ZERO].swapaxes(0, 1))
         counts = moved.reshape(len(self), CELLS)
-        return _counted(self.names, self._dtypes, self.format, float(np.float32(scale)), counts)
+        return Statistics(self.names, self._dtypes, self.format, float(np.float32(scale)), counts)
 
     def relabelled(self, scale: float) -> Statistics:
         """The same counts with another scale, for gradients that were already scaled when they were counted."""
-        return _counted(self.names, self._dtypes, self.format, scale, self.counts)
+        return Statistics(self.names, self._dtypes, self.format, scale, self.counts)
 
-    def __add__(self, other: Statistics) -> Statistics:
+    def __add__(self, addend: Statistics) -> Statistics:
         """Add the counts of two statistics by name, such as those of two ranks or of two steps.
 
         Raises:
             ValueError: they have different formats or scales, or only one has errors.
         """
-        if (self.format, self.scale, self.counts.shape[1:]) != (other.format, other.scale, other.counts.shape[1:]):
+        if (self.format, self.scale, self.counts.shape[1:]) != (addend.format, addend.scale, addend.counts.shape[1:]):
             raise ValueError(
                 f"Expected statistics of the same format, scale and choice of errors, {self.format.name} at "
-                f"{self.scale}, but got {other.format.name} at {other.scale}"
+                f"{self.scale}, but got {addend.format.name} at {addend.scale}"
             )
-        pairs = [*zip(self.names, self._dtypes, strict=True), *zip(other.names, other._dtypes, strict=True)]
-        names = list(dict.fromkeys(name for name, _ in pairs))
-        dtypes = dict(reversed(pairs))  # of a name in both, that of this one
+        dtypes = dict(zip((*addend.names, *self.names), (*addend._dtypes, *self._dtypes), strict=True))
+        names = list(dict.fromkeys((*self.names, *addend.names)))
         counts = np.zeros((len(names), self.counts.shape[1]), dtype=np.int64)
-        for part in (self, other):
-            rows = [names.index(name) for name in part.names]
-            most = np.maximum(counts[rows, -1], part.counts[:, -1])
-            counts[rows] += part.counts
+        for summand in (self, addend):
+            rows = [names.index(name) for name in summand.names]
+            largest = np.maximum(counts[rows, -1], summand.counts[:, -1])
+            counts[rows] += summand.counts
             if counts.shape[1] > CELLS:
-                counts[rows, -1] = most
-        return _counted(names, [dtypes[name] for name in names], self.format, self.scale, counts)
-
-    # -------------------------------------------------------------------------------------------------------- showing
+                counts[rows, -1] = largest
+        return Statistics(names, [dtypes[name] for name in names], self.format, self.scale, counts)
 
     def worst(self, limit: int | None = None) -> list[Row]:
         """The rows by share of elements lost to flushing and overflow, the largest first, then by subnormal share."""
-        found = sorted(self, key=lambda row: (-row.lost, -row.share("subnormal")))
-        return found if limit is None else found[:limit]
+        return sorted(self, key=lambda row: (-row.lost, -row.share("subnormal")))[:limit]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -342,15 +318,6 @@ class Statistics(Sequence[Row]):
         shown("picture", self, None, path)
 
 
-def _counted(
-    names: Sequence[str], dtypes: Sequence[str], format: Format, scale: float, counts: np.ndarray
-) -> Statistics:
-    """Statistics of counts that are on the host."""
-    made = Statistics(names, dtypes, format, scale, [])
-    made._counts = counts
-    return made
-
-
 def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: float = 1.0) -> Statistics:
     """What `statistics` counts, by NumPy: slower, but without torch.
 
@@ -360,7 +327,7 @@ def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: 
     """
     chosen, scale = formats[format], checked_scale("scale", scale)
     rows = [_count(numbers.reshape(-1), grid_of(chosen), scale) for _, numbers in arrays.values()]
-    return _counted([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
+    return Statistics([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
 
 
 def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
@@ -368,7 +335,7 @@ def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
     dropped, emin, emax, overflow = grid
     power, shift = math.frexp(scale)
     factor, shift = (1.0, shift - 1) if power == 0.5 else (scale, 0)
-    given, infinity = x.view(np.int32) & 0x7FFFFFFF, 0x7F800000
+    unscaled, infinity = x.view(np.int32) & 0x7FFFFFFF, 0x7F800000
     with np.errstate(all="ignore"):
         magnitude = (x * np.float32(factor)).view(np.int32) & 0x7FFFFFFF
     small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
@@ -376,15 +343,15 @@ def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
     exponent, fraction = (key >> 23) - np.where(small, 127 + 149, 127) + shift, key & 0x7FFFFF
     cell = (exponent.clip(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0) + (fraction >= overflow)
     special = [ZERO * CLASSES, INFINITE * CLASSES, NOT_A_NUMBER * CLASSES]
-    cell = np.select([given == 0, given == infinity, given > infinity], special, cell)
+    cell = np.select([unscaled == 0, unscaled == infinity, unscaled > infinity], special, cell)
     significand = fraction | 0x800000
     unit = 1 << (dropped + (emin - exponent).clip(0)).clip(max=25)
     rest = significand & (unit - 1)
     error = np.minimum(rest, unit - rest)
     relative = (error.astype(np.float32) / significand.astype(np.float32)).view(np.int32)
-    place = np.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
+    octave = np.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
     counted = (cell < special[0]) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
-    bins = np.bincount(place[counted], minlength=ERROR_BINS)
+    bins = np.bincount(octave[counted], minlength=ERROR_BINS)
     return np.concatenate([np.bincount(cell, minlength=CELLS), bins, [relative[counted].max(initial=0)]])
 
 
@@ -443,26 +410,26 @@ def statistics(
         factor: float | torch.Tensor = scale.detach().reshape(()).float().clone()
     else:
         factor = checked_scale("scale", scale)
-    by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for place, (name, tensor) in enumerate(named.items()):
-        values = countable(name, tensor, chosen)
-        by_device.setdefault(values.device, []).append((place, values))
+    rows: dict[torch.device, list[int]] = {}
+    values = [countable(name, tensor, chosen) for name, tensor in named.items()]
+    for row, tensor in enumerate(values):
+        rows.setdefault(tensor.device, []).append(row)
     counted = []
-    for device, placed in by_device.items():
-        counts = torch.zeros(len(placed), width(errors), dtype=torch.int64, device=device)
-        there: torch.Tensor | None = None
+    for device in rows or {torch.device("cpu"): []}:
+        local = rows.get(device, [])
+        counts = torch.zeros(len(local), width(errors), dtype=torch.int64, device=device)
+        local_scale: torch.Tensor | None = None
         if isinstance(factor, torch.Tensor):
-            there = to_device(factor, device)
+            local_scale = to_device(factor, device)
         elif factor != 1:
-            there = torch.full((), factor, dtype=torch.float32, device=device)
+            local_scale = torch.full((), factor, dtype=torch.float32, device=device)
         for double in (False, True):  # fp64 is scaled before it becomes fp32
-            rows = [row for row, (_, values) in enumerate(placed) if (values.dtype == torch.float64) is double]
-            listed = [placed[row][1] for row in rows]
+            indices = [index for index, row in enumerate(local) if (values[row].dtype == torch.float64) is double]
+            listed = [values[local[index]] for index in indices]
             if double:
-                listed = [scaled_to_odd(values, 1.0 if there is None else there.double()) for values in listed]
-            foreach_count_(listed, counts, grid, scale=None if double else there, rows=rows)
-        counted.append((counts, [place for place, _ in placed]))
-    if not counted:
-        counted = [(torch.zeros(0, width(errors), dtype=torch.int64, device="cpu"), [])]
+                exact_scale = 1.0 if local_scale is None else local_scale.double()
+                listed = [scaled_to_odd(tensor, exact_scale) for tensor in listed]
+            foreach_count_(listed, counts, grid, scale=None if double else local_scale, rows=indices)
+        counted.append((counts, local))
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
     return Statistics(list(named), dtypes, chosen, factor, counted)

@@ -15,33 +15,31 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 
-def _pairs(given: Any, argument: str) -> Iterator[tuple[str, Any]]:
+def _pairs(tensors: Any, argument: str) -> Iterator[tuple[str, Any]]:
     """The (name, tensor) pairs of a tensor, module, nested dict or list."""
-    if isinstance(given, torch.Tensor):
-        yield "tensor", given
-    elif isinstance(given, torch.nn.Module):
-        yield from given.named_parameters()
-    elif isinstance(given, Mapping):
-        for name, value in given.items():
+    if isinstance(tensors, torch.Tensor):
+        yield "tensor", tensors
+    elif isinstance(tensors, torch.nn.Module):
+        yield from tensors.named_parameters()
+    elif isinstance(tensors, Mapping):
+        for name, value in tensors.items():
             if isinstance(value, Mapping):
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in _pairs(value, argument))
             else:
                 yield str(name), value
-    elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
-        for index, value in enumerate(given):
-            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
-                yield value
-            else:
-                yield str(index), value
+    elif isinstance(tensors, Iterable) and not isinstance(tensors, (str, bytes)):
+        for index, value in enumerate(tensors):
+            named = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)
+            yield value if named else (str(index), value)
     else:
         raise TypeError(
             f"Expected {argument} to be a tensor, a module, a dict, or a list of tensors or of (name, tensor) pairs, "
-            f"but got a {type(given).__name__}"
+            f"but got a {type(tensors).__name__}"
         )
 
 
-def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters") -> dict[str, torch.Tensor]:
-    """The tensors in `given` by name or, with ``of="gradients"``, the gradients of those that have one.
+def named_tensors(tensors: Any, argument: str = "tensors", of: str = "parameters") -> dict[str, torch.Tensor]:
+    """The tensors in `tensors` by name or, with ``of="gradients"``, the gradients of those that have one.
 
     Raises:
         TypeError: an element is not a tensor.
@@ -49,19 +47,14 @@ def named_tensors(given: Any, argument: str = "tensors", of: str = "parameters")
     """
     if of not in ("parameters", "gradients"):
         raise ValueError(f"Expected of to be 'parameters' (the tensors themselves) or 'gradients', but got {of!r}")
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in _pairs(given, argument):
+    named: dict[str, torch.Tensor | None] = {}
+    for name, tensor in _pairs(tensors, argument):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"Expected {argument}[{name!r}] to be a tensor, but got a {type(tensor).__name__}")
-        if name in found:
+        if name in named:
             raise ValueError(f"Expected the names in {argument} to be distinct, but got {name!r} twice")
-        if of == "gradients":
-            grad = gradient_of(tensor)
-            if grad is None:
-                continue
-            tensor = grad
-        found[name] = tensor
-    return found
+        named[name] = gradient_of(tensor) if of == "gradients" else tensor
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _to_odd(x: torch.Tensor) -> torch.Tensor:
@@ -98,8 +91,8 @@ def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
     if values.layout != torch.strided:
         raise TypeError(f"Expected {name} to be a dense or COO tensor, but got layout {values.layout}: use .to_dense()")
     if values.is_meta or getattr(values, "fake_mode", None) is not None:
-        kind = "on the meta device" if values.is_meta else "a fake tensor"
-        raise TypeError(f"{name} is {kind} and has no values; load it first")
+        where = "on the meta device" if values.is_meta else "a fake tensor"
+        raise TypeError(f"{name} is {where} and has no values; load it first")
     if values.dtype == torch.float64:
         if format.mantissa > 21:
             raise TypeError(

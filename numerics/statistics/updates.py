@@ -72,21 +72,21 @@ def lost_updates(
             )
         counts = count_lost(weight, change.to(weight.device), format)
         pending.setdefault(weight.device, {})[name] = counts
-    found = [
+    losses = [
         UpdateLoss(name, total, lost)
         for counts in pending.values()
         for name, (total, lost) in zip(counts, torch.stack([*counts.values()]).tolist(), strict=True)
     ]
-    return sorted(found, key=lambda one: -one.share)
+    return sorted(losses, key=lambda loss: -loss.share)
 
 
 @torch.no_grad()
 def _moment(state: dict[str, Any], key: str) -> torch.Tensor:
     """The local values of a moment in fp32."""
-    held = local(state[key])
-    if held.dtype == torch.uint8:
-        return block_codes.decode(held, local(state[f"{key}_scale"]), signed=key == "exp_avg")
-    return held.float()
+    values = local(state[key])
+    if values.dtype == torch.uint8:
+        return block_codes.decode(values, local(state[f"{key}_scale"]), signed=key == "exp_avg")
+    return values.float()
 
 
 def last_updates(

@@ -130,9 +130,9 @@ def _run(arguments: list[str]) -> int:
         show(Table((), _listed(family), wraps=1))
         return 0 if len(arguments) > 1 else 2
     unknown = [word for word in arguments[: 2 if family else 1] if word != "--help"]
-    known = {" ".join(command.words[: len(unknown)]) for command in COMMANDS}
+    names = {" ".join(command.words[: len(unknown)]) for command in COMMANDS}
     name = " ".join(unknown)
-    complain("halfstep", f"unknown command {name!r}; {instead(name, sorted(known))}; see halfstep --help")
+    complain("halfstep", f"unknown command {name!r}; {instead(name, sorted(names))}; see halfstep --help")
     return 2
 
 

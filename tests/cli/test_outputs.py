@@ -15,10 +15,9 @@ from halfstep.numerics.formats.table import formats
 
 HOSTILE = "\x1b[2J\rw[red]$\\frac$\u202e"
 COMMANDS = [
-    *("format", "format fp16", "format e2m1", "encode 2.5", "encode 500 -inf -0 -300.7 1e-400 nan"),
-    *("encode 0.1 -f fp16 bf16 e4m3", "decode 0x4100", "decode 0x0041 0x41 0x7fc00001 0b0101 0x3ff0000000000001"),
-    *(f"why {number} {' '.join(formats)}" for number in ("0.1", "1e9", "-2^-140", "nan")),
-    *("why 1.0001 fp16", "compare fp16 bf16", f"compare {' '.join(formats)}"),
+    *("format", "format e2m1", "encode 500 -inf -0 -300.7 1e-400 nan", "encode 0.1 -f fp16 bf16 e4m3"),
+    *("decode 0x0041 0x41 0x7fc00001 0b0101 0x3ff0000000000001", f"compare {' '.join(formats)}"),
+    *(f"why {number} {' '.join(formats)}" for number in ("0.1", "1e9", "nan")),
     *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
     *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 8,64 --compare strategies --card h100"),
     *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
@@ -76,12 +75,9 @@ def test_lines_in_a_pipe_are_never_broken(words: str) -> None:
         ({}, False, False),
         ({}, True, True),
         ({"NO_COLOR": "1"}, True, False),
-        ({"NO_COLOR": ""}, True, True),
         ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
         ({"FORCE_COLOR": "1"}, False, True),
-        ({"FORCE_COLOR": "0"}, False, False),
         ({"CLICOLOR_FORCE": "1"}, False, True),
-        ({"CLICOLOR_FORCE": "0"}, False, False),
         ({"CLICOLOR": "0"}, True, False),
         ({"TERM": "dumb"}, True, False),
     ],
@@ -110,5 +106,4 @@ def test_json_is_one_object_and_nothing_else(words: str) -> None:
 
 
 def test_a_locale_in_utf8_keeps_its_lines() -> None:
-    for variables in ({"LC_ALL": "C.UTF-8"}, {"LC_ALL": "", "LANG": "de_DE.UTF-8"}):
-        assert any("├" in line for line in lines("why", "1.7", "fp16", **variables))
+    assert any("├" in line for line in lines("why", "1.7", "fp16", LC_ALL="", LANG="de_DE.UTF-8"))

@@ -39,12 +39,9 @@ def test_a_table_folds_or_continues_below(columns: int, wraps: int | None, expec
     assert rendered([Table(HEADER, ROWS, {1}, ruled=True, wraps=wraps)], columns) == expected
 
 
-def test_a_table_without_rows_is_its_header() -> None:
+def test_a_table_without_rows_and_of_wide_characters() -> None:
     assert rendered([Table(("a", "b"), [])], 80) == ["a  b"]
-
-
-def test_wide_characters_take_two_columns() -> None:
-    assert rendered([Table((), [("模型", "1"), ("ab", "2")])], 80) == ["模型  1", "ab    2"]
+    assert rendered([Table((), [("模型", "1"), ("ab", "2")])], 80) == ["模型  1", "ab    2"], "two columns each"
 
 
 @pytest.mark.parametrize("colour", [False, True])
@@ -92,23 +89,15 @@ def test_progress_is_one_line_that_is_removed(locale: str, monkeypatch: pytest.M
     assert max(map(len, re.split(r"[\r\n]", drawn))) <= 60
 
 
-def test_progress_waits_and_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, patience, term in ((Screen(), 60.0, "xterm"), (io.StringIO(), 0.0, "xterm"), (Screen(), 0.0, "dumb")):
-        monkeypatch.setenv("TERM", term)
-        with Progress(2, patience, stream) as progress:
-            progress.show(1, "x")
-        assert stream.getvalue() == ""
-
-
-def test_progress_appears_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_appears_after_its_patience_and_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stream = Screen()
-    with Progress(2, 2.0, stream) as progress:
-        now += 1.9
-        progress.show(1)
-        assert stream.getvalue() == ""
-        now += 0.2
-        progress.show(1)
-        assert "50%" in stream.getvalue()
+    for stream, term in ((io.StringIO(), "xterm"), (Screen(), "dumb"), (Screen(), "xterm")):
+        monkeypatch.setenv("TERM", term)
+        with Progress(2, 2.0, stream) as progress:
+            now += 1.9
+            progress.show(1)
+            assert stream.getvalue() == ""
+            now += 0.2
+            progress.show(1)
+            assert ("50%" in stream.getvalue()) == (term == "xterm" and stream.isatty())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -52,21 +51,6 @@ def test_targets_are_the_next_bytes_and_never_of_the_other_part(corpus: Corpus) 
             assert window[1:] == target[:-1]
             assert bytes([*window, target[-1]]) in part
     assert (len(train), len(val)) == (4500, 500)
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [(b"a" * 100, 0.0), (b"ab" * 50, math.log(2)), (bytes(range(256)), math.log(256)), (b"aaab", 0.5623351446188083)],
-)
-def test_unigram_entropy(content: bytes, expected: float) -> None:
-    assert train_gpt.unigram_entropy(np.frombuffer(content, np.uint8)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_default_is_the_standard_library() -> None:
-    corpus = read_corpus(None, 64)
-    assert corpus.files > 100 and len(corpus.train) > 1_000_000
-    assert 2.5 < corpus.unigram_entropy < 4
-    assert b"import " in corpus.train.tobytes()
 
 
 def test_a_folder_is_read_whole_in_an_order_of_names_only(tmp_path: Path) -> None:

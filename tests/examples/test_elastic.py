@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_gpt
-from train_runs import differences, newest, options, report, train
-
-from halfstep.integrations import checkpoint
+from train_runs import differences, newest, options, report
 
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2".split()
 OPTIONS = "--strategy ddp --precision fp16 --size nano --steps 20 --batch 4 --save-every 4".split()
@@ -96,25 +93,3 @@ def test_restarted_ranks_do_not_meet_where_the_dead_ones_left_their_addresses(
     left = [key for key in kept.list_keys() if not key.startswith("init/")]
     dist.destroy_process_group()
     assert left and {f"restart {restarts}/" in key for key in left} == {apart}, left
-
-
-def test_a_restart_takes_the_newest_checkpoint_and_a_first_start_does_not(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    words = ["--size", "nano", "--steps", 12, "--batch", 4, "--save-every", 4, "--data", text, "--out", out]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert train(*words) == 0
-    assert "restart 1: no checkpoint to continue from, starting from the beginning" in capsys.readouterr().out
-    whole = report(out)
-    shutil.rmtree(checkpoint.checkpoints(out / "checkpoints" / "bf16")[-1][1])
-    assert train(*words) == 0
-    assert "bf16: continuing after step 8" in capsys.readouterr().out
-    assert report(out)["train_loss"] == whole["train_loss"]
-    # The file that the first start was given is older than what the run has saved since.
-    oldest = checkpoint.checkpoints(out / "checkpoints" / "bf16")[0]
-    assert train(*words, "--resume", oldest[1]) == 0
-    assert "bf16: continuing after step 12" in capsys.readouterr().out
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert train(*words) == 2
-    assert "already holds step-00000012" in capsys.readouterr().err

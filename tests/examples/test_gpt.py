@@ -64,16 +64,6 @@ def test_products_overflow_and_underflow_as_fp16_does() -> None:
     assert x.grad is not None and x.grad.tolist() == [[0.0, 0.0]]  # 200·2^-34 is below half the least subnormal
 
 
-def test_fp16_is_emulated_on_the_cpu_only_and_bf16_on_cpus_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
-    for capability, there in (("AVX2", True), ("AVX512", False), ("DEFAULT", False)):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert Precision.on("bf16", CPU).emulated == there
-        assert Precision.on("fp16", CPU).emulated
-        assert not Precision.on("fp32", CPU).emulated
-        for name in ("bf16", "fp16"):
-            assert not Precision.on(name, torch.device("cuda")).emulated
-
-
 def test_the_model_starts_the_same_in_every_precision_and_computes_nearly_the_same() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randint(0, 256, (4, 32), generator=generator) for _ in range(2))

@@ -8,18 +8,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import train_gpt
-from torch.nn.parallel import DistributedDataParallel
-from train_runs import differences, make_small, newest, options, report, train, train_together
+from train_runs import differences, make_small, newest, report, train, train_together
 
-from halfstep.integrations import checkpoint, ddp
+from halfstep.integrations import checkpoint
 
 # From this scale it grows twice without reaching the limit, next to which the order of sums would decide.
 OPTIONS = "--size nano --steps 6 --batch 8 --init-scale 4096 --growth-interval 2 --save-every 2".split()
@@ -202,50 +198,3 @@ def test_one_process_resumes_to_the_same_bits(
         assert run["optimizer_bytes_per_param"] < 5, "9 with fp32 moments, which vectors have"
         first["master_remainder"][3, 5] ^= 1
         assert differences(whole, state) == ["/optimizer/state/0/master_remainder"]
-
-
-def test_a_finished_comparison_resumes_to_its_own_report(text: Path, tmp_path: Path) -> None:
-    words = ["--size", "nano", "--steps", 12, "--batch", 4, "--save-every", 4, "--data", text, "--precision", "compare"]
-    assert train(*words, "--out", tmp_path / "out") == 0
-    first = json.loads((tmp_path / "out" / "report.json").read_text())
-    # one run is as if it had not been reached, one is cut in the middle, two are finished
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / "bf16-without-master")
-    _lose_the_last(tmp_path / "out", "fp16")
-    assert train(*words, "--out", tmp_path / "out", "--resume") == 0
-    second = json.loads((tmp_path / "out" / "report.json").read_text())
-    for before, after in zip(first["runs"], second["runs"], strict=True):
-        assert before["train_loss"] == after["train_loss"]
-        assert before["validation"] == after["validation"]
-        assert before["gradient_bytes_per_param"] == after["gradient_bytes_per_param"] > 0
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_gradients_are_sent_once_per_step(alone: None, strategy: str) -> None:
-    corpus = train_gpt.read_corpus(Path(os.__file__), 32)
-    chosen = options(strategy=strategy, accumulate=4, batch=8)
-    trainer = train_gpt.Trainer(train_gpt.Run("fp16", "fp16"), chosen, corpus, train_gpt.World(torch.device("cpu")))
-    sent: list[int] = []  # how many micro-batches have been through the model
-    seen: list[int] = []
-    trainer.model.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    if isinstance(trainer.model, DistributedDataParallel):
-
-        def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            sent.append(len(seen))
-            return ddp.mean_in_fp16_hook(None, bucket)
-
-        # DistributedDataParallel compares the annotations with the types.
-        count.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-        trainer.model.register_comm_hook(None, count)
-    else:
-        for parameter in trainer.model.parameters():  # which get their gradients when these are reduced
-            parameter.register_post_accumulate_grad_hook(lambda _: sent.append(len(seen)))
-    trainer.advance()
-    assert seen == [2, 2, 2, 2]
-    assert sent and set(sent) == {4}

@@ -53,66 +53,58 @@ def _runs(folder: Path) -> dict[str, dict[str, Any]]:
 
 def test_compare_reports_four_runs(compared: Path) -> None:
     assert sorted(os.listdir(compared)) == ["report.html", "report.json"]
-    content = json.loads((compared / "report.json").read_text())
-    assert [(run["name"], run["optimizer"]) for run in content["runs"]] == [
-        ("fp32", "torch.optim.AdamW"),
-        ("bf16", "halfstep.AdamW"),
-        ("fp16", "halfstep.AdamW"),
-        ("bf16 without master", "torch.optim.AdamW"),
-    ]
-    for run in content["runs"]:
+    content, runs = json.loads((compared / "report.json").read_text()), _runs(compared)
+    weights = sum(p.numel() for p in GPT(SIZES["nano"], Precision.on("fp32", CPU), 0).parameters())
+    # Bytes of weights, gradients and state: bf16 has a remainder of 2 bytes, fp16 a master of 4, and both fp32 moments.
+    sizes = {"fp32": (4, 4, 8), "bf16": (2, 2, 10), "fp16": (2, 2, 12), "bf16 without master": (2, 2, 4)}
+    assert list(runs) == list(sizes)
+    for name, run in runs.items():
+        assert run["optimizer"] == ("halfstep.AdamW" if name in ("bf16", "fp16") else "torch.optim.AdamW")
         assert run["steps"] == len(run["train_loss"]) == 40
-        assert [one["name"] for one in run["findings"]] == ["moments-in-16-bits"] * (run["name"].endswith("master"))
+        assert [finding["name"] for finding in run["findings"]] == ["moments-in-16-bits"] * name.endswith("master")
         assert run["final_val_loss"] < 4.5 < run["train_loss"][0]
+        assert run["train_loss"][0] == pytest.approx(runs["fp32"]["train_loss"][0], rel=2e-3)  # the same start
         assert run["step_ms_p50"] > run["optimizer_ms_p50"] > 0 and run["mfu"] is None
         assert run["tokens_per_s"] == pytest.approx(4 * 32 / run["step_ms_p50"] * 1000)
-    losses = [run["train_loss"] for run in content["runs"]]
-    for other in losses[1:]:  # the same start and batches
-        assert other[0] == pytest.approx(losses[0][0], rel=2e-3)
-    assert losses[1][20] == pytest.approx(losses[0][20], rel=2e-2)
-    parts = ("param", "gradient", "optimizer")
-    sizes = {run["name"]: [run[f"{part}_bytes_per_param"] for part in parts] for run in content["runs"]}
-    # bf16 has a remainder of 2 bytes, fp16 a master of 4, and both fp32 moments.
-    assert sizes == {"fp32": [4, 4, 8], "bf16": [2, 2, 10], "fp16": [2, 2, 12], "bf16 without master": [2, 2, 4]}
-    assert content["versions"]["halfstep"] == halfstep.__version__
+        bytes_each = [run[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
+        assert bytes_each == [*sizes[name]] and run["memory"][0] == [0, sizes[name][0] * weights, 0, 0]
+        assert run["memory"][1] == [1, *(size * weights for size in sizes[name])]
+    assert runs["bf16"]["train_loss"][20] == pytest.approx(runs["fp32"]["train_loss"][20], rel=2e-2)
     entropy = -sum(n / len(TEXT) * math.log(n / len(TEXT)) for n in map(TEXT.count, range(256)) if n)
-    assert content["unigram_entropy"] == pytest.approx(entropy)
+    assert (
+        content["unigram_entropy"] == pytest.approx(entropy) and content["versions"]["halfstep"] == halfstep.__version__
+    )
 
 
-def test_the_report_begins_with_what_was_shown(compared: Path) -> None:
+def test_the_report_begins_with_what_was_shown_and_stands_alone(compared: Path) -> None:
     runs, page = _runs(compared), (compared / "report.html").read_text()
-    said = page.partition('<p class="outcome">')[2].partition("</p>")[0]
-    changes = {name: 100 * (run["final_val_loss"] / runs["fp32"]["final_val_loss"] - 1) for name, run in runs.items()}
-    shown = {name: f"{change:+.2f}".replace("-", "\N{MINUS SIGN}") for name, change in changes.items()}
-    assert said.startswith(f"bf16 with halfstep: {shown['bf16']} % validation loss at 14 B per parameter; fp16 with ")
-    assert f"; bf16 without master: {shown['bf16 without master']} % at 8 B. In fp32: " in said
+    outcome = page.partition('<p class="outcome">')[2].partition("</p>")[0]
+    change = 100 * (runs["bf16"]["final_val_loss"] / runs["fp32"]["final_val_loss"] - 1)
+    shown = f"{change:+.2f}".replace("-", "\N{MINUS SIGN}")
+    assert outcome.startswith(f"bf16 with halfstep: {shown} % validation loss at 14 B per parameter; fp16 with ")
+    assert "; bf16 without master: " in outcome and " at 8 B. In fp32: " in outcome
     assert page.index('class="outcome"') < page.index("<table")
-    alone = {"runs": [run for run in runs.values() if run["precision"] != "fp32"]}
-    assert reports.outcome(alone) == ""
-
-
-def test_memory_is_what_the_tensors_are(compared: Path) -> None:
-    runs = _runs(compared)
-    weights = sum(p.numel() for p in GPT(SIZES["nano"], Precision.on("fp32", CPU), 0).parameters())
-    assert runs["fp32"]["memory"] == [[0, 4 * weights, 0, 0], [1, 4 * weights, 4 * weights, 8 * weights]]
-    assert runs["bf16"]["memory"] == [[0, 2 * weights, 0, 0], [1, 2 * weights, 2 * weights, 10 * weights]]
+    assert not re.search("(src|href)=|<(link|iframe)|url\\(|import", page)
+    names = " and ".join(name for name in ("bf16", "fp16") if Precision.on(name, CPU).emulated)
+    assert f"the {names} matrix products were emulated" in page
+    assert all(f"<td>{run['final_val_loss']:.4f}</td>" in page for run in runs.values())
 
 
 def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(compared: Path) -> None:
     runs, page = _runs(compared), (compared / "report.html").read_text()
-    run, known = runs["fp16"], runs["fp16"]["overflow"]
+    run, overflow = runs["fp16"], runs["fp16"]["overflow"]
     scales = [*run["scale"], run["final_scale"]]
-    assert run["skipped_steps"] == known["skipped"] == len(run["skipped"]) > 0 and run["scale"][0] == 2.0**24
+    assert run["skipped_steps"] == overflow["skipped"] == len(run["skipped"]) > 0 and run["scale"][0] == 2.0**24
     for step in range(1, 40):
         assert (scales[step] < scales[step - 1]) == (step in run["skipped"])
     assert any(after > before for before, after in pairwise(scales))
     assert runs["bf16"]["overflow"] is runs["bf16"]["final_scale"] is None and runs["bf16"]["skipped_steps"] == 0
     names = {name for name, _ in GPT(SIZES["nano"], Precision.on("fp16", CPU), 0).named_parameters()}
-    assert known["parameters"] and {one["name"] for one in known["parameters"]} <= names
-    assert min(one["first_step"] for one in known["parameters"]) == run["skipped"][0]
-    assert max(one["last_step"] for one in known["parameters"]) == run["skipped"][-1]
-    assert f"{known['skipped']} of 40 steps skipped" in page
-    assert all(f"<td>{one['name']}</td>" in page for one in known["parameters"])
+    assert overflow["parameters"] and {entry["name"] for entry in overflow["parameters"]} <= names
+    assert min(entry["first_step"] for entry in overflow["parameters"]) == run["skipped"][0]
+    assert max(entry["last_step"] for entry in overflow["parameters"]) == run["skipped"][-1]
+    assert f"{overflow['skipped']} of 40 steps skipped" in page
+    assert all(f"<td>{entry['name']}</td>" in page for entry in overflow["parameters"])
 
 
 def _trainer(text: Path, precision: str, **settings: Any) -> train_gpt.Trainer:
@@ -120,58 +112,33 @@ def _trainer(text: Path, precision: str, **settings: Any) -> train_gpt.Trainer:
     return train_gpt.Trainer(train_gpt.Run(precision, precision), options(**settings), corpus, train_gpt.World(CPU))
 
 
-def test_overflows_of_ranks_are_put_together(text: Path) -> None:
-    trainer = _trainer(text, "fp16", init_scale=2.0**24)
-    trainer.advance()
-    alone = trainer._overflow()["parameters"]
-
-    class Two:
-        """Two ranks with shards of the parameters, of which the other one has seen fewer steps of one and one more."""
-
-        def objects(self, value: Any) -> list[Any]:
-            return [value, [{**value[0], "inf_steps": 0, "nan_steps": 0}, {**value[0], "name": "other"}]]
-
-    trainer.world = Two()
-    found = trainer._overflow()["parameters"]
-    assert len(found) == len(alone) + 1 and alone[0] in found and "other" in {one["name"] for one in found}
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_what_is_reported_is_what_the_gradients_were(precision: str, text: Path) -> None:
     trainer = _trainer(text, precision, steps=22, init_scale=2.0**10)
-    seen: list[Statistics] = []
+    counted: list[Statistics] = []
 
     def count(*arguments: Any) -> None:
         if trainer.step in (0, 10, 20):
             scale = 1.0 if trainer.scaler is None else trainer.scaler.get_scale()
             # In fp32, or dividing by the scale would round fp16 again.
             named = {name: parameter.grad.float() / scale for name, parameter in trainer.plain.named_parameters()}
-            seen.append(halfstep.statistics(named, precision, errors=False))
+            counted.append(halfstep.statistics(named, precision, errors=False))
 
     trainer.optimizer.register_step_pre_hook(count)
     for _ in range(22):
         trainer.advance()
     trainer.flush()
     run = trainer.row()
-    found = run["gradients"]
-    assert (found["format"], found["steps"], len(seen)) == (precision, 3, 3)
-    expected = (seen[0] + seen[1] + seen[2]).at(found["scale"])
-    assert found["scale"] == (trainer.history["scale"][-1] if trainer.scaler is not None else 1.0)
-    assert found["total"] == expected.total.as_dict()
-    assert [row["name"] for row in found["worst"]] == [row.name for row in expected.worst(5)]
-    assert found["advice"]["scale"] == halfstep.advise_scale(expected, precision).scale
+    gradients = run["gradients"]
+    assert (gradients["format"], gradients["steps"], len(counted)) == (precision, 3, 3)
+    expected = (counted[0] + counted[1] + counted[2]).at(gradients["scale"])
+    assert gradients["scale"] == (trainer.history["scale"][-1] if trainer.scaler is not None else 1.0)
+    assert gradients["total"] == expected.total.as_dict()
+    assert [row["name"] for row in gradients["worst"]] == [row.name for row in expected.worst(5)]
+    assert gradients["advice"]["scale"] == halfstep.advise_scale(expected, precision).scale
     shown = reports.gradients_of(run)
     assert f"<h2>Gradients, {precision}</h2>" in shown and "Counted in 3 steps" in shown
-    assert all(f"<td>{row['name']}</td>" in shown for row in found["worst"])
-
-
-def test_the_page_stands_alone_and_says_what_was_emulated(compared: Path) -> None:
-    page = (compared / "report.html").read_text()
-    assert not re.search("(src|href)=|<(link|iframe)|url\\(|import", page)
-    names = " and ".join(name for name in ("bf16", "fp16") if Precision.on(name, CPU).emulated)
-    assert f"the {names} matrix products were emulated" in page
-    for run in _runs(compared).values():
-        assert f"<td>{run['final_val_loss']:.4f}</td>" in page
+    assert all(f"<td>{row['name']}</td>" in shown for row in gradients["worst"])
 
 
 def test_curves_show_their_values_at_the_pointer(compared: Path, tmp_path: Path) -> None:
@@ -202,12 +169,6 @@ def test_the_table_is_printed(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"Unigram entropy of the text \(.*\): [0-9.]{6}\. MFU", printed)
 
 
-def test_a_run_learns(text: Path, tmp_path: Path) -> None:
-    assert _train(text, tmp_path, "--precision", "fp16", "--steps", 150, "--batch", 16) == 0
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert content["runs"][0]["final_val_loss"] < content["unigram_entropy"] - 0.2
-
-
 def test_a_loss_that_is_no_number_is_said_and_fails(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,21 +181,6 @@ def test_a_loss_that_is_no_number_is_said_and_fails(
     assert read["runs"][0]["final_val_loss"] is None
 
 
-def test_the_learning_rate_rises_falls_and_ends_near_zero(text: Path) -> None:
-    trainer = _trainer(text, "fp32", steps=100, warmup=10, lr=1.0)
-    rates = [trainer.rate(step) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
-    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and 0 < rates[99] < 1e-3
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    trainer.advance()
-    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
-
-
-def test_smoothing_leaves_out_steps_without_a_loss() -> None:
-    assert reports.smooth([2.0, 4.0, None, 6.0], 2) == [(1, 2.0), (2, 3.0), (3, 4.0), (4, 6.0)]
-    assert reports.smooth([None, None, 1.0], 1) == [(3, 1.0)]
-
-
 # ----------------------------------------------------------------------------------------------------- what it refuses
 
 
@@ -242,12 +188,10 @@ def test_smoothing_leaves_out_steps_without_a_loss() -> None:
     ("words", "expected"),
     [
         (["--steps", "0"], "at least 1, but got '0'; leave --steps out for its default, 600"),
-        (["--lr", "nan"], "argument --lr: expected a finite number above 0"),
         (["--init-scale", "1000"], "expected a power of two"),
         (["--warmup", "12", "--steps", "12"], "--warmup 12 is not below --steps 12"),
         (["--step", "3"], "unknown option --step; did you mean --steps? leave it out"),  # no guessing from a prefix
         (["--data", "/no/such/file"], "--data /no/such/file does not exist; pass a file"),
-        (["--out", "/dev/null/out"], "--out /dev/null/out cannot be written to: "),
         (["--resume"], "there is no checkpoint below"),
         (["--resume", "x", "--precision", "compare"], "--resume PATH with --precision compare; pass --resume alone"),
         (["--master-weights", "split24", "--precision", "fp16"], "expected --precision bf16 with --master-weights"),
@@ -265,20 +209,6 @@ def test_bad_options_are_refused(
     assert not list(tmp_path.rglob("*.*"))
 
 
-def test_the_batch_must_divide_and_single_must_be_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert train("--strategy", "ddp", "--batch", 16, "--out", tmp_path) == 2
-    assert "to be a multiple of 3 (3 processes times --accumulate 1), but got 16" in capsys.readouterr().err
-    assert train("--out", tmp_path) == 2
-    assert "3 processes with --strategy single; pass ddp, fsdp or zero1" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "1")
-    assert train("--out", tmp_path) == 2
-    assert capsys.readouterr().err == ""  # rank 0 has said it
-
-
 def test_resuming_another_run_is_refused_and_nothing_touched(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,50 +218,16 @@ def test_resuming_another_run_is_refused_and_nothing_touched(
     capsys.readouterr()
     for more, expected in (
         (("--resume", "--size", "tiny"), "size is tiny and was nano, lr is 0.003 and was 0.005"),
-        (("--resume", "--batch", 8), "batch is 8 and was 4; pass what it began with, or start a new run"),
-        (("--resume", "--state-dtype", "8bit"), "state_dtype is 8bit and was fp32"),
         (("--resume", "--data", __file__), "data is "),
         (("--resume", "--precision", "fp16"), "there is no checkpoint below"),
+        (("--precision", "fp16", "--resume", out), f"--resume {out} has no checkpoint of 'fp16'; pass a checkpoint"),
         ((), "already holds step-00000012; pass --resume to continue, or another --out"),
     ):
         assert _train(text, out, "--save-every", 6, *more) == 2
         assert expected in capsys.readouterr().err
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-
-
-def test_a_damaged_checkpoint_is_named_with_the_good_one_and_that_one_works(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    assert _train(text, out, "--save-every", 6) == 0
-    (_, good), (_, bad) = checkpoint.checkpoints(out / "checkpoints" / "bf16")
-    damaged = max(bad.iterdir(), key=lambda file: file.stat().st_size)
-    whole = damaged.read_bytes()
-    damaged.write_bytes(bytes([*whole[:-1], whole[-1] ^ 1]))
-    capsys.readouterr()
-    assert _train(text, out, "--save-every", 6, "--resume") == 2
-    error = capsys.readouterr().err
-    assert f"checkpoint {bad} cannot be used" in error and f"{good} is good" in error
-    damaged.write_bytes(whole[:-1000])  # which is seen without reading it
-    assert _train(text, out, "--save-every", 6, "--resume") == 0
-    assert "bf16: continuing after step 6" in capsys.readouterr().out
-    assert checkpoint.newest(out / "checkpoints" / "bf16") == bad  # written again
     assert _train(text, tmp_path / "other", "--resume", out) == 0
     assert "bf16: continuing after step 12" in capsys.readouterr().out
-    assert _train(text, tmp_path / "other", "--precision", "fp16", "--resume", out) == 2
-    assert f"--resume {out} has no checkpoint of 'fp16'; pass a checkpoint" in capsys.readouterr().err
-
-
-def test_names_of_files_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, out = tmp_path / "\x1b]0;owned\x07\x1b[2J<b>.py", tmp_path / "\x1b[8mout\nreport: "
-    text.write_bytes(TEXT)
-    assert _train(text, out, "--save-every", 6) == 0
-    assert _train(text, out, "--save-every", 6) == 2
-    printed = "".join(capsys.readouterr())
-    assert r"\x1b]0;owned\x07\x1b[2J<b>.py: " in printed
-    assert "<b>" not in (out / "report.html").read_text()
-    assert rf"report: {tmp_path}/\x1b[8mout\nreport: /report.json" in printed
-    assert all(sign.isprintable() or sign == "\n" for sign in printed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import enum
 import hashlib
 import os
@@ -279,16 +278,6 @@ def test_files_that_do_not_belong_together_are_named(two: tuple[Path, Path], nam
     assert checkpoint.newest(path.parent) == good and time.monotonic() - begun < 5
 
 
-def test_many_names_in_a_header_cost_little(tmp_path: Path) -> None:
-    path = _save(tmp_path, 1)
-    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_000)}
-    attacks.change_header(path / MODEL, lambda header: {**empty, **header})
-    attacks.seal(path)
-    begun = time.process_time()
-    _is_good(path, 1)
-    assert time.process_time() - begun < 2  # a tenth of a second on an idle machine
-
-
 def test_an_unreadable_neighbour_is_passed_over(two: tuple[Path, Path]) -> None:
     good, path = two
     for number, manifest in enumerate((b"[" * 10**5, b'{"content": 1e999}', b"\xff", b"")):
@@ -336,16 +325,16 @@ def test_load_model_checks_everything_before_it_copies_anything() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     other = {name: value + 1 for name, value in before.items()}
-    for name, wrong, words in (
-        ("1.bias", torch.zeros(6), r"1\.bias is \(6,\)"),
-        ("1.bias", torch.zeros(5).half(), r"float16 in the checkpoint"),
-        ("extra", torch.zeros(1), "extra"),
+    for wrong, words in (
+        ({"1.bias": torch.zeros(6)}, r"1\.bias is \(6,\)"),
+        ({"1.bias": torch.zeros(5).half()}, r"float16 in the checkpoint"),
+        ({"extra": torch.zeros(1)}, "extra"),
     ):
         with pytest.raises(checkpoint.CheckpointError, match=words):
-            checkpoint.load_model(model, {**other, name: wrong})
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            checkpoint.load_model(model, other | wrong)
+        assert attacks.bits(dict(model.state_dict())) == attacks.bits(before)
     checkpoint.load_model(model, other)
-    assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+    assert attacks.bits(dict(model.state_dict())) == attacks.bits(other)
 
 
 # ------------------------------------------------------------------------------------------ of torch, and of before
@@ -571,12 +560,8 @@ tests._save(tests.Path(sys.argv[1]), 7)
 
 
 def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = storage.Writer.prepare_global_plan
-    monkeypatch.setattr(
-        storage.Writer,
-        "prepare_global_plan",
-        lambda self, plans: [dataclasses.replace(one, storage_data=("nowhere", "1")) for one in plan(self, plans)],
-    )
+    begin = storage.Writer.__init__
+    monkeypatch.setattr(storage.Writer, "__init__", lambda self, folder, *rest: begin(self, Path("nowhere"), *rest))
     with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
         _save(tmp_path, 1)
     monkeypatch.undo()

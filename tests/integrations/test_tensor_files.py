@@ -44,23 +44,15 @@ def peak() -> int:
 
 
 def test_safetensors(tmp_path: Path) -> None:
-    dtypes = (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.int64,
-        torch.uint8,
-    )
-    tensors = {str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype) for dtype in dtypes}
+    dtypes = "float64 float32 float16 bfloat16 float8_e4m3fn int64 uint8".split()
+    tensors = {dtype: torch.arange(24, dtype=torch.uint8).view(getattr(torch, dtype)) for dtype in dtypes}
     tensors |= {"0-dim": torch.tensor(1.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True])}
     path = tmp_path / "model.safetensors"
     save_file(tensors, path)
     found = read_tensors(path)
     assert attacks.bits(found) == attacks.bits({name: tensors[name] for name in found}) and len(found) == len(tensors)
     before = path.read_bytes()
-    found["torch.float32"].zero_()
+    found["float32"].zero_()
     assert path.read_bytes() == before, "nothing that is written reaches the file"
 
 
@@ -177,9 +169,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_objects_are_named_and_nothing_is_executed(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_objects_are_named_and_not_executed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     value, words = REFUSED[name]
     torch.save({"a": value, "b": torch.ones(1)}, tmp_path / "x.pt")
@@ -229,22 +219,6 @@ def test_bombs(tmp_path: Path, number: int) -> None:
         if read_tensors(archive(tmp_path / "x.pt", attacks.bombs()[number])) == {}:
             raise TensorFileError("x.pt holds nothing")
     assert peak() - before < 200 << 20 and time.process_time() - begun < 5
-
-
-def test_damaged_files_of_torch(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    torch.save({"a": torch.arange(100.0)}, path)
-    whole = path.read_bytes()
-    for length in range(0, len(whole) - 1, 97):
-        path.write_bytes(whole[:length])
-        with pytest.raises(TensorFileError, match=r"x\.pt"):
-            read_tensors(path)
-    for place in range(0, len(whole), 41):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        try:
-            read_tensors(path)
-        except TensorFileError as error:
-            assert "x.pt" in str(error)
 
 
 def test_names(tmp_path: Path) -> None:

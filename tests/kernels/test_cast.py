@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from implementations import ALL, twin, twins, using
 from oracles import BF16, DTYPES, E4M3, E5M2, FP8, FP16, FP32, assert_same_bits
 from strategies import kinds, laid_out
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
 from halfstep.kernels import native
@@ -112,18 +111,6 @@ def test_every_code_to_nearest(name: str, source: torch.dtype, target: torch.dty
         many = torch.cat(halfstep.foreach_cast(pieces, target))
     assert_same_bits(one, nearest(values, target), f"cast, {name}")
     assert_same_bits(many, nearest(values, target), f"foreach_cast, {name}")
-
-
-@pytest.mark.parametrize("target", (FP16, BF16), ids=names)
-def test_the_oracles_agree_with_fractions(target: torch.dtype) -> None:
-    """numpy and ml_dtypes, which judge the kernels, are themselves held against rational numbers and a sorted table."""
-    rng = np.random.default_rng(0)
-    chosen = rng.choice(oracles.thresholds(target), 4000, replace=False)
-    random = rng.integers(0, 2**32, 2000, dtype=np.uint32).view(np.float32)
-    values = np.concatenate([oracles.specials(), chosen, random])
-    rounded = oracles.round_to(values, target)
-    for value, code, nan in zip(values.tolist(), oracles.bits(rounded).tolist(), np.isnan(rounded), strict=True):
-        assert roundings.code(value, target, "nearest", False, 0) == (None if nan else code), value.hex()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -240,15 +227,6 @@ def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
                 assert len(results) == 1 and results[0] is out
                 assert_same_bits(out, want, f"{kind}, list")
                 assert out._version > version, f"{kind}, list: autograd cannot see the write"
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_list_of_all_dtypes_keeps_its_order(name: str) -> None:
-    tensors = [torch.full((size,), float(size)).to(DTYPES[size % 3]) for size in (3, 1, 4, 0, 5, 9, 2, 6)]
-    with using(name, "cast") as device:
-        results = halfstep.foreach_cast(tuple(tensor.to(device) for tensor in tensors), BF16)
-        assert halfstep.foreach_cast([], FP16) == halfstep.foreach_cast([], FP16, out=[]) == []
-    assert [result.tolist() for result in results] == [tensor.tolist() for tensor in tensors]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -458,16 +436,6 @@ def test_the_operator_is_registered_properly(target: torch.dtype, rounding: str)
             torch.library.opcheck(torch.ops.halfstep.cast.default, arguments, **only)
 
 
-def test_shapes_and_strides_without_data() -> None:
-    for kind, tensor in kinds(FP32).items():
-        real = halfstep.cast(tensor, FP16)
-        with FakeTensorMode() as mode:
-            fake = halfstep.cast(mode.from_tensor(tensor), FP16)
-            assert (fake.shape, fake.dtype) == (real.shape, real.dtype), kind
-            for size, there, here in zip(real.shape, fake.stride(), real.stride(), strict=True):
-                assert there == here or size == 1, kind
-
-
 def test_it_compiles_in_one_graph() -> None:
     """Traced and differentiated as one graph; Inductor's own C++ would cost half a minute more and is not ours."""
 
@@ -507,7 +475,6 @@ UNUSED = "which uses no random numbers, but got {}: leave it out, or pass roundi
 PLACE = "to be the index of an element in its tensor, from 0 to 2^60 - 1, but got"
 REFUSED: list[tuple[type[Exception], str, dict[str, object]]] = [
     (TypeError, f"Expected dtype to be one of {LISTED}, but got torch.float64", {"dtype": torch.float64}),
-    (TypeError, f"Expected dtype to be one of {LISTED}, but got 'fp16'", {"dtype": "fp16"}),
     (
         TypeError,
         "Expected x to have dtype float32, float16, bfloat16, float8_e4m3fn or float8_e5m2, but got torch.float64: "
@@ -520,19 +487,9 @@ REFUSED: list[tuple[type[Exception], str, dict[str, object]]] = [
         {"rounding": "up"},
     ),
     (ValueError, "Expected out to be (3,) torch.float16 on cpu, but got (3,) torch.float32 on cpu", {"out": ONES}),
-    (
-        ValueError,
-        "Expected out to be (3,) torch.float16 on cpu, but got (1, 3) torch.float16 on cpu",
-        {"out": torch.ones(1, 3).half()},
-    ),
     (ValueError, f"Expected offset {PLACE} -4", {"offset": -4}),
     (TypeError, "Expected offset to be an integer, a number of elements, but got 2.0, a float", {"offset": 2.0}),
     (ValueError, "Expected seed to be None with rounding='nearest', " + UNUSED.format(3), {"seed": 3}),
-    (
-        ValueError,
-        "Expected seed to be None with rounding='toward_zero', " + UNUSED.format(0),
-        {"rounding": "toward_zero", "seed": 0},
-    ),
     (
         ValueError,
         "Expected seed to be from 0 to 2^63 - 1, but got -1: reduce it with seed % 2**63",
@@ -540,22 +497,14 @@ REFUSED: list[tuple[type[Exception], str, dict[str, object]]] = [
     ),
 ]
 REFUSED_LISTS: list[tuple[type[Exception], str, dict[str, object]]] = [
-    (TypeError, "Expected tensors to be a list of tensors, but got one tensor: pass [tensors]", {"tensors": ONES}),
-    (TypeError, f"Expected dtype to be one of {LISTED}, but got torch.int8", {"dtype": torch.int8}),
     (ValueError, "Expected out to have one tensor per input, 1, but got 0", {"out": []}),
     (
         ValueError,
         "Expected out[1] to be (3,) torch.float16 on cpu, but got (2,) torch.float16 on cpu",
         {"tensors": [ONES, ONES], "out": [ONES.half(), torch.ones(2).half()]},
     ),
-    (
-        ValueError,
-        "Expected tensors[1] to be on the device of tensors[0], cpu, but got meta: call once per device",
-        {"tensors": [ONES, torch.ones(1, device="meta")]},
-    ),
     (ValueError, f"Expected offsets[0] {PLACE} {2**60}", {"offsets": [2**60]}),
     (ValueError, "Expected offsets to have one number per tensor, 1, but got 2", {"offsets": [0, 1]}),
-    (ValueError, "Expected seed to be None with rounding='nearest', " + UNUSED.format(3), {"seed": 3}),
 ]
 
 

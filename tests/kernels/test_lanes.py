@@ -49,11 +49,10 @@ void round_bf16(const float* from, bf16* to, float* back, int64_t n, int32_t mix
 void round_f16(const float* from, f16* to, float* back, int64_t n, int32_t mixed) { rounded(from, to, back, n, mixed); }
 void widen_bf16(const bf16* from, float* to, int64_t n, int32_t mixed) { widened(from, to, n, mixed); }
 void widen_f16(const f16* from, float* to, int64_t n, int32_t mixed) { widened(from, to, n, mixed); }
-void visits(int32_t* counts, int64_t n, int32_t four) {
+void visits(int32_t* counts, int64_t n) {
     const auto pair = [&](int64_t i) { for (int j = 0; j < 2 * W; ++j) ++counts[i + j]; };
     const auto rest = [&](int64_t i, int64_t k) { for (int64_t j = 0; j < k; ++j) ++counts[i + j]; };
-    if (four) walk_by_four(n, [&](int64_t i, int) { pair(i); }, rest);
-    else walk_by_two(n, pair, rest);
+    walk_by_two(n, pair, rest);
 }
 void roots(const float* from, float* to) { put(to, root(get(from))); }
 void larger_of(const float* a, const float* b, float* to) { put(to, larger(get(a), get(b))); }
@@ -119,11 +118,10 @@ def test_16_bits_in_fp32(library: ctypes.CDLL, dtype: torch.dtype, mixed: bool) 
     assert torch.equal(got[keep].view(torch.int32), every.float()[keep].view(torch.int32))
 
 
-@pytest.mark.parametrize("four", [False, True])
-def test_walks_visit_every_element_once(library: ctypes.CDLL, four: bool) -> None:
+def test_walks_visit_every_element_once(library: ctypes.CDLL) -> None:
     for n in range(9 * library.width()):
         counts = torch.zeros(n + 1, dtype=torch.int32)
-        library.visits(at(counts), ctypes.c_int64(n), ctypes.c_int32(four))
+        library.visits(at(counts), ctypes.c_int64(n))
         assert counts.tolist() == [1] * n + [0]
 
 

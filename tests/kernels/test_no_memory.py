@@ -132,7 +132,7 @@ def test_an_address_is_never_an_offset_from_zero(name: str) -> None:
             f"Expected a tensor with memory of its own, but got a {kind} of shape {shape} and dtype torch.float32 "
         )
         assert str(raised.value) == expected + NOWHERE
-    assert table.known(0) is None and not table.rows[2].any()
+    assert table.written[0] is None and not table.rows[2].any()
 
 
 # --------------------------------------------------------------------------------------------- refused, never touched

@@ -8,24 +8,20 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 import cpp
-import ml_dtypes
 import numpy as np
 import oracles
 import pytest
 import roundings
 import torch
 import walks
-from adam_cases import Memory, Step
-from implementations import ALL, using
-from oracles import BF16, FP32, AdamOptions, AdamTensor, assert_same_bits
+from implementations import ALL
+from oracles import BF16, FP32, assert_same_bits
 from roundings import DTYPES
 
-from halfstep.kernels import adam
 from halfstep.kernels.backend import INTERPRET, jit, tl, triton
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import (
@@ -252,22 +248,6 @@ def test_split_and_join(name: str, request: pytest.FixtureRequest) -> None:
     walks.check_split(patterns, walks.round_trip(name, patterns, needed(name, request)))
 
 
-def test_the_weight_is_the_nearest_in_rational_numbers() -> None:
-    """`oracles.split` is itself held against fractions, with ties undone."""
-    random = np.random.default_rng(1).integers(0, 2**32, 3000, dtype=np.uint32)
-    values = np.concatenate([oracles.specials(), random.view(np.float32)])
-    codes, _ = oracles.split(values)
-    for value, code in zip(values.tolist(), codes.tolist(), strict=True):
-        nearest = roundings.code(value, BF16, "nearest", False, 0)
-        if nearest is None:
-            assert code & 0x7FFF > 0x7F80
-        elif code != nearest:
-            # A tie: both neighbours are as near, and ours is the farther from zero.
-            assert code == nearest + 1
-            below, above = (roundings.grid(BF16)[c & 0x7FFF] for c in (nearest, code))
-            assert abs(Fraction(value)) * 2 == below + above
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_join_is_nan_only_where_the_weight_is(name: str, request: pytest.FixtureRequest) -> None:
     """Somebody zeroes a parameter and the old remainder stays: 0x00000000 - 5 would be 0xfffffffb, a NaN."""
@@ -291,22 +271,6 @@ def test_shapes_and_strides_of_the_reference() -> None:
     assert (weight.dtype, remainder.dtype) == (BF16, torch.int16)
     for x in (values, torch.empty(0), torch.empty(3, 0), torch.tensor(0.1)):
         assert torch.equal(join_master(*split_master(x)), x)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_step_that_changes_nothing_keeps_every_bit_of_a_split_master(name: str) -> None:
-    """Gradient 0, learning rate 0: the step joins, subtracts 0 and splits, so each weight must come back as it was."""
-    patterns = every_upper_half(np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]))
-    code, low = oracles.split(patterns.view(np.float32))
-    zeros = np.zeros(len(patterns), np.float32)
-    weight, options = code.view(ml_dtypes.bfloat16), AdamOptions(lr=0.0)
-    tensor = AdamTensor(weight, zeros, zeros, np.float32(0), extra=low, options=options)
-    layout = adam.Layout(BF16, BF16, FP32, adam.SPLIT_MASTER, False, False)
-    with using(name, "adam") as device:
-        memory = Memory(layout, [tensor], device, 0)
-        memory.step(Step([zeros.astype(ml_dtypes.bfloat16)]))
-        assert_same_bits(memory.lists[adam.PARAM][0], weight, "weight")
-        assert_same_bits(memory.lists[adam.EXTRA][0], low, "remainder")
 
 
 # ------------------------------------------------------------------------------------------------ all 2^32 patterns

@@ -130,17 +130,6 @@ def test_scales(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
         examine([thresholds[SCALES.index(scale) :: len(SCALES)].contiguous()], name, scale, inverted)
 
 
-def test_the_rounding_of_the_oracle_is_that_of_numpy_and_ml_dtypes() -> None:
-    values = np.concatenate([oracles.thresholds(FP16), oracles.thresholds(BF16)])
-    values = values[np.isfinite(values)]
-    for name, dtype in (("fp16", FP16), ("bf16", BF16), ("e4m3fn", oracles.E4M3), ("e5m2", oracles.E5M2)):
-        theirs = oracles.round_to(values, dtype).astype(np.float64)
-        ours = falling.rounded(values.astype(np.float64), formats[name])
-        within = np.isfinite(theirs)
-        assert (within == (np.abs(ours) <= formats[name].max)).all()
-        assert (theirs[within] == ours[within]).all()
-
-
 def lists(draw: st.DrawFn) -> list[torch.Tensor]:
     tensors = []
     for seed in draw(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=5)):
@@ -179,70 +168,6 @@ def test_long_and_short_and_strided_tensors_in_one_call() -> None:
         long[:1].expand(600),
     ]
     examine(tensors, "fp16", 2.0**10)
-
-
-def distributions(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors for which a window of exponents around the largest one of a sample fits, barely fits, or does not."""
-    generator = torch.Generator().manual_seed(11)
-
-    def numbers(n: int, exponents: torch.Tensor) -> torch.Tensor:
-        fractions = 1 + torch.randint(0, 2**23, (n,), generator=generator) * 2.0**-23
-        signs = 1 - 2 * torch.randint(0, 2, (n,), generator=generator)
-        return torch.ldexp(fractions.double() * signs, exponents).to(FP32)
-
-    n = 1100
-    normal = torch.randn(n, generator=generator)
-    every = torch.arange(n) % 300 - 160
-    edges = torch.tensor([2.0**e for e in range(-24, 8)])
-    edges = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(0.0))])
-    far, rare = torch.full((n,), 2.0**-70), torch.zeros(n)
-    far[0], far[7], rare[3], rare[1000] = 3.0, 2.0**-90, 5.0, 1e-30
-    mixed = torch.where(torch.arange(n) % 2 == 0, normal, 1e-30 * normal)
-    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 1.0]).repeat(300)
-    made = [
-        normal,
-        torch.full((n,), 1.5),
-        torch.full((n,), 2.0**-7),
-        torch.zeros(n),
-        numbers(n, every),
-        far,
-        rare,
-        mixed,
-    ]
-    made += [torch.cat([torch.ones(1), edges, torch.ones(500)]), special, torch.full((n,), torch.nan), 1e-40 * normal]
-    made += [1e35 * normal, 2e-31 * normal, normal.round(), torch.full((n,), torch.inf)]
-    return [values.to(dtype) for values in made]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name", "scale", "inverted"),
-    [
-        (FP32, "fp16", None, False),
-        (FP32, "fp32", 2.0**-100, False),
-        (FP32, "bf16", 2.0**100, True),
-        (FP32, "e4m3fn", 3.0, False),
-        (FP16, "e4m3fn", 2.0**4, False),
-        (FP16, "e5m2", 2.0**-126, False),
-        (BF16, "e4m3fn", 2.0**-12, False),
-        (BF16, "fp16", 2.0**126, False),
-        (FP16, "fp16", 1000.0, True),
-        (BF16, "fp16", 0.3, False),
-        (BF16, "e4m3fn", 3e-39, False),  # products of zero and below the normal numbers
-    ],
-)
-def test_every_distribution(dtype: torch.dtype, name: str, scale: float | None, inverted: bool) -> None:
-    examine(distributions(dtype), name, scale, inverted)
-
-
-def test_one_element_at_an_edge_of_the_window() -> None:
-    tensors = []
-    for edge in torch.tensor([2.0**-20, 2.0**-19, 2.0**-18, 2.0, 4.0, 8.0]):
-        for value in (edge.nextafter(torch.tensor(0.0)), edge, edge.nextafter(torch.tensor(torch.inf))):
-            for others in (torch.ones(1100), torch.arange(1100).remainder(2).float()):
-                values = others.clone()
-                values[5] = value  # which the sample does not contain
-                tensors.append(values)
-    examine(tensors, "fp32")
 
 
 def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:

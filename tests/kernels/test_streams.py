@@ -147,7 +147,7 @@ def test_a_table_whose_copy_failed_is_not_known(monkeypatch: pytest.MonkeyPatch)
         patch.setattr("halfstep.kernels.multi_tensor.upload", lambda *arguments, **options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             table.point(0, other)
-    assert table.known(0) is None
+    assert table.written[0] is None
     assert cache.table(one).rows[2].item() == one[0].data_ptr()
 
 

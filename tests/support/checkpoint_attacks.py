@@ -407,11 +407,12 @@ def _special_file(path: Path, rng: random.Random) -> None:
 
 
 def _metadata(path: Path, rng: random.Random) -> None:
-    file = path / ".metadata"
-    data, way = file.read_bytes(), rng.random()
-    if way < 0.6:
-        data = pickle.dumps(mutated(pickle.loads(data), rng), protocol=rng.choice((2, 4, 5)))
-    file.write_bytes(data if way < 0.6 else mutated_pickle(data, rng) if way < 0.85 else rng.choice(bombs()))
+    file, way = path / ".metadata", rng.random()
+    data = rng.choice(bombs()) if way < 0.15 else mutated_pickle(file.read_bytes(), rng)
+    if way > 0.4:
+        with suppress(Exception):  # what cannot be pickled
+            data = pickle.dumps(mutated(pickle.loads(file.read_bytes()), rng), protocol=rng.choice((2, 4, 5)))
+    file.write_bytes(data)
 
 
 def _objects(path: Path, rng: random.Random) -> None:

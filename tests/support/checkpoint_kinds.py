@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_ranks import whole
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -25,7 +25,6 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -53,21 +52,6 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, 
         model(inputs).float().square().mean().backward()
         optimizer.step()
     optimizer.zero_grad()
-
-
-def whole(value: Any) -> Any:
-    """Nested state with unsharded tensors. Collective if there are shards."""
-    if isinstance(value, dict):
-        return {key: whole(one) for key, one in value.items()}
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
-        out = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
-        value.gather(0, out)
-        held = [out]
-        dist.broadcast_object_list(held, src=0)
-        return held[0]
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -155,6 +155,11 @@ def whole(value: Any) -> Any:
         return [whole(one) for one in value]
     if isinstance(value, DTensor):
         return value.full_tensor().clone()
+    if hasattr(value, "local_shards"):  # FSDP1's ShardedTensor
+        gathered = [torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None]
+        value.gather(0, gathered[0])
+        dist.broadcast_object_list(gathered, src=0)
+        return gathered[0]
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

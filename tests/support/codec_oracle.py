@@ -224,7 +224,7 @@ def ladder(name: str) -> np.ndarray:
 
 
 def thresholds(name: str, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every value and midpoint of a format, with the neighboring floats of `dtype`.
+    """Every value and midpoint of a format that `dtype` represents, with the neighboring floats of `dtype`.
 
     Returns:
         The probes (positive, increasing); the code of the value at or below each; and the position of the probe above
@@ -232,24 +232,13 @@ def thresholds(name: str, dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarr
     """
     values = ladder(name)
     middles = (values[:-1] + values[1:]) / 2
-    points, codes, places = [], [], []
-    for index in range(len(values) - 1):
-        for point, near in ((values[index], 0), (middles[index], 2)):
-            if float(dtype(point)) != point:
-                continue  # a subnormal of the format that is below those of the dtype
-            for place, neighbour in ((-1, -math.inf), (0, None), (1, math.inf)):
-                probe = dtype(point) if neighbour is None else np.nextafter(dtype(point), dtype(neighbour))
-                where = (index, near + place) if near + place >= 0 else (index - 1, 3)
-                if where[0] < 0 or (where[1] == 3 and float(probe) >= values[where[0] + 1]):
-                    continue
-                if (where[1] == 1 and float(probe) <= values[index]) or (
-                    where[1] == 1 and float(probe) >= middles[index]
-                ):
-                    continue
-                points.append(probe)
-                codes.append(where[0])
-                places.append(where[1])
-    return np.array(points, dtype), np.array(codes), np.array(places)
+    points = np.concatenate([values[:-1], middles])
+    points = points[points.astype(dtype).astype(np.float64) == points].astype(dtype)
+    probes = np.unique([np.nextafter(points, dtype(end)) for end in (-np.inf, np.inf)] + [points])
+    probes = probes[probes >= values[0]]
+    codes = np.searchsorted(values, probes.astype(np.float64), side="right") - 1
+    position = 2 + np.sign(probes.astype(np.float64) - middles[codes]).astype(int)
+    return probes, codes, np.where(values[codes] == probes, 0, position)
 
 
 def expected(codes: np.ndarray, places: np.ndarray, negative: bool, name: str, rounding: str) -> np.ndarray:

@@ -22,10 +22,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextmanager
 def kernels_on(where: str) -> Iterator[torch.device]:
-    """The device of ``"cuda"`` or ``"interpreter"``, with the Triton kernels switched on."""
+    """The device of ``"cuda"`` or ``"interpreter"``, with the Triton kernels switched on; or ``"cpu"``, with C++."""
     if where == "interpreter" and not backend.TAKES_CPU_TENSORS:
         pytest.skip("needs TRITON_INTERPRET=1 or --software-gpu")
-    with halfstep.backend("triton"):
+    with halfstep.backend("auto" if where == "cpu" else "triton"):
         yield torch.device("cuda" if where == "cuda" else "cpu")
 
 

@@ -23,14 +23,6 @@ from halfstep.integrations import doctor as doctor_module
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
 
-
-class Wrapped:
-    """An optimizer as Accelerate's AcceleratedOptimizer holds it."""
-
-    def __init__(self, optimizer: halfstep.AdamW) -> None:
-        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
-
-
 LOOPS = {
     "amp": """
 model = Net()
@@ -272,11 +264,6 @@ plain: AdamW
 amp: fp16 autocast with clipping
 plain: Adafactor
     AdamW -> Adafactor
-plain: two optimizers
-    # model -> others = [one for one in model.parameters() if one is not model.body.weight]
-    torch.optim.AdamW(model.parameters(), lr=1e-3) -> [torch.optim.SGD([model.body.weight]), torch.optim.AdamW(others)]
-    optimizer.step() -> [one.step() for one in optimizer]
-    optimizer.zero_grad() -> [one.zero_grad() for one in optimizer]
 plain: sparse embeddings
     Net() -> nn.ModuleDict({"table": nn.Embedding(32, 8, sparse=True), "head": nn.Linear(8, 1)})
     optimizer = torch.optim.AdamW( -> optimizer = torch.optim.SparseAdam(
@@ -370,8 +357,6 @@ ours: steps in the backward
 ours: masters on the host
     without clip
     halfstep.AdamW -> OffloadedAdamW
-ours: a wrapped optimizer
-    (model, optimizer) -> (model, Wrapped(optimizer))
 amp: timm's scaler
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) -> scaler = NativeScaler(torch.amp.GradScaler("cpu"))
     AdamW(model.parameters(), lr=1e-3) -> AdamW(groups(model))

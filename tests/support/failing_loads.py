@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -27,24 +28,11 @@ def _wrapped(kind: str, value: float) -> torch.nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def _optimizer(model: torch.nn.Module) -> halfstep.AdamW:
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.25)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def _held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
-    def local(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: local(one) for key, one in value.items()}
-        return value.to_local() if isinstance(value, DTensor) else value
-
-    own = [local(dict(optimizer.state.get(p, {}))) for group in optimizer.param_groups for p in group["params"]]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return attacks.bits([[local(p.detach()) for p in model.parameters()], own, groups, scaler.state_dict()])
+def _bits(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
+    states = [dict(optimizer.state.get(p, {})) for group in optimizer.param_groups for p in group["params"]]
+    groups = [{**group, "params": None} for group in optimizer.param_groups]
+    content = [[p.detach() for p in model.parameters()], states, groups, scaler.state_dict()]
+    return attacks.bits(tree_map_only(DTensor, DTensor.to_local, content))
 
 
 def _tampered(good: Path, path: Path, name: str) -> None:
@@ -81,7 +69,7 @@ def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
     write = storage.Hashed.write
     for asynchronous in (False, True):
         model = _wrapped("FSDP2", 0.5)
-        optimizer = _optimizer(model)
+        optimizer = attacks.optimizer_of(model)
         run = folder / f"saves {asynchronous}"
         good = checkpoint.save(run, 1, model=model, optimizer=optimizer)
         for name, fault in FAULTS.items():
@@ -112,7 +100,9 @@ def run(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
     found: dict[str, tuple[str | None, bool]] = {}
     for kind in ("FSDP2", "FSDP1"):
         model = _wrapped(kind, 0.5)
-        good = checkpoint.save(folder / kind, 1, model=model, optimizer=_optimizer(model), scaler=attacks.scaler_of())
+        good = checkpoint.save(
+            folder / kind, 1, model=model, optimizer=attacks.optimizer_of(model), scaler=attacks.scaler_of()
+        )
         for name in ("scale", "group", "shard"):
             path = folder / kind / name
             if rank == 0:
@@ -120,7 +110,7 @@ def run(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
             dist.barrier()
         for name in ("scale", "group", "shard", "rank 1 alone fails", "rank 1 is stopped", "other groups"):
             model = _wrapped(kind, -1.0)
-            optimizer = _optimizer(model)
+            optimizer = attacks.optimizer_of(model)
             scaler = attacks.scaler_of()
             if name == "other groups":
                 optimizer = halfstep.AdamW([{"params": [p]} for p in model.parameters()])
@@ -130,12 +120,12 @@ def run(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
                     sys.exit(5) if "stopped" in name else print(1 / 0)
 
                 scaler.load_state_dict = late  # type: ignore[method-assign]
-            before = _held(model, optimizer, scaler)
+            before = _bits(model, optimizer, scaler)
             path = folder / kind / name if name in ("scale", "group", "shard") else good
             error = None
             try:
                 checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler)
             except BaseException as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            found[f"{name}, {kind}"] = error, _held(model, optimizer, scaler) == before
+            found[f"{name}, {kind}"] = error, _bits(model, optimizer, scaler) == before
     return found

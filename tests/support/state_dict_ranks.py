@@ -25,13 +25,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_dist_composable import CompositeParamModel, UnitModule
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.common_state_dict import VerifyStateDictMixin
-from torch.utils._pytree import tree_flatten
 
 import halfstep
 
@@ -134,20 +132,6 @@ def round_trip(wrapping: str, cls: Any, layout: str, flat: bool, kind: str = "")
         set_optimizer_state_dict(wrapped, its, state, options=options)
 
 
-def offloaded(wrapping: str, cls: Any) -> None:
-    """State dicts with CPU offload and full state dicts. With both options, only the first rank has one."""
-    model = WRAPPINGS[wrapping](CompositeParamModel(device=CPU))
-    optimizer = cls(model.parameters())
-    for full in (False, True):
-        for offload in (False, True):
-            options = StateDictOptions(full_state_dict=full, cpu_offload=offload)
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-            tensors = [leaf for leaf in tree_flatten(state)[0] if isinstance(leaf, torch.Tensor)]
-            assert all(tensor.device == CPU for tensor in tensors)
-            assert not (full and any(isinstance(tensor, DTensor) for tensor in tensors))
-            assert (state == {}) == (full and offload and dist.get_rank() != 0)
-
-
 def from_the_first_rank(wrapping: str, cls: Any, layout: str) -> None:
     """Load a state that only the first rank has; afterwards all ranks have it."""
     checks, (dtype, more) = Checks(), LAYOUTS[layout]
@@ -177,37 +161,6 @@ def from_the_first_rank(wrapping: str, cls: Any, layout: str) -> None:
     set_model_state_dict(model, copy.deepcopy(weights) if here else {}, options=FROM_FIRST)
     set_optimizer_state_dict(model, optimizers[1], copy.deepcopy(state) if here else {}, options=FROM_FIRST)
     assert alike()
-
-
-def options_of_others(cls: Any) -> None:
-    """Load options that a scheduler wrote into the groups, from the first rank, into an optimizer without them."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
-    for layer in model:
-        _sharded(layer)
-    _sharded(model)
-    optimizer = cls(model.parameters(), lr=1e-2)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    other = cls(model.parameters(), lr=1e-2)
-    assert "initial_lr" not in other.param_groups[0]
-    set_optimizer_state_dict(model, other, state, options=FROM_FIRST)
-    if dist.get_rank() == 0:
-        assert other.param_groups[0]["initial_lr"] == 1e-2
-
-
-def flat_or_not(cls: Any, layout: str) -> None:
-    """Save an optimizer flat and nested, and load it into another one of the same parameters."""
-    checks, (dtype, more) = Checks(), LAYOUTS[layout]
-    model = _sharded(CompositeParamModel(device=CPU).to(dtype))
-    optimizer, other = (cls(model.parameters(), **more) for _ in range(2))
-    train(model, optimizer, steps=1)
-    for flat in (True, False):
-        optimizer.state_dict_format = other.state_dict_format = "canonical" if flat else "held"
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-        set_optimizer_state_dict(model, other, state)
-        checks.assertEqual(optimizer.state_dict(), other.state_dict())
 
 
 def groups_of_a_parallel_model(cls: Any, empty: bool, full: bool, first: bool) -> None:
@@ -272,10 +225,8 @@ def cases(every: bool) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
         for wrapping in ("fsdp1", "fsdp2"):
             found += [(from_the_first_rank, (wrapping, halfstep.AdamW, layout))]
         found += [(round_trip, ("fsdp1", halfstep.AdamW, layout, flat, "tied")) for flat in (False, True)]
-        found += [(flat_or_not, (cls, layout)) for cls in CLASSES]
     for cls in CLASSES:
-        found += [(offloaded, (wrapping, cls)) for wrapping in ("fsdp1", "fsdp2")]
-        found += [(options_of_others, (cls,)), (before_the_first_forward, (cls,))]
+        found += [(before_the_first_forward, (cls,))]
         kinds = [(empty, *kind) for empty in (False, True) for kind in ((False, False), (True, False), (True, True))]
         found += [(groups_of_a_parallel_model, (cls, *kind)) for kind in kinds]
     return found

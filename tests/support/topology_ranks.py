@@ -228,7 +228,7 @@ def at_rest_without_gradients() -> dict[str, Any]:
 
 
 def flat_parameters_of_nobody() -> dict[str, Any]:
-    """Wrapped before halfstep was imported, so that the ranks that share a flat parameter are not known."""
+    """Their modules are not known, and so the ranks that share a flat parameter."""
     spread = TOPOLOGIES["FSDP1 FULL_SHARD"](torch.float32)
     optimizer = spread.optimizer_of(ours)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)

@@ -46,7 +46,6 @@ from halfstep.integrations import checkpoint
 from halfstep.integrations.trainers.transformers import Trainer, TrainerMixin
 
 WORDS = 32
-SCHEMES = ("nf4", "int8")
 
 
 def language_model(seed: int = 0, width: int = 16) -> Any:
@@ -166,7 +165,6 @@ def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
         "skipped": trainer.seen.skipped,
         "rates": trainer.seen.rates,
         "unwritten": [bool(one) for one in trainer.seen.unwritten],
-        "groups": [group["weight_decay"] for group in trainer.optimizer.param_groups],
         "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
     }
 
@@ -254,15 +252,14 @@ def quantized(folder: Path, kind: str, scheme: str) -> Any:
     )
 
 
-def loraplus(folder: Path, scheme: str | None) -> dict[str, Any]:
+def loraplus(folder: Path) -> dict[str, Any]:
     """PEFT's LoRA+ makes an optimizer of a class that it is given, with a higher rate for some matrices."""
-    model = language_model() if scheme is None else quantized(folder, "bf16", scheme)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     optimizer = create_loraplus_optimizer(model=model, optimizer_cls=halfstep.AdamW, lr=LR, loraplus_lr_ratio=4.0)
-    trainer = trainer_of(folder / f"plus-{scheme}", "bf16", model=model)
+    trainer = trainer_of(folder / "plus", "bf16", model=model)
     trainer.optimizer = optimizer
     trainer.train()
-    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     rates = sorted({group["initial_lr"] for group in optimizer.param_groups})
     return {"rates": rates, "states": len(optimizer.state), "losses": losses}
 
@@ -301,18 +298,12 @@ def run(rank: int, folder: str) -> dict[str, Any]:
         found: dict[str, Any] = {f"{strategy} {kind}": whole(place, kind) for kind in DTYPES}
         if not several:
             found.update({f"{kind} without clipping": without_clipping(place, kind) for kind in DTYPES})
+            cases = [(None, kind, fp32) for kind in DTYPES for fp32 in (True, False)]
+            cases += [("nf4", "bf16", True), ("nf4", "bf16", False), ("int8", "fp16", False)]
             found.update(
-                {f"LoRA {kind} {fp32}": adapters(place, kind, fp32) for kind in DTYPES for fp32 in (True, False)}
+                {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
             )
-            found.update(
-                {
-                    f"QLoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme)
-                    for scheme in SCHEMES
-                    for kind in DTYPES
-                    for fp32 in (True, False)
-                }
-            )
-            found.update({f"LoRA+ {scheme}": loraplus(place, scheme) for scheme in (None, *SCHEMES)})
+            found["LoRA+"] = loraplus(place)
             found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in DTYPES})
     if several:
         sharded = {"cls": Sharded, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}

@@ -16,6 +16,7 @@ import functools
 import inspect
 import io
 import math
+import operator
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -342,47 +343,61 @@ def in_order(calls: tuple[str, ...]) -> Callable[[Run], None]:
 def nothing() -> None: ...
 
 
+def call_backward(loss: Tensor) -> None:
+    loss.backward()
+
+
 def loop(
     build: Callable[[], nn.Module] = mlp,
     *,
+    params: Callable[[Any], Iterable[Any]] | None = None,
     setup: Callable[..., Any] = nothing,
     top: Callable[..., Any] = nothing,
-    loss: Callable[..., Tensor] = loss_of,
+    loss: Callable[..., Any] = loss_of,
+    backward: Callable[..., Any] = call_backward,
     between: Callable[..., Any] = nothing,
     skip: Callable[..., bool] = lambda: False,
     after: Callable[..., Any] = nothing,
     count: int = 4,
+    dtype: torch.dtype | None = None,
     set_to_none: bool = True,
     **options: Any,
 ) -> Callable[[Run], None]:
-    """A program: a loop whose functions get those of run, model, optimizer, step, x, y and aux that they name.
+    """A program: a loop whose functions get those of run, model, optimizer, step, x, y, loss and aux that they name.
 
     Args:
         build: makes the model.
+        params: what the optimizer gets of the model, if not all parameters.
         setup: runs before the loop, when there is an optimizer. What it returns is the `aux` of the other functions.
         top: runs at the top of each iteration.
         loss: the loss of a batch.
+        backward: computes the gradients.
         between: runs between a backward and its step.
         skip: whether to leave out the step.
         after: runs after the step.
         count: the number of batches.
+        dtype: of model and batches, instead of that of the layout.
         set_to_none: of `zero_grad` before the loss.
         options: of the optimizer.
     """
 
     def program(run: Run) -> None:
-        model, optimizer = run.start(build, **copy.deepcopy(options))  # a rate may be a tensor
+        model = run.model(build, dtype)
+        chosen = None if params is None else params(model)
+        optimizer = run.adamw(model, chosen, **copy.deepcopy(options))  # a rate may be a tensor
         values = {"run": run, "model": model, "optimizer": optimizer}
 
         def call(function: Callable[..., Any]) -> Any:
             return function(**{name: values[name] for name in inspect.signature(function).parameters})
 
         values["aux"] = call(setup)
-        for step, (x, y) in enumerate(run.tokens(count) if isinstance(model, GPT) else run.batches(count)):
+        batches = run.tokens(count) if isinstance(model, GPT) else run.batches(count, dtype)
+        for step, (x, y) in enumerate(batches):
             values.update(step=step, x=x, y=y)
             call(top)
             optimizer.zero_grad(set_to_none=set_to_none)
-            call(loss).backward()
+            values["loss"] = call(loss)
+            call(backward)
             call(between)
             if not call(skip):
                 optimizer.step()
@@ -480,6 +495,150 @@ def preferred(model: Any, aux: Any, x: Tensor, y: Tensor) -> Tensor:
     return -F.logsigmoid(model(x.flip(0), y) - model(x, y) - margin)
 
 
+def two_losses(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = model(x)
+    return F.mse_loss(first, y), F.l1_loss(second, y)
+
+
+def two_backwards(run: Run, loss: tuple[Tensor, Tensor]) -> None:
+    with run.no_sync():
+        loss[0].backward(retain_graph=True)
+    loss[1].backward()
+
+
+def two_forwards_and_backwards(model: Any, x: Tensor, y: Tensor) -> None:
+    F.mse_loss(model(x)[0], y).backward()
+    F.l1_loss(model(x)[1], y).backward()
+
+
+def clip_by_hand(run: Run, model: Any) -> None:
+    total = math.sqrt(sum(grad.data.norm(2).item() ** 2 for grad in grads(model)))
+    run.log(total)
+    if total > 0.1:
+        each(lambda p: p.grad.data.mul_(0.1 / (total + 1e-6)))(model)
+
+
+def clip_in_two_calls(run: Run, model: Any) -> None:
+    norm = nn.utils.get_total_norm(grads(model))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    run.log(norm)
+
+
+def clip_with_foreach(run: Run, model: Any) -> None:
+    norm = torch.stack(torch._foreach_norm(grads(model))).norm()
+    torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
+    run.log(norm)
+
+
+def log_similarity(run: Run, model: Any, aux: list[Tensor]) -> None:
+    aux.append(torch.cat([grad.flatten() for grad in grads(model)]))
+    if len(aux) > 1:
+        run.log(F.cosine_similarity(aux[-1].float(), aux[-2].float(), dim=0))
+
+
+def amplify_slow(model: Any, aux: dict[str, Tensor]) -> None:
+    """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
+    for name, p in model.named_parameters():
+        aux.setdefault(name, p.grad.data.detach().clone())
+        aux[name] = aux[name] * 0.9 + p.grad.data.detach() * 0.1
+        p.grad.data = p.grad.data + aux[name] * 2
+
+
+def average_and_copy_back(model: Any, aux: list[Tensor], step: int) -> None:
+    torch._foreach_lerp_(aux, [p.data for p in model.parameters()], 0.1)
+    if step % 2:
+        each_of_two(lambda p, mean: p.data.copy_(mean))(model, aux)
+
+
+def look_ahead(model: Any, aux: list[Tensor], step: int) -> None:
+    for p, anchor in zip(model.parameters(), aux if step % 3 == 2 else (), strict=False):
+        anchor += 0.5 * (p.data - anchor)
+        p.data.copy_(anchor)
+
+
+def merge_lora(model: LoRA, step: int) -> None:
+    """ReLoRA (Lialin et al., 2023)."""
+    if step == 2:
+        model.base.weight.data += 2 * model.b.weight.data @ model.a.weight.data
+        nn.init.kaiming_uniform_(model.a.weight, a=math.sqrt(5))
+        nn.init.zeros_(model.b.weight)
+
+
+def copies(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def with_hidden_gradient(run: Run, model: Any, x: Tensor, y: Tensor) -> None:
+    hidden = model[:2](x)
+    hidden.retain_grad()
+    F.mse_loss(model[2:](hidden), y).backward()
+    run.log(hidden.grad.norm())
+
+
+def set_gradients(model: nn.Module, computed: Iterable[Tensor]) -> None:
+    each_of_two(lambda p, grad: setattr(p, "grad", grad))(model, computed)
+
+
+def functional_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    def loss_of_values(values: dict[str, Tensor]) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
+
+    computed = torch.func.grad(loss_of_values)({name: p.detach() for name, p in model.named_parameters()})
+    set_gradients(model, [computed[name] for name, _ in model.named_parameters()])
+
+
+def reptile_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
+    inner = copy.deepcopy(model)
+    for _ in range(2):
+        update(torch.optim.SGD(inner.parameters(), lr=0.1), F.mse_loss(inner(x), y))
+    set_gradients(model, [p.data - moved.data for p, moved in zip(model.parameters(), inner.parameters(), strict=True)])
+
+
+def attack(run: Run, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """An adversarial example, while the model is frozen."""
+    model.requires_grad_(False)
+    x.requires_grad_(True)
+    F.mse_loss(model(x), y).backward()
+    run.log(x.grad.norm())
+    model.requires_grad_(True)
+
+
+def one_block_twice() -> nn.Module:
+    model = GPT()
+    model.blocks[1] = model.blocks[0]
+    return model
+
+
+def with_log_variances() -> nn.Module:
+    model = Heads()
+    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
+    return model
+
+
+def weighted_losses(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Uncertainty weights of two tasks (Kendall et al., 2018)."""
+    losses = torch.stack([F.mse_loss(out, y) for out in model(x)])
+    return (losses * torch.exp(-model.log_variances) + model.log_variances).sum()
+
+
+def in_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", BF16):
+        return F.mse_loss(model(x), y)
+
+
+def by_dimension(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
+    """Groups of matrices, which decay, and of vectors, which do not."""
+    split = [[p for p in model.parameters() if (p.dim() < 2) == vectors] for vectors in (False, True)]
+    return [{"params": split[0], "weight_decay": 0.1}, {"params": split[1], "weight_decay": 0.0, **of_vectors}]
+
+
+def update(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def linear(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(wrap(nn.Linear(7, 5)))
 
@@ -501,7 +660,23 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "adaptive_clipping": loop(
         between=each(lambda p: limit_norm(p.grad, p.detach().norm().clamp(min=1e-3) * 0.01)),
     ),
+    "clip_grad_norm_and_model_zero_grad": loop(  # transformers' inner loop
+        GPT,
+        setup=lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.5)),
+        after=lambda model, aux: (aux.step(), model.zero_grad()),
+    ),
+    "clip_in_two_calls": loop(between=clip_in_two_calls),
+    "clip_the_norm_by_hand": loop(between=clip_by_hand),
+    "clip_with_foreach": loop(between=clip_with_foreach),
     # They are read or written.
+    "flat_vector_of_gradients": loop(setup=lambda: [], between=log_similarity),
+    "noise_on_gradients": loop(
+        between=each(lambda p: setattr(p, "grad", operator.iadd(p.grad, 0.01 * torch.randn_like(p.grad))))
+    ),
+    # As loops without DistributedDataParallel average over ranks, of which there is one.
+    "averaged_by_hand": loop(between=each(lambda p: setattr(p, "grad", operator.itruediv(p.grad, 2)))),
+    "slow_gradients": loop(setup=lambda: {}, between=amplify_slow),
     "norm_of_gradients_in_the_log": loop(between=lambda run, model: run.log(*(grad.norm() for grad in grads(model)))),
     "norm_of_gradients_in_the_log_after_the_step": loop(
         after=lambda run, model: run.log(sum(grad.float().pow(2).sum() for grad in grads(model)) ** 0.5)
@@ -553,7 +728,12 @@ LOOPS: dict[str, Callable[[Run], None]] = {
             step == 2 and (nn.init.normal_(model[3].weight, std=0.02), model[0].reset_parameters())
         ),
     ),
+    "ema_copied_back": loop(count=5, setup=copies, after=average_and_copy_back),
+    "lookahead": loop(count=6, setup=copies, after=look_ahead),
     # Parameters come and go.
+    "lora": loop(LoRA, params=lambda model: filter(lambda p: p.requires_grad, model.parameters())),
+    "lora_merged_and_begun_again": loop(LoRA, count=5, after=merge_lora),
+    "decay_of_matrices_only": loop(GPT, params=lambda model: by_dimension(model, lr=0.02)),
     "backbone_frozen_later": loop(count=5, top=lambda model, step: model[0].requires_grad_(step < 2)),
     "frozen_and_unfrozen_in_turn": loop(
         Heads,
@@ -581,7 +761,31 @@ LOOPS: dict[str, Callable[[Run], None]] = {
             lr=0.01 * 0.8**step, weight_decay=0.1 * step, betas=(0.9 - 0.1 * step, 0.99)
         )
     ),
+    "reduced_on_plateau": loop(
+        count=6,
+        setup=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5),
+        after=lambda run, optimizer, aux, loss: (aux.step(loss.item()), run.log(optimizer.param_groups[0]["lr"])),
+    ),
     # Other models and losses.
+    "a_learned_parameter_of_the_loss": loop(with_log_variances, loss=weighted_losses),
+    "reentrant_checkpoints_that_share_a_block": loop(one_block_twice, loss=checkpointed(reentrant=True)),
+    # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
+    "spectrally_normalized": loop(linear(spectral_norm), dtype=FP32),
+    "autocast": loop(dtype=FP32, loss=in_autocast),
+    # Other backwards.
+    "two_backwards_of_one_graph": loop(Heads, loss=two_losses, backward=two_backwards),
+    "two_losses_in_two_backwards": loop(Heads, loss=nothing, backward=two_forwards_and_backwards),
+    "two_losses_in_one_backward": loop(Heads, loss=two_losses, backward=lambda loss: torch.autograd.backward(loss)),
+    "gradients_of_activations": loop(loss=nothing, backward=with_hidden_gradient),
+    "gradients_of_torch_func": loop(loss=nothing, backward=functional_gradients),
+    "gradients_of_autograd_grad": loop(
+        backward=lambda model, loss: set_gradients(model, torch.autograd.grad(loss, list(model.parameters())))
+    ),
+    "reptile": loop(loss=nothing, count=3, backward=reptile_gradients),
+    "a_model_frozen_for_evaluation": loop(after=attack),
+    "mingpt": loop(
+        GPT, betas=(0.9, 0.95), between=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None
+    ),
     "tied_weights": loop(GPT),
     "dropout_layers": loop(dropout),
     "batch_norm_and_evaluation": loop(convnet, after=log_evaluation),
@@ -684,12 +888,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 # ---------------------------------------------------------------------------------------- other loops
 
 
-def update(optimizer: Any, loss: Tensor) -> None:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-
 class Lookahead:
     """The wrapper that is copied from project to project: slow weights of what the groups of the optimizer hold."""
 
@@ -705,12 +903,6 @@ class Lookahead:
             if self.steps % 2 == 0:
                 slow.add_(fast.data - slow, alpha=0.5)
                 fast.data.copy_(slow)
-
-
-def by_dimension(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
-    """Groups of matrices, which decay, and of vectors, which do not."""
-    parts = [[p for p in model.parameters() if (p.dim() < 2) == vectors] for vectors in (False, True)]
-    return [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "weight_decay": 0.0, **of_vectors}]
 
 
 def accumulating(
@@ -823,59 +1015,8 @@ class Programs:
 
     # gradients after a backward
 
-    def clip_grad_norm_and_model_zero_grad(run, model: GPT, optimizer):
-        """transformers' inner loop."""
-        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        model.zero_grad()
-        for x, y in run.tokens(4):
-            loss = model(x, y)
-            loss.backward()
-            run.log(loss.detach(), clip_grad_norm_(model.parameters(), 0.5))
-            optimizer.step()
-            scheduler.step()
-            model.zero_grad()
-
-    def clip_in_two_calls(run, model, optimizer):
-        for _ in run.backwards(model, optimizer):
-            norm = nn.utils.get_total_norm(grads(model))
-            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-            run.log(norm)
-
-    def clip_the_norm_by_hand(run, model, optimizer):
-        for _ in run.backwards(model, optimizer):
-            total = math.sqrt(sum(grad.data.norm(2).item() ** 2 for grad in grads(model)))
-            run.log(total)
-            if total > 0.1:
-                for p in model.parameters():
-                    p.grad.data.mul_(0.1 / (total + 1e-6))
-
-    def clip_with_foreach(run, model, optimizer):
-        for _ in run.backwards(model, optimizer):
-            norm = torch.stack(torch._foreach_norm(grads(model))).norm()
-            torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
-            run.log(norm)
-
     def clipped_by_the_optimizer(run):
         run.train(*run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0})))
-
-    def flat_vector_of_gradients(run, model, optimizer):
-        last = None
-        for _ in run.backwards(model, optimizer):
-            flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-            if last is not None:
-                run.log(F.cosine_similarity(flat.float(), last.float(), dim=0))
-            last = flat
-
-    def noise_on_gradients(run, model, optimizer):
-        for _ in run.backwards(model, optimizer):
-            for p in model.parameters():
-                p.grad += 0.01 * torch.randn_like(p.grad)
-
-    def averaged_by_hand(run, model, optimizer):
-        """As loops without DistributedDataParallel average over ranks, of which there is one."""
-        for _ in run.backwards(model, optimizer):
-            for p in model.parameters():
-                p.grad /= 2
 
     def sharpness_aware(run, model, optimizer):
         """SAM in two backwards, written in the loop."""
@@ -892,15 +1033,6 @@ class Programs:
                 for p, by in zip(model.parameters(), moved, strict=True):
                     p.sub_(by)
 
-    def slow_gradients(run, model, optimizer):
-        """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
-        average: dict[str, Tensor] = {}
-        for _ in run.backwards(model, optimizer):
-            for name, p in model.named_parameters():
-                average.setdefault(name, p.grad.data.detach().clone())
-                average[name] = average[name] * 0.9 + p.grad.data.detach() * 0.1
-                p.grad.data = p.grad.data + average[name] * 2
-
     # weights written, and averaged
 
     def ema_swapped_in_for_evaluation(run, model, optimizer):
@@ -915,22 +1047,6 @@ class Programs:
                 run.log(F.mse_loss(model(x), y))
             for name, p in model.named_parameters():
                 p.data = backup[name]
-
-    def ema_copied_back(run, model, optimizer):
-        ema = [p.detach().clone() for p in model.parameters()]
-        for step, _ in enumerate(run.steps(model, optimizer, 5)):
-            torch._foreach_lerp_(ema, [p.data for p in model.parameters()], 0.1)
-            if step % 2:
-                for p, average in zip(model.parameters(), ema, strict=True):
-                    p.data.copy_(average)
-
-    def lookahead(run, model, optimizer):
-        slow = [p.detach().clone() for p in model.parameters()]
-        for step, _ in enumerate(run.steps(model, optimizer, 6)):
-            if step % 3 == 2:
-                for p, anchor in zip(model.parameters(), slow, strict=True):
-                    anchor += 0.5 * (p.data - anchor)
-                    p.data.copy_(anchor)
 
     def lookahead_around_the_optimizer(run, model, optimizer):
         run.train(model, Lookahead(optimizer), 6)
@@ -977,33 +1093,6 @@ class Programs:
                 optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001 * step})
             update(optimizer, F.mse_loss(model(x), y))
 
-    def lora(run):
-        model = run.model(LoRA)
-        run.train(model, run.adamw(model, filter(lambda p: p.requires_grad, model.parameters())))
-
-    def lora_merged_and_begun_again(run, model: LoRA, optimizer):
-        """ReLoRA (Lialin et al., 2023)."""
-        for step, _ in enumerate(run.steps(model, optimizer, 5)):
-            if step == 2:
-                model.base.weight.data += 2 * model.b.weight.data @ model.a.weight.data
-                nn.init.kaiming_uniform_(model.a.weight, a=math.sqrt(5))
-                nn.init.zeros_(model.b.weight)
-
-    def decay_of_matrices_only(run):
-        model = run.model(GPT)
-        run.train(model, run.adamw(model, by_dimension(model, lr=0.02)))
-
-    def a_learned_parameter_of_the_loss(run):
-        """Uncertainty weights of two tasks (Kendall et al., 2018)."""
-        model = run.model(Heads)
-        model.register_parameter("log_variances", nn.Parameter(torch.zeros(2, dtype=model.trunk.weight.dtype)))
-        optimizer = run.adamw(model)
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            losses = torch.stack([F.mse_loss(out, y) for out in model(x)])
-            (losses * torch.exp(-model.log_variances) + model.log_variances).sum().backward()
-            optimizer.step()
-
     def a_new_head_and_a_new_optimizer(run, model, optimizer):
         run.train(model, optimizer, 3)
         model = copy.deepcopy(model)
@@ -1035,38 +1124,7 @@ class Programs:
                 optimizer.step()
                 model.zero_grad()
 
-    def two_backwards_of_one_graph(run, model: Heads, optimizer):
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            first, second = model(x)
-            with run.no_sync():
-                F.mse_loss(first, y).backward(retain_graph=True)
-            F.l1_loss(second, y).backward()
-            optimizer.step()
-
-    def two_losses_in_two_backwards(run, model: Heads, optimizer):
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            F.mse_loss(model(x)[0], y).backward()
-            F.l1_loss(model(x)[1], y).backward()
-            optimizer.step()
-
-    def two_losses_in_one_backward(run, model: Heads, optimizer):
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            first, second = model(x)
-            torch.autograd.backward([F.mse_loss(first, y), F.l1_loss(second, y)])
-            optimizer.step()
-
     # schedulers
-
-    def reduced_on_plateau(run, model, optimizer):
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
-        for x, y in run.batches(6):
-            loss = F.mse_loss(model(x), y)
-            update(optimizer, loss)
-            scheduler.step(loss.item())
-        run.log(optimizer.param_groups[0]["lr"])
 
     # hooks
 
@@ -1075,23 +1133,7 @@ class Programs:
         hooked(lambda p: p.grad.clamp_(-0.02, 0.02))(model)
         run.train(model, run.adamw(model))
 
-    def gradients_of_activations(run, model, optimizer):
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            hidden = model[:2](x)
-            hidden.retain_grad()
-            F.mse_loss(model[2:](hidden), y).backward()
-            run.log(hidden.grad.norm())
-            optimizer.step()
-
     # kinds of models
-
-    def spectrally_normalized(run):
-        # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
-        model = run.model(linear(spectral_norm), FP32)
-        optimizer = run.adamw(model)
-        for x, y in run.batches(4, FP32):
-            update(optimizer, F.mse_loss(model(x), y))
 
     def pruned_layer(run):
         from torch.nn.utils import prune
@@ -1110,13 +1152,6 @@ class Programs:
             hidden = cell(x, hidden.detach())
             loss = F.mse_loss(hidden, y)
             update(optimizer, loss)
-
-    def reentrant_checkpoints_that_share_a_block(run):
-        model = run.model(GPT)
-        model.blocks[1] = model.blocks[0]
-        optimizer = run.adamw(model)
-        for x, y in run.tokens(4):
-            update(optimizer, checkpointed(reentrant=True)(model, x, y))
 
     # several optimizers
 
@@ -1233,14 +1268,6 @@ class Programs:
                 scaler.update()
                 optimizer.zero_grad()
 
-    def autocast(run):
-        model = run.model(dtype=FP32)
-        optimizer = run.adamw(model)
-        for x, y in run.batches(4, FP32):
-            with torch.autocast("cpu", BF16):
-                loss = F.mse_loss(model(x), y)
-            update(optimizer, loss)
-
     def norms_in_fp32(run):
         """The model is in 16 bits but for its norms."""
         model = run.model(lambda: nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)))
@@ -1274,26 +1301,6 @@ class Programs:
             F.mse_loss(model(x), y).backward()
             step()
 
-    def gradients_of_torch_func(run, model, optimizer):
-        named = dict(model.named_parameters())
-
-        def loss_of_values(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
-
-        for x, y in run.batches(4):
-            computed = torch.func.grad(loss_of_values)({name: p.detach() for name, p in named.items()}, x, y)
-            for name, p in named.items():
-                p.grad = computed[name]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def gradients_of_autograd_grad(run, model, optimizer):
-        for x, y in run.batches(4):
-            computed = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
-            for p, grad in zip(model.parameters(), computed, strict=True):
-                p.grad = grad
-            optimizer.step()
-
     def gradients_of_two_tasks_projected(run, model: Heads, optimizer):
         """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
         shared = list(model.trunk.parameters())
@@ -1306,20 +1313,6 @@ class Programs:
             optimizer.zero_grad()
             for p, a, b in zip(shared, *taken, strict=True):
                 p.grad = a + b - (torch.clamp((a * b).sum(), max=0) / (b * b).sum()) * b
-            optimizer.step()
-
-    def reptile(run, model, optimizer):
-        """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
-        for x, y in run.batches(3):
-            inner = copy.deepcopy(model)
-            steps = torch.optim.SGD(inner.parameters(), lr=0.1)
-            for _ in range(2):
-                steps.zero_grad()
-                F.mse_loss(inner(x), y).backward()
-                steps.step()
-            optimizer.zero_grad()
-            for p, moved in zip(model.parameters(), inner.parameters(), strict=True):
-                p.grad = p.data - moved.data
             optimizer.step()
 
     # saved, copied, closures, interruptions
@@ -1416,14 +1409,6 @@ class Programs:
             optimizer.step()
             optimizer.zero_grad()
 
-    def a_model_frozen_for_evaluation(run, model, optimizer):
-        for x, y in run.steps(model, optimizer):
-            model.requires_grad_(False)
-            x.requires_grad_(True)  # an adversarial example
-            F.mse_loss(model(x), y).backward()
-            run.log(x.grad.norm())
-            model.requires_grad_(True)
-
     def adversarial_training(run, model, optimizer):
         """FGSM: the first backward is for the input, and its gradients of the weights are discarded."""
         for x, y in run.batches(4):
@@ -1461,15 +1446,6 @@ class Programs:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-
-    def mingpt(run):
-        model, optimizer = run.start(GPT, betas=(0.9, 0.95))
-        for x, y in run.tokens(4):
-            loss = model(x, y)
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
 
     def litgpt(run, model: GPT, optimizer):
         """Accumulates in a context, steps when the last micro-batch is done, and logs a running mean."""

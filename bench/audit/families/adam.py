@@ -26,12 +26,12 @@ def _held(layout: Layout) -> StateLayout:
 
 def name(layout: Layout) -> str:
     """The name of a layout in the audit."""
-    held = _held(layout)
+    state_layout = _held(layout)
     flags = {"amsgrad": layout.amsgrad, "L2": layout.l2, "stochastic": layout.stochastic}
     return ", ".join(
         [
-            f"{held.weight} param, {TRITON_NAMES[layout.grad]} grad",
-            f"{'8-bit' if held.coded else held.state} state, {held.master or 'no'} master",
+            f"{state_layout.weight} param, {TRITON_NAMES[layout.grad]} grad",
+            f"{'8-bit' if layout.coded else state_layout.state} state, {state_layout.master or 'no'} master",
             *(flag for flag, present in flags.items() if present),
         ]
     )

@@ -113,8 +113,8 @@ class Parser(argparse.ArgumentParser):
         """
         end = list(words).index("--") if "--" in words else len(words)
         return [
-            f" {word}" if word.startswith("-") and (place > end or is_number(word)) else word
-            for place, word in enumerate(words)
+            f" {word}" if word.startswith("-") and (index > end or is_number(word)) else word
+            for index, word in enumerate(words)
         ]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -129,9 +129,9 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value != [] and value not in action.choices:
-            what = max(action.option_strings, key=len).lstrip("-") if action.option_strings else str(action.metavar)
+            name = max(action.option_strings, key=len).lstrip("-") if action.option_strings else str(action.metavar)
             raise argparse.ArgumentError(
-                action, f"unknown {what.lower().replace('-', ' ')} {value!r}; {instead(str(value), action.choices)}"
+                action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {instead(str(value), action.choices)}"
             )
 
 

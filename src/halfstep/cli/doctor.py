@@ -50,21 +50,21 @@ def _run(options: argparse.Namespace) -> int:
 
     machine = Machine.here()
     on_machine = options.env or not options.files
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     checkpoint = read_all(options.files)
     if options.files:
         with Progress(1.0, patience=2.0) as progress:
-            found.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
+            diagnoses.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
     if on_machine:
-        found.append(examine_environment(machine))
+        diagnoses.append(examine_environment(machine))
     lines = checkpoint.lines()
-    parts = [*lines, *[""] * bool(lines), *(part for one in found for part in _shown(one))]
+    parts = [*lines, *[""] * bool(lines), *(part for diagnosis in diagnoses for part in _shown(diagnosis))]
     if on_machine:
         parts += [_labelled(machine.facts()), ""]
         parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
-    content = {"facts": dict(machine.facts()), "diagnoses": [one.as_dict() for one in found]}
+    content = {"facts": dict(machine.facts()), "diagnoses": [diagnosis.as_dict() for diagnosis in diagnoses]}
     answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
-    return int(not all(one.ok for one in found))
+    return int(not all(diagnosis.ok for diagnosis in diagnoses))
 
 
 def main(argv: Sequence[str]) -> int:

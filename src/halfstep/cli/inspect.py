@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,8 +80,8 @@ def _parser() -> Parser:
 
 def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
     """The statistics of small safetensors files in fp32, fp16 and bf16 without torch; None for other files."""
-    known = all(file.suffix == ".safetensors" and file.is_file() for file in files)
-    if not known or sum(file.stat().st_size for file in files) > SMALL:
+    readable = all(file.suffix == ".safetensors" and file.is_file() for file in files)
+    if not readable or sum(file.stat().st_size for file in files) > SMALL:
         return None
     import numpy as np
     from safetensors import SafetensorError, deserialize
@@ -103,19 +104,19 @@ def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | N
 
 def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
     """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words."""
-    found = _at_once(options.files, options.format, options.scale)
-    if found is not None:
+    counted = _at_once(options.files, options.format, options.scale)
+    if counted is not None:
         files = list(map(str, options.files))
-        return found, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
+        return counted, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
     from halfstep.integrations.tensor_files import TensorFileError, read_all
     from halfstep.numerics.statistics.counts import statistics
 
     checkpoint = read_all(options.files)
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if tensor.dtype.is_floating_point}
     dtypes = [tensor.dtype for tensor in checkpoint.tensors.values() if not tensor.dtype.is_floating_point]
-    others = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    left_out = Counter(str(dtype).removeprefix("torch.") for dtype in dtypes)
     if not tensors:
-        also = f", only {len(others)} of {', '.join(dict.fromkeys(others))}" if others else ""
+        also = f", only {left_out.total()} of {', '.join(left_out)}" if left_out else ""
         names = ", ".join(map(str, options.files))
         raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
     total: Statistics | None = None
@@ -123,14 +124,14 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
     with Progress(sum(tensor.nbytes for tensor in tensors.values()), patience=2.0) as progress:
         for number, (name, tensor) in enumerate(tensors.items(), 1):
             batch[name] = tensor
-            size = sum(one.nbytes for one in batch.values())
+            size = sum(member.nbytes for member in batch.values())
             if size >= BATCH or number == len(tensors):
                 part = statistics(batch, options.format, options.scale).read()
                 total = part if total is None else total + part
                 progress.show(progress.done + size, f"counting, {(progress.done + size) / 2**30:.1f} GiB")
                 batch = {}
     assert total is not None
-    return total, {name: others.count(name) for name in others}, checkpoint.as_dict(), checkpoint.lines()
+    return total, dict(left_out), checkpoint.as_dict(), checkpoint.lines()
 
 
 # ------------------------------------------------------------------------------------------------------------ showing
@@ -151,8 +152,8 @@ def _error(row: Row, q: float) -> str:
     return "-" if math.isnan(low) else f"{high:.2g}"
 
 
-def _share(kind: str) -> Callable[[Row], str]:
-    return lambda row: percent(row.share(kind))
+def _share(number_class: str) -> Callable[[Row], str]:
+    return lambda row: percent(row.share(number_class))
 
 
 # The columns after the name, and of which there is room on a wide screen only.
@@ -174,18 +175,18 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 ONLY_WIDE = ("dtype", "normal\n%", "Inf", "NaN", "magnitudes", "error\np50", "largest\nerror")
 
 
-def table(found: Statistics, rows: Sequence[Row], columns: int) -> Table:
+def table(statistics: Statistics, rows: Sequence[Row], columns: int) -> Table:
     """The tensors and their total, with the cells that a screen of so many columns has room for."""
     chosen = {name: cell for name, cell in COLUMNS.items() if columns >= WIDE or name not in ONLY_WIDE}
-    *cells, total = [[cell(row) for cell in chosen.values()] for row in (*rows, found.total)]
+    *cells, total = [[cell(row) for cell in chosen.values()] for row in (*rows, statistics.total)]
     room = max(12, columns - Table([*chosen], [*cells, total]).width - 2)
     named = [(shortened(row.name, room), *line) for row, line in zip(rows, cells, strict=True)]
     return Table(["tensor", *chosen], [*named, (), ("total", *total)], range(1, 1 + len(chosen)), ruled=True)
 
 
-def _caption(found: Statistics) -> str:
-    form = found.format
-    scaled = f" times {power(found.scale)}" if found.scale != 1 else ""
+def _caption(statistics: Statistics) -> str:
+    form = statistics.format
+    scaled = f" times {power(statistics.scale)}" if statistics.scale != 1 else ""
     return (
         f"In {form.name}{scaled}: flushed up to 2^{form.emin - form.mantissa - 1}, subnormal below 2^{form.emin}, "
         f"overflow from {form.overflow:g}. Errors are relative to the number."
@@ -195,23 +196,23 @@ def _caption(found: Statistics) -> str:
 def _inspect(options: argparse.Namespace) -> None:
     if options.advise and math.frexp(options.scale)[0] != 0.5:
         raise UsageError(f"--advise: expected --scale to be a power of two, such as 2^16, but got {options.scale:g}")
-    found, left_out, files, lines = _count(options)
+    counts, left_out, files, lines = _count(options)
     advice = None
     if options.advise:
         from halfstep.numerics.statistics.advice import advise_scale
 
-        advice = advise_scale(found, options.format)
+        advice = advise_scale(counts, options.format)
     if options.out is not None:
-        (found if advice is None else advice).picture(options.out)
+        (counts if advice is None else advice).picture(options.out)
 
     def content() -> dict[str, Any]:
         advised = {} if advice is None else {"advice": advice.as_dict()}
-        return {**files, "left_out": left_out, **found.as_dict(), **advised}
+        return {**files, "left_out": left_out, **counts.as_dict(), **advised}
 
     def parts() -> list[Any]:
-        rows = sorted(found, key=SORTS[options.sort])
+        rows = sorted(counts, key=SORTS[options.sort])
         listed = rows[: options.limit] if options.limit else rows
-        shown = [*lines, *[""] * bool(lines), table(found, listed, width()), _caption(found)]
+        shown = [*lines, *[""] * bool(lines), table(counts, listed, width()), _caption(counts)]
         if len(listed) < len(rows):
             shown.append(f"{len(rows) - len(listed)} more tensors: --limit 0 shows all")
         if left_out:

@@ -13,12 +13,12 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 
 
-def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
-    """An argparse type: a finite number that `kind` converts and `fine` accepts. `allowed` describes these numbers."""
+def number(convert: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
+    """An argparse type: a finite number that `convert` returns and `fine` accepts; `allowed` describes these."""
 
     def parse(text: str) -> float:
         try:
-            value = kind(text)
+            value = convert(text)
             if math.isfinite(value) and fine(value):
                 return value
         except (ValueError, OverflowError):
@@ -28,10 +28,10 @@ def number(kind: Callable[[str], float], fine: Callable[[float], bool], allowed:
     return parse
 
 
-def whole(least: int, most: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
-    """An argparse type: an integer from `least` to `most`. The error ends with `note`."""
-    span = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
-    return number(int, lambda value: least <= value <= most, f"an integer {span}{note}")
+def whole(low: int, high: int = 2**63 - 1, note: str = "") -> Callable[[str], Any]:
+    """An argparse type: an integer from `low` to `high`. The error ends with `note`."""
+    span = f"of at least {low}" if high == 2**63 - 1 else f"from {low} to {high}"
+    return number(int, lambda value: low <= value <= high, f"an integer {span}{note}")
 
 
 above_zero = number(float, lambda value: value > 0, "a number above 0")
@@ -39,8 +39,8 @@ above_zero = number(float, lambda value: value > 0, "a number above 0")
 
 def _count(text: str) -> int:
     """A positive integer, such as 7e9, 7B, 1.5B or 7_000_000. Raises ValueError for anything else."""
-    found = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
-    value = Fraction(found[1].replace("_", "")) * _SUFFIXES.get(found[2], 1) if found else Fraction(0)
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e\+?[0-9]+)?)([kmbgt]?)", text.strip().lower())
+    value = Fraction(match[1].replace("_", "")) * _SUFFIXES.get(match[2], 1) if match else Fraction(0)
     if value < 1 or value.denominator != 1:
         raise ValueError(text)
     return int(value)
@@ -63,12 +63,12 @@ def counts(text: str) -> tuple[int, ...]:
 
 def share_or_bytes(text: str) -> Fraction | int:
     """An argparse type: a share of a card's memory, such as 10%, or a size, such as 4GiB."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
-    if not found:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
+    if not match:
         raise argparse.ArgumentTypeError(f"expected a share or a size, such as 10% or 4GiB, but got {text!r}")
-    number = Fraction(found[1])
-    if found[2] == "%":
+    number = Fraction(match[1])
+    if match[2] == "%":
         if number >= 100:
             raise argparse.ArgumentTypeError(f"expected a share below 100%, but got {text!r}")
         return number / 100
-    return int(number * _SIZES[found[2]])
+    return int(number * _SIZES[match[2]])

@@ -231,7 +231,7 @@ def planned(options: argparse.Namespace, with_ways: bool = True) -> dict[str, An
         one_of("compare", options.compare, COMPARISONS)
         layouts = options.compare == "layouts"
         plans = compared_layouts(arguments) if layouts else compared_strategies(arguments, gpus, strategies)
-    shown = [{"label": label, **_with_card(each, gpu, options.reserve, options.step_ms)} for label, each in plans]
+    shown = [{"label": label, **_with_card(result, gpu, options.reserve, options.step_ms)} for label, result in plans]
     changes = [
         {"options": changed_options(way.options), "costs": list(way.texts), "peak": way.plan.totals.peak}
         for way in ways

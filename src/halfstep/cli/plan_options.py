@@ -51,12 +51,9 @@ class Option:
     def add(self, to: Callable[..., Any]) -> None:
         """Add it to a parser or group of argparse, whose `add_argument` is `to`."""
         names = [f"--{name}" for name in (self.also, self.name) if name]
-        if self.flag:
-            to(*names, action="store_true", dest=self.dest, help=self.help)
-            return
-        optional: dict[str, Any] = {} if self.const is None else {"nargs": "?", "const": self.const}
-        how = {"type": self.type, "metavar": self.metavar, "default": self.default, "help": self.help}
-        to(*names, dest=self.dest, **how, **optional)
+        how: dict[str, Any] = {"type": self.type, "metavar": self.metavar, "default": self.default}
+        how |= {} if self.const is None else {"nargs": "?", "const": self.const}
+        to(*names, dest=self.dest, help=self.help, **({"action": "store_true"} if self.flag else how))
 
     def text(self, value: Any) -> str:
         """A value as it is typed; "" for True, None and False."""
@@ -69,7 +66,7 @@ class Option:
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-_name, _kind, _format = (partial(Option, metavar=text) for text in ("NAME", "KIND", "FORMAT"))
+_name, _choice, _format = (partial(Option, metavar=text) for text in ("NAME", "KIND", "FORMAT"))
 _number = partial(Option, metavar="N", type=count())
 _flag = partial(Option, type=bool, default=False)
 _shape = partial(_flag, folded=True)  # one that changes the shape of a model
@@ -88,8 +85,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _number("ffn", "Width of the MLP", "width of the MLP (default: 4 times the width)", folded=True),
         _number("kv-heads", "Heads of keys", "heads of keys and values (default: --heads)", folded=True),
         _number("head-dim", "Width of a head", "width of one head (default: --hidden / --heads)", folded=True),
-        _kind("norm", "Norm", "layer (default) or rms", choices=NORMS, unset="default", folded=True),
-        _kind("qk-norm", "Norm of queries and keys", "norms of queries and keys: head or width (default: none)",
+        _choice("norm", "Norm", "layer (default) or rms", choices=NORMS, unset="default", folded=True),
+        _choice("qk-norm", "Norm of queries and keys", "norms of queries and keys: head or width (default: none)",
               choices=QK_NORMS[1:], unset="none", folded=True),
         _number("block-norms", "Norms of a block", "norms of a block (default: 2)", folded=True),
         _number("experts", "Experts", "MLPs of a mixture of experts, with a router", folded=True),
@@ -141,7 +138,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "Step": (
         _number("batch", "Batch per GPU", "sequences of one micro-batch on one GPU (default: 1)"),
         _number("seq", "Sequence", "length of a sequence"),
-        _kind("checkpointing", "Checkpointing", f"{', '.join(CHECKPOINTING)} (default: none; full if no KIND is given)",
+        _choice("checkpointing", "Checkpointing", f"{', '.join(CHECKPOINTING)} (default: none; alone: full)",
               default="none", const="full", choices=CHECKPOINTING),
         _number("accumulate", "Micro-batches", "micro-batches in a step (default: 1)", default=1, folded=True),
         _number("loss-chunks", "Chunks of the loss", "parts in which head and loss compute the logits (default: 1)",

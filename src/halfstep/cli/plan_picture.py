@@ -37,8 +37,8 @@ def stack(plan: dict[str, Any]) -> dict[str, int]:
     phases = ("always", "backward" if totals["backward"] >= totals["step"] else "step")
     counted = [part for part in plan["parts"] if part["place"] == "gpu" and part["phase"] in phases]
     return {
-        kind: sum(part["bytes"] for part in counted if part["name"] in names)
-        for kind, _, names in MEMORY_KINDS
+        group: sum(part["bytes"] for part in counted if part["name"] in names)
+        for group, _, names in MEMORY_KINDS
         if any(part["name"] in names for part in counted)
     }
 
@@ -53,7 +53,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     stacks = [stack(plan) for plan in plans]
     largest = max(max(plan["totals"]["peak"] for plan in plans), 1)
     unit, name = unit_of(largest, 30)
-    present = [(kind, colour) for kind, colour, _ in MEMORY_KINDS if any(sizes.get(kind) for sizes in stacks)]
+    present = [(group, colour) for group, colour, _ in MEMORY_KINDS if any(sizes.get(group) for sizes in stacks)]
     # The line of a card far larger than all bars would make them short. Its memory is then given in the title.
     lines = gpu is not None and gpu["memory"] < 4 * largest
     scaled = len(numbers_of_gpus(content)) > 1
@@ -70,8 +70,8 @@ def draw(path: Path, content: dict[str, Any]) -> None:
     label_style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     for plan, row, sizes in zip(plans, rows, stacks, strict=True):
         start = 0.0
-        for kind, colour in present:
-            size = sizes.get(kind, 0) / unit
+        for group, colour in present:
+            size = sizes.get(group, 0) / unit
             panels[0].barh(row, size, left=start, color=colour, edgecolor="white", linewidth=0.4, height=0.74)
             start += size
         host = plan["totals"]["host"]
@@ -99,7 +99,7 @@ def draw(path: Path, content: dict[str, Any]) -> None:
         axes.tick_params(axis="x", labelsize=8)
         axes.tick_params(axis="y", length=0)
         tidy(axes, "x", ("top", "right", "left"))
-    handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in present]
+    handles: list[Any] = [Patch(color=colour, label=group) for group, colour in present]
     handles += panels[0].get_legend_handles_labels()[0] if lines else []
     legend = {"loc": "upper left", "bbox_to_anchor": (0.005, 1 - 0.32 / height), "ncols": ACROSS, "frameon": False}
     drawing.legend(handles=handles, fontsize=8, borderpad=0, **legend)

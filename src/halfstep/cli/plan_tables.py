@@ -158,12 +158,12 @@ def _comparison(content: dict[str, Any]) -> list[Any]:
         totals, settings = plan["totals"], plan["settings"]
         by_name = {part["name"]: part for part in plan["parts"]}
         states, gradients = by_name.keys() & STATES, by_name.keys() & {"gradients", "accumulated gradients"}
-        each = sum(by_name[part]["per_parameter"] or 0 for part in ("weights", "gradients", *states))
+        per_parameter = sum(by_name[part]["per_parameter"] or 0 for part in ("weights", "gradients", *states))
         sizes = [sum(by_name[part]["bytes"] for part in parts) for parts in (["weights"], gradients, states)]
         sizes += [*[totals["state"]] * (not layouts), totals["peak"], plan["bytes_sent"], *[totals["host"]] * hosted]
         groups = f", shard {settings['shard']}" if settings["shard"] else ""
         row = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
-        row += [_each(each)] * layouts + [digits(size / unit) if size else "0" for size in sizes]
+        row += [_each(per_parameter)] * layouts + [digits(size / unit) if size else "0" for size in sizes]
         rows.append(row + (["yes" if plan["card"]["fits"] else "no"] if carded else []))
         if scaled and settings["gpus"] == gpus[-1] and plan is not plans[-1]:
             rows.append([""] * len(header))

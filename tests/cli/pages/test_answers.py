@@ -46,7 +46,7 @@ def code(form: str, state: dict[str, str], rounding: str) -> str:
 def test_every_mode_and_format_shows_what_the_codec_encodes() -> None:
     draw = random.Random(3)
     choices = {"x": NUMBERS, "f": FORMS, "r": ENCODE_ROUNDINGS[:-1], "o": OVERFLOWS, "n": NANS, "s": "01"}
-    for _ in range(120):
+    for _ in range(80):
         state = {key: draw.choice(values) for key, values in choices.items()}
         shown = explored(**state)
         for name, value, stored, *_ in shown["all"]["rows"]:
@@ -67,21 +67,16 @@ def test_what_becomes_of_nan_and_subnormals() -> None:
     assert flushed["chosen"]["title"] == "1e-40 in bf16 is 0: underflow, -1.089 ulp"
     assert flushed["chosen"]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
     assert flushed["chosen"]["modes"]["rows"][-1] == ["stochastic", "0", "0x0000", "-1.089", "with 100 %"]
-    assert "a code such as 0x3dcd, 0b101 or 61, but got 'zz'" in explored(c="zz")["error"]
     assert "a code of fp16 to be from 0 to 0xffff, but got 0x10000" in explored(c="0x10000", f="fp16")["error"]
-    assert "unknown format 'fp61'; did you mean 'fp64'?" in explored(f="fp61")["error"]
 
 
 @pytest.mark.parametrize(
     ("state", "move", "code"),
     [
         ({"x": "0.1", "f": "bf16"}, {"flip": 0}, "0x3dcc"),
-        ({"c": "0x3dcc", "f": "bf16"}, {"step": 1}, "0x3dcd"),
         ({"c": "0", "f": "fp16"}, {"step": -1}, "0x8001"),
         ({"c": "0x7e00", "f": "fp16"}, {"step": 1}, "0x7e01"),  # among NaNs, which have no order, the next code
         ({"c": "0x7f", "f": "e4m3"}, {"flip": 7}, "0xff"),
-        ({"c": "127", "f": "int8"}, {"step": 1}, "0x7f"),
-        ({"x": "0.1", "f": "bf16"}, {"flip": 0, "to": 1}, "0x3dcd"),
         ({"x": "0.1", "f": "bf16"}, {"flip": 15, "to": 1}, "0xbdcd"),
         ({"x": "0.1", "f": "bf16"}, {"field": ["exponent", "0b1111100"]}, "0x3e4d"),
         ({"x": "-1", "f": "e4m3"}, {"field": ["mantissa", "7"]}, "0xbf"),
@@ -108,20 +103,20 @@ def test_the_headline_has_all_digits_or_leads_to_them() -> None:
 
 @pytest.mark.parametrize("form", ["bf16", "fp64", "e5m7"])
 def test_where_a_number_lies_in_every_format(form: str) -> None:
-    for text in ("1e-320", "1e-40", "-1e-8", "2^-6", "0.1", "6", "-464", "65520", "1e30", "1e200"):
+    for text in ("1e-320", "-1e-8", "0.1", "65520", "1e200"):
         shown = explored(x=text, f=form)["all"]["range"]
         magnitude, sentence = abs(float(parse_number(text))), shown["words"].rstrip(".").split("; ")
         listed = {part.rpartition(" of ")[0] or "subnormal": part.split(" ") for part in sentence[1:]}
         for name, least, normal, most, _ in shown["rows"]:
             limits = formats[name]
-            for word, here, drawn in (
+            for word, expected, drawn in (
                 ("below the least", magnitude < limits.min_subnormal, shown["at"] <= least),
                 ("subnormal", limits.min_subnormal <= magnitude < limits.min_normal, least <= shown["at"] <= normal),
                 ("beyond the largest", magnitude > limits.max, shown["at"] >= most),
             ):
-                assert here == any(name == each.strip(",") for each in listed.get(word, [])), (text, name, word)
-                assert drawn or not here
-    assert [explored(x=text)["all"]["range"]["at"] for text in ("0", "inf", "nan")] == [None] * 3
+                assert expected == any(name == part.strip(",") for part in listed.get(word, [])), (text, name, word)
+                assert drawn or not expected
+    assert explored(x="nan")["all"]["range"]["at"] is None
 
 
 @pytest.mark.parametrize(
@@ -135,16 +130,13 @@ def test_two_formats_compared() -> None:
     pair = explored(x="0.1", f="bf16", g="half")["pair"]
     assert ["0.0999755859375", "only fp16", "-", "0x2e66"] in pair["around"]["rows"]
     assert ["0.1", "neither", "→ 0.10009765625", "→ 0.0999755859375"] in pair["around"]["rows"]
-    counts = [sum(int(row[i].replace(",", "")) * (_exponent(row[1]) - _exponent(row[0])) for row in pair["binades"])
-              for i in (2, 3, 4)]  # fmt: skip
+    counts = [0, 0, 0]
+    for low, high, *numbers in pair["binades"]:
+        binades = int(high.removeprefix("2^")) - int(low.removeprefix("2^"))
+        counts = [sum + int(number.replace(",", "")) * binades for sum, number in zip(counts, numbers, strict=True)]
     assert counts == [(65281 - 3) // 2, (63489 - 3) // 2, (8705 - 3) // 2]  # without the infinities and 0
     assert explored(f="fp16", g="half")["pair"]["error"].startswith("Both are fp16")
-    assert "unknown format 'bogus'" in explored(g="bogus")["pair"]["error"]
-    assert "pair" not in explored(g="")
-
-
-def _exponent(text: str) -> int:
-    return int(text.removeprefix("2^"))
+    assert "unknown format 'bogus'" in explored(g="bogus")["pair"]["error"] and "pair" not in explored(g="")
 
 
 # ------------------------------------------------------------------------------------------------------------ planner

@@ -101,9 +101,7 @@ def test_wrong_requests(
     assert asked(port, f"{path}explorer.html")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "words", ["explore --no-open", "plan --page --no-open", "plan --params 5 --json --page --no-open"]
-)
+@pytest.mark.parametrize("words", ["explore --no-open", "plan --params 5 --json --page --no-open"])
 def test_the_commands_serve_until_ctrl_c(words: str) -> None:
     command = [sys.executable, "-m", "halfstep", *words.split()]
     surroundings = {**os.environ, "SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
@@ -134,21 +132,20 @@ def test_a_file_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or len(opened) == 1)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.chdir(tmp_path)
-    path, screen = (tmp_path / "a page.html").resolve().as_uri(), {"DISPLAY": ":0"}
-    words = ["explore", "--out", "a page.html"]
+    page = tmp_path / "a page.html"
+    path, screen, words = page.resolve().as_uri(), {"DISPLAY": ":0"}, ["explore", "--out", page.name]
     assert said(*words, **screen)[1] == f"wrote a page.html, opened in the browser: {path}\n"
     assert said(*words, **screen)[1] == f"wrote a page.html; no browser was found here: open {path} in one\n"
     assert said(*words, "-f", "fp16", "--no-open", **screen)[1] == f"wrote a page.html: open {path} in a browser\n"
     assert opened == [path, path]
-    state = embedded((tmp_path / "a page.html").read_text(encoding="utf-8"))["answer"]["state"]
+    state = embedded(page.read_text(encoding="utf-8"))["answer"]["state"]
     assert (state["f"], state["g"]) == ("fp16", "bf16")
-    options = ["--number", "-1/3", "-f", "half", "--format", "e5m7", "--rounding", "up", "--overflow", "saturate"]
-    assert said(*words, *options)[0] == 0
-    written = (tmp_path / "a page.html").read_text(encoding="utf-8")
+    modes = ["--rounding", "up", "--overflow", "saturate"]
+    assert said(*words, "--number", "-1/3", "-f", "half", "--format", "e5m7", *modes)[0] == 0
+    written = page.read_text(encoding="utf-8")
     command = "halfstep explore --number=-1/3 --format fp16 --format e5m7 --rounding up --overflow saturate"
     assert embedded(written)["answer"]["command"] == command
-    assert said(*words, "-1/3", "half", "e5m7", *options[6:])[0] == 0
-    assert (tmp_path / "a page.html").read_text(encoding="utf-8") == written
+    assert said(*words, "-1/3", "half", "e5m7", *modes)[0] == 0 and page.read_text(encoding="utf-8") == written
     assert not re.search(r' src="|<link rel="style|^import |url\(', written, flags=re.MULTILINE)
 
 
@@ -176,16 +173,9 @@ def test_texts_cannot_end_the_script() -> None:
 
 
 def test_what_the_explorer_refuses(address: tuple[int, str]) -> None:
-    for words, text in (
-        (
-            f"--no-open --port {address[0]}",
-            "cannot be used: Address already in use; pass another --port, or leave it out",
-        ),
-        ("--port 70000", "expected an integer from 0 to 65535, but got '70000'"),
-        ("--number fp16", "; fp16 is a format, and the number comes first"),
+    for words, message in (
+        (f"--no-open --port {address[0]}", "cannot be used: Address already in use; pass another --port, or leave"),
         ("-f fp16 -f bf16 -f e5m2", "expected at most two formats, the second to compare with, but got"),
         ("0.1 --number 2", "--number 2 is a second number beside 0.1; leave one out"),
-        ("--rounding stochastic", "unknown rounding 'stochastic'; choose from nearest, nearest_away, toward_zero"),
-        ("--out no/x.html", "'no/x.html' cannot be written: No such file or directory; pass a file"),
     ):
-        assert text in complaint("explore", *words.split())
+        assert message in complaint("explore", *words.split())

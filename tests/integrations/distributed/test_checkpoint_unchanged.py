@@ -64,8 +64,13 @@ def _group(name: str, value: Any) -> Make:
     return _json(lambda tree: tree["optimizer"]["param_groups"][0].update({name: value}))
 
 
-def _entry(name: str, value: Any) -> Make:
-    return _torch(lambda state: state["optimizer"]["state"]["weight"].update({name: value}))
+def _entry(name: str, value: Any, instead: str = "") -> Make:
+    def change(state: Any) -> None:
+        entry = state["optimizer"]["state"]["weight"]
+        entry.pop(instead, None)
+        entry[name] = value
+
+    return _torch(change)
 
 
 def _scale(name: str, value: Any) -> Make:
@@ -140,7 +145,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "moment's type": (_entry("exp_avg", "x"), "'exp_avg' in the state"),
     "step's shape": (_entry("step", torch.zeros(2)), "'step'"),
     "step's type": (_entry("step", "later"), "step"),
-    "master's shape": (_entry("master", torch.zeros(3)), "'master' in the state"),
+    "master's shape": (_entry("master", torch.zeros(3), instead="master_remainder"), "'master' in the state"),
     "no optimizer": (_json(lambda tree: tree.pop("optimizer")), "no state of an optimizer"),
     "no model": (_json(lambda tree: tree.pop("model")), "holds no model"),
     "no weight": (_json(lambda tree: tree["model"].pop("weight")), "same tensors: weight"),

@@ -100,11 +100,6 @@ def test_several_optimizers_clip_together_in_place(scaled: bool) -> None:
     assert made.scaler is None or made.scaler._updates == 1
 
 
-def test_other_optimizers_stay() -> None:
-    with pytest.raises(NotImplementedError, match="Optimizer Lion not added"):
-        container(network(), (".*", "Lion", {"lr": LR}))
-
-
 def test_errors_name_the_argument_and_the_remedy() -> None:
     made = container(network(), (".*", "AdamW", {"lr": LR}))
     with pytest.raises(ValueError, match="Expected closure to be None, but got one"):

@@ -1,4 +1,4 @@
-"""The codec's interface: what may come in, what goes out, what is refused and in which words."""
+"""The codec's interface: what may come in, what goes out, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,64 +21,56 @@ from halfstep.numerics.formats.table import UnknownFormat, formats
 ALL = tuple(oracle.SPECS)
 
 
-# ----------------------------------------------------------------------------------------------------- shapes and types
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("fp64", np.uint64), ("fp32", np.uint32), ("tf32", np.uint32), ("fp16", np.uint16), ("e5m2", np.uint8),
-     ("e2m1fn", np.uint8), ("int8", np.uint8), ("e5m7", np.uint16), ("e9m8", np.uint32)],
+    [("fp64", np.uint64), ("tf32", np.uint32), ("fp16", np.uint16), ("e2m1fn", np.uint8), ("int8", np.uint8),
+     ("e5m7", np.uint16), ("e9m8", np.uint32)],
 )  # fmt: skip
 def test_codes_come_in_the_smallest_type(name: str, dtype: type) -> None:
-    codes = halfstep.encode([1.0, 2.0], name)
+    codes, single = halfstep.encode([1.0, 2.0], name), halfstep.encode(1.0, name)
     assert codes.dtype == dtype and codes.shape == (2,)
-    single = halfstep.encode(1.0, name)
     assert isinstance(single, dtype) and single == codes[0]
     assert isinstance(halfstep.decode(single, name), np.float64) and halfstep.decode(single, name) == 1.0
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3), (1, 1, 1)])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
 def test_shapes_stay(shape: tuple[int, ...]) -> None:
     values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     for result in (codec.encode(values, "fp16"), codec.round_to(values, "bf16"), codec.ulp(values, "fp16"),
-                   codec.next_up(values, "fp16"), codec.decode(codec.encode(values, "fp16"), "fp16")):  # fmt: skip
+                   codec.next_up(values, "fp16"), codec.decode(codec.encode(values, "fp32"), "fp32")):  # fmt: skip
         assert isinstance(result, np.ndarray) and result.shape == shape
+    codes = codec.encode(torch.from_numpy(values), "fp16")
+    assert codes.shape == values.shape == codec.decode(codes, "fp16").shape and codes.dtype == torch.uint16
     assert codec.decode([], "fp16").shape == (0,)
-    tensor = torch.from_numpy(values)
-    codes = codec.encode(tensor, "fp16")
-    assert codes.shape == tensor.shape and codes.dtype == torch.uint16
-    assert codec.decode(codes, "fp16").shape == tensor.shape
 
 
 def test_any_layout_of_memory() -> None:
     values = np.random.default_rng(0).standard_normal((7, 12)).astype(np.float32)
-    want = codec.encode(values, "bf16")
-    np.testing.assert_array_equal(codec.encode(values.T, "bf16"), want.T)
-    np.testing.assert_array_equal(codec.encode(values[::2, ::-3], "bf16"), want[::2, ::-3])
-    np.testing.assert_array_equal(codec.encode(np.asfortranarray(values), "bf16"), want)
-    np.testing.assert_array_equal(codec.encode(values.astype(">f4"), "bf16"), want)
-    np.testing.assert_array_equal(codec.encode(torch.from_numpy(values).t(), "bf16").numpy(), want.T)
-    np.testing.assert_array_equal(codec.decode(want.T, "bf16"), codec.decode(want, "bf16").T)
-    readonly = values.copy()
-    readonly.flags.writeable = False
-    before = readonly.copy()
-    np.testing.assert_array_equal(codec.encode(readonly, "bf16"), want)
-    np.testing.assert_array_equal(readonly, before)
+    codes = codec.encode(values, "bf16")
+    np.testing.assert_array_equal(codec.encode(values.T, "bf16"), codes.T)
+    np.testing.assert_array_equal(codec.encode(values[::2, ::-3], "bf16"), codes[::2, ::-3])
+    np.testing.assert_array_equal(codec.encode(values.astype(">f4"), "bf16"), codes)
+    np.testing.assert_array_equal(codec.encode(torch.from_numpy(values).t(), "bf16").numpy(), codes.T)
+    np.testing.assert_array_equal(codec.decode(codes.T, "bf16"), codec.decode(codes, "bf16").T)
+    before = values.copy()
+    values.flags.writeable = False
+    np.testing.assert_array_equal(codec.encode(values, "bf16"), codes)
+    np.testing.assert_array_equal(values, before)
 
 
-REAL = [np.float16, np.float32, np.float64, np.longdouble, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16,
-        np.uint32, np.uint64, np.bool_, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2fnuz,
-        ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn, ml_dtypes.float6_e3m2fn, ml_dtypes.int4]  # fmt: skip
+REAL = [np.float16, np.float32, np.float64, np.longdouble, np.int8, np.int64, np.uint16, np.uint64, np.bool_,
+        ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn,
+        ml_dtypes.int4]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: np.dtype(dtype).name)
-@pytest.mark.parametrize("name", ["fp16", "e4m3fn", "e8m0fnu", "int8", "fp64"])
-def test_every_real_dtype(dtype: type, name: str) -> None:
+def test_every_real_dtype(dtype: type) -> None:
     values = np.array([1, 2, 4, 1, 3, 4]).astype(dtype)
-    want = [oracle.rounded(Fraction(float(v)), name, "nearest") if name != "fp64" else
-            int(np.float64(v).view(np.uint64)) for v in values]  # fmt: skip
-    assert codec.encode(values, name).tolist() == want
-    assert [int(codec.encode(v, name)) for v in values] == want, "numpy's scalars"
+    for name in ("fp16", "e8m0fnu", "int8"):
+        expected = [oracle.rounded(Fraction(float(value)), name, "nearest") for value in values]
+        assert codec.encode(values, name).tolist() == expected
+        assert [int(codec.encode(value, name)) for value in values] == expected, "numpy's scalars"
+    assert codec.round_to(values, "fp64").tolist() == values.astype(np.float64).tolist()
 
 
 def test_integers_round_once() -> None:
@@ -87,43 +79,29 @@ def test_integers_round_once() -> None:
     for number in (value, np.int64(value), np.array([value]), [value], [value, 0.5], np.uint64(value)):
         codes = np.atleast_1d(codec.encode(number, "fp64", "toward_zero"))
         assert codes[0] == int(np.float64(2**63 - 1024).view(np.uint64)), type(number)
-    tie = 2**53 + 2**52 + 1  # odd: a tie of fp64; as float64 first it would have moved before
-    assert codec.encode(2**60 + 2**35 + 1, "e11m24", "nearest") == codec.encode(2**60 + 2**36, "e11m24")
-    assert codec.encode(np.array([2**60 + 2**35 + 1, 0]), "e11m24")[0] == codec.encode(2**60 + 2**36, "e11m24")
-    assert codec.encode([tie], "fp64").tolist() == [int(np.float64(tie).view(np.uint64))]
+    above_a_tie = 2**60 + 2**35 + 1
+    assert codec.encode(above_a_tie, "e11m24") == codec.encode(2**60 + 2**36, "e11m24")
+    assert codec.encode(np.array([above_a_tie, 0]), "e11m24")[0] == codec.encode(2**60 + 2**36, "e11m24")
     assert codec.encode([10**400, -(10**400)], "fp16").tolist() == [0x7C00, 0xFC00]
     assert codec.encode([2**63, -1], "fp64").tolist() == codec.encode([2.0**63, -1.0], "fp64").tolist()
-    assert codec.encode(np.array([2**64 - 1], np.uint64), "fp64", "toward_zero")[0] == 0x43EFFFFFFFFFFFFF
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["1.00048828125000000000000001", Fraction(100048828125000000000000001, 10**26),
-     Decimal("1.00048828125000000000000001")],
-    ids=["text", "Fraction", "Decimal"],
-)  # fmt: skip
-def test_exact_numbers_never_pass_through_float64(value: object) -> None:
-    assert float(value) == 1 + 2.0**-11  # type: ignore[arg-type]
-    assert codec.encode(value, "fp16") == 0x3C01
-    assert codec.encode([value, value], "fp16").tolist() == [0x3C01] * 2
-    assert codec.encode(np.array([value], dtype=object), "fp16").tolist() == [0x3C01]
-    assert codec.round_to(value, "fp16", "down") == 1.0
-
-
-def test_long_doubles_round_once() -> None:
-    value = np.longdouble(1) + np.longdouble(2) ** -11 + np.longdouble(2) ** -60
-    if value == 1 + 2.0**-11:
-        pytest.skip("long double is float64 here")
-    assert codec.encode(value, "fp16") == codec.encode(np.array([value]), "fp16")[0] == 0x3C01
+def test_exact_numbers_never_pass_through_float64() -> None:
+    text = "1.00048828125000000000000001"
+    assert float(text) == 1 + 2.0**-11
+    for value in (text, Fraction(text), Decimal(text)):
+        assert codec.encode(value, "fp16") == 0x3C01
+        assert codec.encode([value, value], "fp16").tolist() == [0x3C01] * 2
+        assert codec.encode(np.array([value], dtype=object), "fp16").tolist() == [0x3C01]
+        assert codec.round_to(value, "fp16", "down") == 1.0
+    long = np.longdouble(1) + np.longdouble(2) ** -11 + np.longdouble(2) ** -60
+    if long != 1 + 2.0**-11:  # elsewhere it is float64
+        assert codec.encode(long, "fp16") == codec.encode(np.array([long]), "fp16")[0] == 0x3C01
     specials = np.array([np.longdouble("nan"), np.longdouble("-inf"), np.longdouble("-0")])
     assert codec.encode(specials, "fp16").tolist() == [0x7E00, 0xFC00, 0x8000]
-
-
-def test_texts() -> None:
     texts = np.array(["0.1", "1e-400", "-inf", "nan"])
     assert codec.encode(texts, "fp16", "up").tolist() == [0x2E67, 1, 0xFC00, 0x7E00]
     assert codec.encode(np.array([b"0.5", b"-0"]), "fp16").tolist() == [0x3800, 0x8000]
-    assert codec.encode("0.1", "bf16").shape == ()
 
 
 def test_the_sign_of_zero() -> None:
@@ -137,9 +115,6 @@ def test_the_sign_of_zero() -> None:
     assert codec.encode(-1e-9, "fp16") == 0x8000, "what underflows keeps its sign"
 
 
-# ------------------------------------------------------------------------------------------------------------- policies
-
-
 def test_nan_policies() -> None:
     patterns = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFA12345], np.uint32)  # two quiet, two signalling
     values = patterns.view(np.float32)
@@ -148,7 +123,6 @@ def test_nan_policies() -> None:
     assert codec.encode(values, "bf16", nan="payload").tolist() == [0x7FC0, 0xFFC0, 0x7FC0, 0xFFE1]
     assert codec.encode(values, "e4m3fn", nan="payload").tolist() == [0x7F, 0xFF, 0x7F, 0xFF]
     assert codec.encode(values, "e5m2fnuz", nan="payload").tolist() == [0x80] * 4
-    assert codec.encode(values, "e8m0fnu", nan="payload").tolist() == [0xFF] * 4
     for name in ALL:
         assert codec.encode(values, name, nan="zero").tolist() == [0] * 4
         assert exact.encode_exact(math.nan, name, nan="zero") == 0
@@ -159,21 +133,14 @@ def test_nan_policies() -> None:
 
 @pytest.mark.parametrize("name", ["e2m3fn", "e3m2fn", "e2m1fn", "int8"])
 def test_formats_without_nan_refuse_it(name: str) -> None:
-    for value in (math.nan, "nan", np.array([1.0, math.nan]), np.array([math.nan], np.float32), torch.tensor(math.nan)):
+    for value in (math.nan, "nan", np.array([1.0, math.nan], np.float32), torch.tensor(math.nan)):
         for nan in ("canonical", "payload"):
-            with pytest.raises(
-                ValueError, match=f"Expected values without NaN for {name}, which has none, but got one"
-            ):
+            with pytest.raises(ValueError, match=f"Expected values without NaN for {name}, which has none, but got"):
                 codec.encode(value, name, nan=nan)
     with pytest.raises(ValueError, match=f"Expected overflow to be 'inf' or 'saturate' for {name}, which has no NaN"):
         codec.encode(1.0, name, overflow="nan")
-    assert (
-        codec.encode([1e9, -math.inf], name).tolist()
-        == codec.encode([1e9, -math.inf], name, overflow="saturate").tolist()
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------- tensors
+    saturated = codec.encode([1e9, -math.inf], name, overflow="saturate").tolist()
+    assert codec.encode([1e9, -math.inf], name).tolist() == saturated
 
 
 def test_tensors() -> None:
@@ -182,35 +149,21 @@ def test_tensors() -> None:
     assert codes.dtype == torch.uint16 and codes.tolist() == [[0x3C00, 0xC100], [0x7C00, 0]]
     back = halfstep.decode(codes, "fp16")
     assert back.dtype == torch.float64 and back.tolist() == [[1.0, -2.5], [math.inf, 0.0]]
-    assert codes.to(torch.int32).to(torch.int16).view(torch.float16).tolist() == back.tolist()
     assert halfstep.decode(values.half().view(torch.int16), "fp16").tolist() == back.tolist(), "bits of a signed type"
     assert halfstep.encode(torch.tensor(2.5, requires_grad=True), "bf16").item() == 0x4020
-    assert halfstep.encode(torch.tensor([1 + 1j]).imag, "bf16").tolist() == [0x3F80]
     assert halfstep.encode(torch.tensor([1 - 1j]).conj().imag, "bf16").tolist() == [0x3F80], "a negated view"
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.int8, torch.int64, torch.uint8,
-     torch.bool],
-    ids=str,
-)  # fmt: skip
-def test_tensors_of_every_dtype(dtype: torch.dtype) -> None:
-    values = torch.tensor([1.0, 2.0, 0.5, 4.0, 1.0]).to(dtype)
-    want = codec.encode(values.double().numpy(), "fp32")
-    assert codec.encode(values, "fp32").tolist() == want.tolist()
+    kinds = (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2fnuz)
+    for dtype in (*kinds, torch.float8_e8m0fnu, torch.int64, torch.uint8, torch.bool):
+        values = torch.tensor([1.0, 2.0, 0.5, 4.0, 1.0]).to(dtype)
+        assert codec.round_to(values.clone(), "fp32").tolist() == values.double().tolist(), dtype
 
 
 @pytest.mark.parametrize(
     ("dtype", "name", "result"),
     [
         (torch.float32, "fp16", torch.float32),
-        (torch.float32, "fp32", torch.float32),
         (torch.bfloat16, "e4m3fn", torch.bfloat16),
-        (torch.bfloat16, "e2m1fn", torch.bfloat16),
         (torch.bfloat16, "int8", torch.bfloat16),  # 8 significant bits
-        (torch.float16, "int8", torch.float16),
         (torch.float16, "e5m2", torch.float16),
         (torch.float32, "e8m0fnu", torch.float32),
         (torch.float16, "bf16", torch.float64),
@@ -234,68 +187,46 @@ def test_round_to_keeps_the_dtype_that_holds_the_format(dtype: torch.dtype, name
 
 
 @pytest.mark.parametrize(
-    ("values", "seeded"),
+    ("values", "seed"),
     [(torch.full((64,), 1.3), torch.manual_seed), (np.full(64, 1.3), random.seed)],
-    ids=["torch", ""],
+    ids=["torch", "python"],
 )
-def test_the_library_s_generator_governs_the_noise(values: Any, seeded: Any) -> None:
-    seeded(5)
+def test_the_generator_of_the_library_governs_the_noise(values: Any, seed: Any) -> None:
+    seed(5)
     first, second = (codec.encode(values, "e4m3fn", "stochastic").tolist() for _ in range(2))
-    seeded(5)
+    seed(5)
     assert codec.encode(values, "e4m3fn", "stochastic").tolist() == first != second
 
 
-# ----------------------------------------------------------------------------------------------------- what lies around
+# ----------------------------------------------------------------------------------------------------------- neighbours
 
 
 @pytest.mark.parametrize("name", oracle.SMALL)
 def test_next_up_and_down_walk_through_all_numbers(name: str) -> None:
     form = formats[name]
-    values = sorted({float(v) for v in map(lambda code: oracle.value_of(code, name), range(form.codes)) if v == v})
-    finite = np.array([v for v in values if not math.isinf(v)])
+    values = {float(value) for value in (oracle.value_of(code, name) for code in range(form.codes)) if value == value}
+    finite = np.array(sorted(value for value in values if not math.isinf(value)))
     beyond = math.inf if form.has_infinity else math.nan if form.has_nan else None
-    up = codec.next_up(finite, name)
-    np.testing.assert_array_equal(up[:-1], finite[1:])
-    np.testing.assert_array_equal(up[-1], finite[-1] if beyond is None else beyond)
-    down = codec.next_down(finite, name)
-    np.testing.assert_array_equal(down[1:], finite[:-1])
-    np.testing.assert_array_equal(down[0], finite[0] if beyond is None else -beyond)
     middles = (finite[:-1] + finite[1:]) / 2
+    up, down = codec.next_up(finite, name), codec.next_down(finite, name)
+    np.testing.assert_array_equal(up, [*finite[1:], finite[-1] if beyond is None else beyond])
+    np.testing.assert_array_equal(down, [finite[0] if beyond is None else -beyond, *finite[:-1]])
     np.testing.assert_array_equal(codec.next_up(middles, name), finite[1:])
     np.testing.assert_array_equal(codec.next_down(middles, name), finite[:-1])
     np.testing.assert_array_equal(codec.next_up([-math.inf, finite[0] * 4 - 1], name), [finite[0]] * 2)
     np.testing.assert_array_equal(codec.next_down([math.inf, finite[-1] * 4], name), [finite[-1]] * 2)
     assert np.isnan(codec.next_up(math.nan, name)) and np.isnan(codec.next_down([math.nan], name)[0])
-    picked = [*finite[:: max(1, len(finite) // 50)].tolist(), *middles[:: max(1, len(finite) // 50)].tolist(), math.inf]
-    for value in picked:
-        for fast, slow in ((codec.next_up, exact.next_up_exact), (codec.next_down, exact.next_down_exact)):
-            one, other = float(fast(np.array(value), name)), float(slow(value, name))
-            assert (one == other and math.copysign(1, one) == math.copysign(1, other)) or (
-                one != one and other != other
-            )
+    step = max(1, len(finite) // 50)
+    for value in [*finite[::step].tolist(), *middles[::step].tolist(), 0.0, math.inf]:
+        for array, single in ((codec.next_up, exact.next_up_exact), (codec.next_down, exact.next_down_exact)):
+            assert str(float(array(np.array(value), name))) == str(float(single(value, name))), "the sign of zero too"
 
 
-def test_next_through_zero() -> None:
-    least = 2.0**-24
-    zeros = [
-        codec.next_up([-least, -1e-30], "fp16"),
-        codec.next_down([least], "fp16"),
-        codec.next_up([-(2.0**-10)], "e4m3fnuz"),
-    ]
-    assert np.concatenate(zeros).tolist() == [0] * 4
-    assert np.signbit(np.concatenate(zeros)).tolist() == [True, True, False, False]
-    assert codec.next_up(-0.0, "fp16") == codec.next_up(0.0, "fp16") == least
-    assert codec.next_down(0.0, "fp16") == -least
-    assert codec.next_up([0.0, -5.0], "e8m0fnu").tolist() == [2.0**-127] * 2
-    assert np.isnan(codec.next_down([0.0, 2.0**-127], "e8m0fnu")).all()
-
-
-@pytest.mark.parametrize("name", ["fp64", "fp32", "fp16"])
-def test_next_as_numpy_has_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["fp64", "fp32"])
+def test_next_and_ulp_as_numpy_has_them(name: str) -> None:
     dtype = np.dtype(formats[name].numpy)
-    unsigned = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
-    patterns = np.random.default_rng(0).integers(0, 2 ** (8 * dtype.itemsize), 3000, dtype=np.uint64).astype(unsigned)
-    values = patterns.view(dtype)
+    patterns = np.random.default_rng(0).integers(0, 2 ** (8 * dtype.itemsize), 3000, dtype=np.uint64)
+    values = patterns.astype(f"u{dtype.itemsize}").view(dtype)
     values = values[~np.isnan(values)]
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(codec.next_up(values, name), np.nextafter(values, dtype.type(np.inf)))
@@ -307,20 +238,17 @@ def test_next_as_numpy_has_it(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_ulp_is_that_of_the_format(name: str) -> None:
     values = [0.0, 1.0, -1.5, 2.0**-130, 3e38, 1e300, -math.inf, formats[name].max, formats[name].min_normal]
-    want = [formats[name].ulp(value) for value in values]
-    assert codec.ulp(values, name).tolist() == want == [float(exact.ulp_exact(value, name)) for value in values]
+    expected = [formats[name].ulp(value) for value in values]
+    assert codec.ulp(values, name).tolist() == expected == [float(exact.ulp_exact(value, name)) for value in values]
     assert math.isnan(codec.ulp(math.nan, name))
     assert codec.ulp("1e-400", name) == formats[name].ulp(0.0)
     assert codec.ulp(2**60 - 1, name) == formats[name].ulp(2.0**59), "not that of 2^60, which float64 makes of it"
-    assert codec.ulp(np.array([2**60 - 1]), name).tolist() == [formats[name].ulp(2.0**59)]
 
 
 def test_neighbours() -> None:
-    found = codec.neighbours("0.1", "fp16")
-    assert (found.below, found.above) == (Fraction(819, 8192), Fraction(1639, 16384))
-    assert found.midpoint == (Fraction(819, 8192) + Fraction(1639, 16384)) / 2
-    assert (found.code_below, found.code_above, found.code_nearest) == (0x2E66, 0x2E67, 0x2E66)
-    assert found.nearest == found.below and not found.exact and found.error == found.below - Fraction(1, 10)
+    around = codec.neighbours("0.1", "fp16")
+    assert (around.code_below, around.code_above, around.code_nearest) == (0x2E66, 0x2E67, 0x2E66)
+    assert around.nearest == around.below and not around.exact and around.error == around.below - Fraction(1, 10)
     same = codec.neighbours(-1, "bf16")
     assert same.exact and same.below == same.above == same.nearest == -1 and same.midpoint is None and same.error == 0
     assert (same.previous, same.next) == (Fraction(-129, 128), Fraction(-255, 256))
@@ -334,77 +262,64 @@ def test_neighbours() -> None:
     assert low.above == Fraction(2) ** -127 and math.isnan(low.below) and low.midpoint is None
     tiny = codec.neighbours(-1e-30, "fp16")
     assert math.copysign(1, tiny.above) == -1 and tiny.code_above == 0x8000 and tiny.below == -(Fraction(2) ** -24)
-    for value in (math.inf, "nan"):
-        with pytest.raises(ValueError, match="Expected value to be a finite number"):
-            codec.neighbours(value, "fp16")
+    with pytest.raises(ValueError, match="Expected value to be a finite number"):
+        codec.neighbours(math.inf, "fp16")
 
 
 @pytest.mark.parametrize("name", oracle.SMALL)
 def test_neighbours_enclose(name: str) -> None:
-    form = formats[name]
-    values = oracle.extended(name)
+    form, values = formats[name], oracle.extended(name)
     for index in range(0, len(values) - 2, max(1, len(values) // 40)):
-        for part in (Fraction(1, 3), Fraction(1, 2), Fraction(2, 3)):
+        for part in (Fraction(1, 3), Fraction(1, 2)):
             value = values[index] + part * (values[index + 1] - values[index])
             for sign in (1, -1) if form.signed else (1,):
-                found = codec.neighbours(sign * value, form)
+                around = codec.neighbours(sign * value, form)
                 inner, outer = sign * values[index], sign * values[index + 1]
-                assert {found.below, found.above} == {inner, outer} and found.below < found.above
-                assert found.midpoint == (inner + outer) / 2 and found.ulp == abs(outer - inner)
-                assert found.code_nearest == oracle.rounded(sign * value, name, "nearest")
+                assert {around.below, around.above} == {inner, outer} and around.below < around.above
+                assert around.midpoint == (inner + outer) / 2 and around.ulp == abs(outer - inner)
+                assert around.code_nearest == oracle.rounded(sign * value, name, "nearest")
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "complaint"),
+    ("arguments", "options", "error", "message"),
     [
         ((1.0, "fp16", "even"), {}, ValueError, "'toward_zero', 'up', 'down', 'odd', 'stochastic', but got 'even'"),
-        ((1.0, "fp16"), {"overflow": "wrap"}, ValueError, "Expected overflow to be one of 'inf', 'saturate', 'nan',"),
-        ((1.0, "fp16"), {"nan": "keep"}, ValueError, "Expected nan to be one of 'canonical', 'payload', 'zero',"),
         ((1.0, "fp16"), {"subnormals": "yes"}, TypeError, "Expected subnormals to be True (kept) or False (flushed to"),
         ((1.0, "fp16"), {"seed": 3}, ValueError, "Expected seed to be None with rounding='nearest', which uses no"),
         ((1.0, "fp16", "stochastic"), {"seed": -1}, ValueError, "Expected seed to be from 0 to 9223372036854775807,"),
-        ((1.0, "fp16", "stochastic"), {"seed": 1.5}, TypeError, "Expected seed to be an integer from 0 to "),
-        ((1.0, "fp16", "stochastic"), {"offset": -1}, ValueError, "Expected offset to be from 0 to "),
+        ((1.0, "fp16", "stochastic"), {"offset": 1.5}, TypeError, "Expected offset to be an integer from 0 to "),
         ((1.0, "fp17"), {}, UnknownFormat, "unknown format 'fp17'; did you mean"),
         ((1j, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a string"),
-        ((np.array([1j]), "fp16"), {}, TypeError, "Expected values to be real numbers (floats, integers, Fraction,"),
         ((np.array(["2020"], "M8[Y]"), "fp16"), {}, TypeError, "but got type datetime64[Y]"),
-        ((None, "fp16"), {}, TypeError, "Expected a real number (int, float, Fraction, Decimal or numpy's) or a"),
         (("one", "fp16"), {}, ValueError, "'one' is not a number. Write"),
         (([1.0, [2.0]], "fp16"), {}, (TypeError, ValueError), ""),
         ((torch.tensor([1j]), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
         ((torch.eye(2).to_sparse(), "fp16"), {}, TypeError, "Expected a dense tensor of real numbers, but got"),
+        ((torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "fp16"), {}, TypeError,
+         "Expected a dtype with one number per element, but got"),
     ],
     ids=str,
-)
-def test_what_encode_refuses(arguments: tuple, options: dict, error: type, complaint: str) -> None:
+)  # fmt: skip
+def test_what_encode_refuses(arguments: tuple, options: dict, error: type, message: str) -> None:
     with pytest.raises(error) as raised:
         codec.encode(*arguments, **options)
-    assert complaint in str(raised.value)
-
-
-def test_packed_tensors_are_refused() -> None:
-    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    with pytest.raises(TypeError, match="Expected a dtype with one number per element, but got"):
-        codec.encode(packed, "fp16")
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("codes", "name", "error", "complaint"),
+    ("codes", "name", "error", "message"),
     [
         ([256], "e4m3fn", ValueError, "Expected codes of e4m3fn to be from 0 to 0xff, but got 0x100"),
         ([-1, 5], "fp16", ValueError, "Expected codes of fp16 to be from 0 to 0xffff, but got -0x1"),
-        (64, "e2m3fn", ValueError, "Expected codes of e2m3fn to be from 0 to 0x3f, but got 0x40"),
-        ([1.0], "fp16", TypeError, "Expected codes to be integers from 0 to 0xffff, but got type float64"),
         (["1"], "fp16", TypeError, "Expected codes to be integers from 0 to"),
         (torch.tensor([1.0]), "fp16", TypeError, "Expected codes to be integers from 0 to "),
     ],
     ids=str,
 )
-def test_what_decode_refuses(codes: object, name: str, error: type, complaint: str) -> None:
+def test_what_decode_refuses(codes: object, name: str, error: type, message: str) -> None:
     with pytest.raises(error) as raised:
         codec.decode(codes, name)
-    assert complaint in str(raised.value)
+    assert message in str(raised.value)

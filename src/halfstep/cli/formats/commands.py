@@ -42,7 +42,6 @@ from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, neighbours, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
-_CODE = re.compile(r"0x(?P<hexadecimal>[0-9a-f_]+)|0b(?P<binary>[01_]+)|(?P<decimal>[0-9][0-9_]*)", re.IGNORECASE)
 _WIDTHS = sorted({format.bits for format in formats.values()})
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each
 _OUTCOMES = {
@@ -105,15 +104,15 @@ class _Parser(command_line.Parser):
 
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words, with -f repeated before each name of a format that follows it."""
-        many = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
+        options = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
         repeated: list[str] = []
         naming = False  # after -f and a name; not after --, where no word starts with "-"
         for word in super().prepared(words):
             if word.startswith("-"):
-                naming = word in many
+                naming = word in options
             elif command_line.is_number(word.strip()):
                 naming = False
-            elif naming and repeated[-1] not in many:
+            elif naming and repeated[-1] not in options:
                 repeated.append("-f")
             repeated.append(word)
         return repeated
@@ -158,19 +157,15 @@ def number(hint: str) -> Callable[[str], Typed]:
 
 def _code(typed: str) -> Code:
     """An argparse type: a code in hexadecimal, binary or decimal."""
-    typed = typed.strip()
-    match = _CODE.fullmatch(typed) if len(typed) <= 100 else None
-    if match is None:
+    digits = typed.strip().lower().replace("_", "")
+    base, bits = {"0x": (16, 4), "0b": (2, 1)}.get(digits[:2], (10, 0))
+    digits = digits[2:] if bits else digits
+    if not re.fullmatch({16: "[0-9a-f]{1,99}", 2: "[01]{1,99}", 10: "[0-9]{1,99}"}[base], digits):
         raise argparse.ArgumentTypeError(
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
-            f"got {typed!r}: for numbers use halfstep encode"
+            f"got {typed.strip()!r}: for numbers use halfstep encode"
         )
-    notation = str(match.lastgroup)
-    digits = match[notation].replace("_", "")
-    if not digits:
-        raise argparse.ArgumentTypeError(f"expected a code such as 0x4100, but got {typed!r}, which has no digits")
-    base, bits = {"hexadecimal": (16, 4), "binary": (2, 1), "decimal": (10, 0)}[notation]
-    return Code(typed, int(digits, base), bits * len(digits))
+    return Code(typed.strip(), int(digits, base), bits * len(digits))
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -563,13 +558,12 @@ def _label_row(width: int, labels: Sequence[tuple[int, Text]]) -> Text:
 
 def column_of(position: Fraction, width: int) -> int:
     """The column of a position between 0 and 1. Only 0, 1/2 and 1 are in the first, middle and last column."""
-    last, middle, half = width - 1, (width - 1) // 2, Fraction(1, 2)
-    if position <= 0 or position >= 1:
-        return 0 if position <= 0 else last
-    if position == half:
-        return middle
-    column = round(position * last)
-    return min(max(column, 1), middle - 1) if position < half else min(max(column, middle + 1), last - 1)
+    middle = (width - 1) // 2
+    for exact, column in ((0, 0), (1, width - 1), (Fraction(1, 2), middle)):
+        if position == exact:
+            return column
+    start, end = (1, middle - 1) if 2 * position < 1 else (middle + 1, width - 2)
+    return min(max(round(position * (width - 1)), start), end)
 
 
 def _number_line(width: int, line: Line, number: str) -> list[Text]:

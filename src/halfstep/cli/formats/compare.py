@@ -52,7 +52,7 @@ def figures(format: Format) -> list[tuple[str, str]]:
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
     codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
-    least_normal, least, eps = (
+    least_normal, smallest, eps = (
         f"2^{power_of_two(Fraction(value))} = {short(value)}"
         for value in (format.min_normal, format.min_subnormal, format.eps)
     )
@@ -63,7 +63,7 @@ def figures(format: Format) -> list[tuple[str, str]]:
         ("lowest", short(format.lowest)),
         ("overflow", overflow(format)),
         ("least normal", least_normal),
-        ("least above 0", least),
+        ("least above 0", smallest),
         ("eps, 1 to next", eps),
         ("integers, all to", count_text(format.integer_range)),
         ("digits kept", str(format.digits10)),
@@ -114,8 +114,8 @@ def shared_in(exponent: int, *formats: Format, top: float | None = None) -> int:
         return 0
     top = min(format.max for format in formats) if top is None else top
     step = max(_step_exponent(format, exponent) for format in formats)
-    every = 1 << (exponent - step)
-    return max(0, min(every, int(Fraction(top) / Fraction(2) ** step) - every + 1))
+    in_binade = 1 << (exponent - step)
+    return max(0, min(in_binade, int(Fraction(top) / Fraction(2) ** step) - in_binade + 1))
 
 
 def shared_values(first: Format, second: Format) -> int:
@@ -129,12 +129,12 @@ def shared_values(first: Format, second: Format) -> int:
 
 
 def examples(chosen: Sequence[Format]) -> list[str]:
-    """Numbers that show how the formats differ: some usual ones, and each format's overflow, least number and first
+    """Numbers that show how the formats differ: some usual ones, and each format's overflow, smallest number and first
     integer lost."""
     numbers = list(_EXAMPLES)
     for format in chosen:
-        least = f"2^{power_of_two(Fraction(format.min_subnormal))}"
-        numbers += [decimal(overflow_threshold(format)) or "", least, str(format.integer_range + 1)]
+        smallest = f"2^{power_of_two(Fraction(format.min_subnormal))}"
+        numbers += [decimal(overflow_threshold(format)) or "", smallest, str(format.integer_range + 1)]
 
     def differs(text: str) -> bool:
         results = [encoded(parse_number(text), format) for format in chosen]

@@ -50,10 +50,11 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
         axes.barh(row, right - middle, left=middle, **bar)
         if left < middle:
             axes.barh(row, middle - left, left=left, alpha=0.35, linewidth=0, **bar)
-        least, most = short(format.min_subnormal), short(format.max)
-        lower = (start - 1, least, "right", _INK) if start >= lowest else (lowest + 1, f"← {least}", "left", "white")
-        upper = (end + 1, most, "left", _INK) if end <= highest else (highest - 1, f"{most} →", "right", "white")
-        for x, label, side, ink in (lower, upper):
+        smallest, largest = short(format.min_subnormal), short(format.max)
+        lower = (start - 1, smallest, "right") if start >= lowest else (lowest + 1, f"← {smallest}", "left")
+        upper = (end + 1, largest, "left") if end <= highest else (highest - 1, f"{largest} →", "right")
+        for (x, label, side), inside in ((lower, start < lowest), (upper, end > highest)):
+            ink = "white" if inside else _INK
             axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
@@ -68,17 +69,17 @@ def draw_density(axes: Any, formats: Sequence[Format]) -> None:
     highest = highest + 4 if narrow else min(_HIGHEST, highest)
     title = "Density: numbers between one power of two and the next, as log2: 10 stands for 1024"
     _axes_of_powers(axes, lowest, highest, formats, title)
-    most = min(24, max(format.precision for format in formats))
+    scale = min(24, max(format.precision for format in formats))
     wide = highest - lowest > 80  # too many cells for text in them
     label = {"ha": "center", "va": "center"}
     for row, format in enumerate(formats):
         first, last = max(lowest, lowest_exponent(format)), min(highest, format.emax + 1)
         bits = [math.log2(shared_in(exponent, format)) for exponent in range(first, last)]
         edges, heights = list(range(first, last + 1)), [row - 0.31, row + 0.31]
-        axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * most))
+        axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * scale))
         for exponent, count in enumerate(() if wide else bits, first):
             text = f"{count:.0f}" if count.is_integer() else f"{count:.1f}"
-            ink = "white" if count > 0.6 * most else _INK
+            ink = "white" if count > 0.6 * scale else _INK
             axes.text(exponent + 0.5, row, text, fontsize=7.5, color=ink, clip_on=True, **label)
         if wide and bits:
             axes.text((first + last) / 2, row, f"{max(bits):.0f}", fontsize=9, color="white", **label)
@@ -131,11 +132,11 @@ def draw_codes(axes: Any, format: Format) -> None:
     axes.set_title(f"All {format.codes} codes of {format.name} ({format.title})", loc="left", fontsize=12, pad=26)
 
 
-def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Path) -> None:
+def draw(panels: Sequence[str], formats: Sequence[Format], small: Format, out: Path) -> None:
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        kinds: ``"range"``, ``"density"`` and ``"codes"``, from top to bottom.
+        panels: ``"range"``, ``"density"`` and ``"codes"``, from top to bottom.
         formats: the formats whose range and density are drawn.
         small: the format whose codes are drawn; at most 8 bits.
         out: the file. Its suffix decides the format of the picture.
@@ -145,11 +146,12 @@ def draw(kinds: Sequence[str], formats: Sequence[Format], small: Format, out: Pa
         OSError: the file cannot be written.
     """
     codes_height = 1.6 + 0.36 * max(1, small.codes // 16)
-    heights = [codes_height if kind == "codes" else 1.3 + 0.32 * len(formats) for kind in kinds]
+    heights = [codes_height if panel == "codes" else 1.3 + 0.32 * len(formats) for panel in panels]
     picture = figure(12, sum(heights))
-    for kind, axes in zip(kinds, picture.subplots(len(kinds), squeeze=False, height_ratios=heights)[:, 0], strict=True):
-        if kind == "codes":
+    rows = picture.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for panel, axes in zip(panels, rows, strict=True):
+        if panel == "codes":
             draw_codes(axes, small)
         else:
-            (draw_range if kind == "range" else draw_density)(axes, formats)
+            (draw_range if panel == "range" else draw_density)(axes, formats)
     save(picture, out, dpi=100)

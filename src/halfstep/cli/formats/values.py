@@ -39,11 +39,11 @@ def _quotient(x: Fraction, context: arithmetic.Context) -> Decimal:
     return context.divide(Decimal(x.numerator), Decimal(x.denominator))
 
 
-def _placed(x: Decimal, most: int = _MOST_POSITIONAL) -> str:
-    """The digits of `x`; without an e if its exponent is no larger than `most`."""
+def _placed(x: Decimal, limit: int = _MOST_POSITIONAL) -> str:
+    """The digits of `x`; without an e if its exponent is no larger than `limit`."""
     sign, exponent = "-" * x.as_tuple().sign, x.adjusted()
     digits = "".join(map(str, x.as_tuple().digits)).rstrip("0") or "0"
-    if not _LEAST_POSITIONAL <= exponent <= most:
+    if not _LEAST_POSITIONAL <= exponent <= limit:
         return sign + digits[0] + ("." + digits[1:] if len(digits) > 1 else "") + f"e{exponent}"
     if exponent < 0:
         return sign + "0." + "0" * (-exponent - 1) + digits
@@ -169,7 +169,7 @@ class Stored:
             return "nan" if self.value != self.value else "infinity"
         if self.value == 0:
             return "zero"
-        return "subnormal" if abs(self.value) < self.format.min_normal else "normal"
+        return "subnormal" if abs(Fraction(self.value)) < self.format.min_normal else "normal"
 
     @cached_property
     def shortest(self) -> str:
@@ -292,7 +292,7 @@ class Encoded:
         if overflows(number, format):
             return "overflow"
         if 2 * Fraction(number) == sum(self.ends):
-            return "tie_up" if format.mantissa == 0 and abs(number) >= format.min_normal else "tie"
+            return "tie_up" if format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal else "tie"
         return "nearer"
 
     def as_dict(self) -> dict[str, Any]:
@@ -323,12 +323,12 @@ def overflows(number: Number, format: Format) -> bool:
     """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
-    if abs(number) <= format.max or (format.kind == "scale" and number < 0):
-        return format.kind == "scale" and number < 0
-    negative = number < 0
+    negative, magnitude = number < 0, abs(Fraction(number))
+    if magnitude <= format.max or (format.kind == "scale" and negative):
+        return format.kind == "scale" and negative
     threshold = overflow_threshold(format, negative)
-    if abs(number) != threshold:
-        return abs(number) > threshold
+    if magnitude != threshold:
+        return magnitude > threshold
     # A tie goes to the even one of the largest number and what would come next; up where there is one significant bit.
     return format.mantissa == 0 or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
 
@@ -411,8 +411,8 @@ def line_between(result: Encoded) -> Line | None:
         if not overflows(value, format) and (value or format.has_zero):
             code = code_text(code_of(value if value or exact > 0 else -0.0, format), format)
         ends.append((among(value, format), code))
-    taken = None if result.stored is None else result.stored.value
-    stored = int(taken == high) if taken in (low, high) else None
+    value_stored = None if result.stored is None else result.stored.value
+    stored = int(value_stored == high) if value_stored in (low, high) else None
     return Line(ends, among((low + high) / 2, format), (exact - low) / (high - low), stored)
 
 
@@ -557,12 +557,12 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
         kept = f"{value} is stored, {stored.hex}"
         return [*why, where, f"Rounding {_DIRECTIONS[rounding]} does not overflow here: {kept}."]
     if rounding != "odd":
-        taken = f"Rounding {_DIRECTIONS[rounding]} takes {_TAKEN[rounding]}: {value}."
-    elif format.mantissa == 0 and abs(number) >= format.min_normal:
-        taken = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
+        decision = f"Rounding {_DIRECTIONS[rounding]} takes {_TAKEN[rounding]}: {value}."
+    elif format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal:
+        decision = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
     else:
-        taken = f"Rounding to odd takes the one whose last bit is 1, {stored.bits}: {value}."
-    return [*why, _step(result), _where(result), taken]
+        decision = f"Rounding to odd takes the one whose last bit is 1, {stored.bits}: {value}."
+    return [*why, _step(result), _where(result), decision]
 
 
 def double_rounding_words(twice: DoubleRounding, result: Encoded) -> str:
@@ -627,15 +627,15 @@ def _halfway(result: Encoded) -> str:
     return f"The number is exactly halfway between {among(low, result.format)} and {among(high, result.format)}."
 
 
-def _nearest(result: Encoded, rule: str, taken: Stored) -> list[str]:
+def _nearest(result: Encoded, rule: str, nearest: Stored) -> list[str]:
     """The decision of rounding to nearest, and its reason."""
     format = result.format
     if rule == "nearer":
-        words = [_where(result), f"The nearer one is taken: {among(taken.value, format)}."]
+        words = [_where(result), f"The nearer one is taken: {among(nearest.value, format)}."]
     elif rule == "tie":
         sides = (Stored(code_of(result.number, format, mode), format) for mode in ("down", "up"))
-        odd = [f", {side.bits} ends in 1" for side in sides if side.code != taken.code]
-        words = [_halfway(result), f"Ties go to even: {taken.bits} ends in 0 and is taken{''.join(odd)}."]
+        odd = [f", {side.bits} ends in 1" for side in sides if side.code != nearest.code]
+        words = [_halfway(result), f"Ties go to even: {nearest.bits} ends in 0 and is taken{''.join(odd)}."]
     else:
         reason = "with one significant bit none of them is even (IEEE 754-2019, 4.3.1)"
         words = [_halfway(result), f"Ties go away from zero: {reason}."]
@@ -672,9 +672,9 @@ def _instead(result: Encoded) -> str:
     format, stored = result.format, result.stored
     if stored is None:
         return f"{format.name} has no NaN, so that nothing can stand for it."
-    what = {"zero": "Zero", "infinity": "Infinity", "nan": "NaN"}.get(stored.category)
-    if what is None:
+    name = {"zero": "Zero", "infinity": "Infinity", "nan": "NaN"}.get(stored.category)
+    if name is None:
         neither = "" if format.has_infinity or format.has_nan else f"{format.name} has neither infinity nor NaN: "
         return f"{neither}the largest number is stored: {among(stored.value, format)}, {stored.hex}."
     lacks = f"{format.name} has no infinity: " if stored.category == "nan" and not format.has_infinity else ""
-    return f"{lacks}{what} is stored: {stored.hex}."
+    return f"{lacks}{name} is stored: {stored.hex}."

@@ -55,8 +55,8 @@ def _state(options: argparse.Namespace) -> dict[str, str]:
         )
     if options.begin and options.number:
         raise UsageError(f"--number {options.number.text} is a second number beside {number.text}; leave one out")
-    first, other = (*names, "bf16")[0], (names[1:] or ["bf16" if names[:1] == ["fp16"] else "fp16"])[0]
-    state = {"f": first, "g": other, "r": options.rounding, "o": options.overflow}
+    first, second = (*names, "bf16")[0], (names[1:] or ["bf16" if names[:1] == ["fp16"] else "fp16"])[0]
+    state = {"f": first, "g": second, "r": options.rounding, "o": options.overflow}
     return state if number is None else {"x": number.text, **state}
 
 

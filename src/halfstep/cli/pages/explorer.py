@@ -19,6 +19,7 @@ from halfstep.cli.formats.values import (
     all_digits,
     among,
     chances,
+    code_text,
     double_rounding_words,
     double_roundings,
     finite,
@@ -66,23 +67,17 @@ class _Question(NamedTuple):
     code: int | None
     name: str  # the number or the code, as it was typed
     rounding: str
-    overflow: str
-    nan: str
-    subnormals: bool
+    options: dict[str, Any]  # overflow, nan and subnormals, as of `encode`
 
-    def result(self, format: Format, rounding: str = "", subnormals: bool = False) -> tuple[Encoded, str]:
+    def result(self, format: Format, rounding: str = "", **options: Any) -> tuple[Encoded, str]:
         """The number in a format, and why the format refuses it, if it does. A code that was chosen stays."""
-        if self.code is not None and format.name == self.format.name:
-            return Encoded(self.number, format, Stored(self.code, format)), ""
-        return self.encoded(self.number, format, rounding or self.rounding, subnormals)
-
-    def encoded(self, number: Number, format: Format, rounding: str, subnormals: bool = False) -> tuple[Encoded, str]:
-        options: dict[str, Any] = {"overflow": self.overflow, "nan": self.nan}
-        try:
-            code = encode_exact(number, format, rounding, subnormals=subnormals or self.subnormals, **options)
-        except ValueError as error:
-            return Encoded(self.number, format, None), str(error)
-        return Encoded(self.number, format, Stored(code, format)), ""
+        code, error = self.code, ""
+        if code is None or format.name != self.format.name:
+            try:
+                code = encode_exact(self.number, format, rounding or self.rounding, **{**self.options, **options})
+            except ValueError as refusal:
+                code, error = None, str(refusal)
+        return Encoded(self.number, format, None if code is None else Stored(code, format)), error
 
 
 def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
@@ -97,29 +92,27 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     try:
         format = _format(state["f"])
         question = _question(state, format)
-        here, answer["error"] = question.result(format)
-        if here.stored is not None and {"flip", "field", "step"} & set(move):
+        result, answer["error"] = question.result(format)
+        if result.stored is not None and {"flip", "field", "step"} & set(move):
             try:
-                return explorer({**state, "c": _moved(here.stored, move)}, {})
+                return explorer({**state, "c": _moved(result.stored, move)}, {})
             except ValueError as error:
                 answer["error"] = str(error)
         answer["fields"]["x"] = state.get("x", all_digits(question.number))
-        if here.stored is not None:
-            answer["fields"]["c"] = here.stored.hex
-            answer["chosen"] = _chosen(question, here, here.stored)
-        every = formats.values() if format.name in formats else [format, *formats.values()]
-        answer["all"] = {"rows": [_row(each.name, *question.result(each)) for each in every], "here": format.name}
-        answer["all"]["range"] = _range(question.number, format, list(every))
+        if result.stored is not None:
+            answer["fields"]["c"] = result.stored.hex
+            answer["chosen"] = _chosen(question, result, result.stored)
+        listed = [*formats.values()] if format.name in formats else [format, *formats.values()]
+        rows = [_row(row.name, *question.result(row)) for row in listed]
+        answer["all"] = {"rows": rows, "here": format.name, "range": _range(question.number, format, listed)}
     except ValueError as error:
         answer["error"] = str(error)
-    other = [("format", state["g"])] if state["g"].strip() else []
-    if format is not None and other:
+    second = [("format", state["g"])] if state["g"].strip() else []
+    if format is not None and second:
         answer["pair"] = _pair(question, format, state["g"])
-    options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *other]
-    return {
-        **answer,
-        "command": command_line("halfstep explore", [*options, ("rounding", state["r"]), ("overflow", state["o"])]),
-    }
+    options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
+    options += [("rounding", state["r"]), ("overflow", state["o"])]
+    return {**answer, "command": command_line("halfstep explore", options)}
 
 
 def _format(name: str) -> Format:
@@ -130,25 +123,24 @@ def _format(name: str) -> Format:
 
 
 def _question(state: dict[str, str], format: Format) -> _Question:
-    how = state["r"], state["o"], state["n"], state["s"] == "1"
+    options = {"overflow": state["o"], "nan": state["n"], "subnormals": state["s"] == "1"}
     if not (typed := state.get("c")):
-        return _Question(parse_number(state["x"]), format, None, state["x"].strip(), *how)
+        return _Question(parse_number(state["x"]), format, None, state["x"].strip(), state["r"], options)
     code = _integer(typed, "a code")
-    return _Question(decode_exact(code, format), format, code, Stored(code, format).hex, *how)
+    return _Question(decode_exact(code, format), format, code, code_text(code, format), state["r"], options)
 
 
-def _integer(typed: str, what: str) -> int:
+def _integer(typed: str, expected: str) -> int:
     """An integer in hexadecimal, binary or decimal."""
     if not (match := _INTEGER.fullmatch(typed)):
-        raise ValueError(f"Expected {what} such as 0x3dcd, 0b101 or 61, but got {typed!r}")
+        raise ValueError(f"Expected {expected} such as 0x3dcd, 0b101 or 61, but got {typed!r}")
     digits = match[1].replace("_", "").lower()
     return int(digits, 0 if digits[:2] in ("0x", "0b") else 10)
 
 
 def _moved(stored: Stored, move: dict[str, Any]) -> str:
     """The code after a move. Among the codes of NaN, which have no order, a step leads to the next code."""
-    format, step, code = stored.format, 1 if move.get("step") == 1 else -1, stored.code
-    fields = dict(stored.fields)
+    format, step, code, fields = stored.format, 1 if move.get("step") == 1 else -1, stored.code, stored.fields
     match move:
         case {"field": [str(name), str(typed)]} if name in fields:
             value, width = _integer(typed or "0", f"a number for the {name}"), len(fields[name])
@@ -163,7 +155,7 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
             code = (code + step) % format.codes
         case _:
             code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
-    return Stored(code, format).hex
+    return code_text(code, format)
 
 
 # -------------------------------------------------------------------------------------------------------- one format
@@ -185,72 +177,67 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
     return [name, result.stored.text(20), result.stored.hex, result.ulps_text, _outcome(result)]
 
 
-def _chosen(question: _Question, here: Encoded, stored: Stored) -> dict[str, Any]:
+def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
     """The number in the chosen format."""
-    away, value = f", {here.ulps_text} ulp" if here.error else "", all_digits(stored.value)
+    error, value = f", {result.ulps_text} ulp" if result.error else "", all_digits(stored.value)
+    integer = result.format.kind == "integer"
     return {
         "value": [fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
-        "title": f"{_cut(question.name, 40)} in {here.format.name} is {stored.text(24)}: {_outcome(here)}{away}",
-        "bits": [
-            [name, digits, "" if here.format.kind == "integer" else str(int(digits, 2))]
-            for name, digits in stored.fields.items()
-        ],
-        "line": _line(question, here),
-        "why": _why(question, here),
-        "facts": _facts(here, stored),
-        "modes": {"rows": _modes(question, here.format), "here": question.rounding},
+        "title": f"{_cut(question.name, 40)} in {result.format.name} is {stored.text(24)}: {_outcome(result)}{error}",
+        "bits": [[name, digits, "" if integer else str(int(digits, 2))] for name, digits in stored.fields.items()],
+        "line": _line(question, result),
+        "why": _why(question, result),
+        "facts": _facts(result, stored),
+        "modes": {"rows": _modes(question, result.format), "here": question.rounding},
     }
 
 
-def _why(question: _Question, here: Encoded) -> list[str]:
+def _why(question: _Question, result: Encoded) -> list[str]:
     if question.code is not None and not finite(question.number):
         return [f"The code is that of {special(float(question.number))}."]
-    kept, _ = question.result(here.format, subnormals=True)
+    kept, _ = question.result(result.format, subnormals=True)
     sentences = reasons(kept, question.rounding)
-    if here.stored is not None and kept.stored != here.stored:
-        sentences.append(f"Subnormal results are flushed to zero: {here.stored.hex} is stored.")
+    if result.stored is not None and kept.stored != result.stored:
+        sentences.append(f"Subnormal results are flushed to zero: {result.stored.hex} is stored.")
     elif question.rounding == "nearest":
-        sentences += [double_rounding_words(twice, here) for twice in double_roundings(question.number, here.format)]
+        doubles = double_roundings(question.number, result.format)
+        sentences += [double_rounding_words(twice, result) for twice in doubles]
     return sentences
 
 
-def _line(question: _Question, here: Encoded) -> dict[str, Any] | None:
+def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
-    if here.rule == "least" or not (line := line_between(here)):
+    line = line_between(result)
+    if result.rule == "least" or line is None:
         return None
-    ends, middle, position, stored = line
-    percent = float(100 * position)
+    percent = float(100 * line.position)
     where = f"{percent:.2f}".rstrip("0").rstrip(".")
-    return {
-        "ends": ends,
-        "at": percent,
-        "taken": [stored == 0, stored == 1],
-        "label": f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {middle}",
-    }
+    label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {line.middle}"
+    return {"ends": line.ends, "at": percent, "taken": [line.stored == end for end in (0, 1)], "label": label}
 
 
 def _code_in(value: Number, format: Format) -> str:
     """The code of a number of the format; empty if it is none."""
     code = encode_exact(value, format)
-    return Stored(code, format).hex if decode_exact(code, format) == value else ""
+    return code_text(code, format) if decode_exact(code, format) == value else ""
 
 
 def _formula(stored: Stored) -> str:
     """A code's value, by its fields."""
-    format, field = stored.format, {name: int(digits, 2) for name, digits in stored.fields.items()}
+    format, fields = stored.format, {name: int(digits, 2) for name, digits in stored.fields.items()}
     if not finite(stored.value):
         return "the code of a NaN" if stored.category == "nan" else "the largest exponent, and mantissa 0"
     if format.kind == "integer":
         return "two's complement"
     if format.kind == "scale":
         return f"2^({stored.code} \u2212 {format.bias})"
-    normal = int(field["exponent"] > 0)
-    fraction = f"({normal} + {field['mantissa']}/2^{format.mantissa})" if format.mantissa else str(normal)
-    return f"(\u22121)^{field['sign']} · 2^({field['exponent'] or 1} \u2212 {format.bias}) · {fraction}"
+    normal = int(fields["exponent"] > 0)
+    fraction = f"({normal} + {fields['mantissa']}/2^{format.mantissa})" if format.mantissa else str(normal)
+    return f"(\u22121)^{fields['sign']} · 2^({fields['exponent'] or 1} \u2212 {format.bias}) · {fraction}"
 
 
-def _facts(here: Encoded, stored: Stored) -> list[list[str]]:
-    value, format = stored.value, here.format
+def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
+    value, format = stored.value, result.format
     rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {stored.bits}")]
     rows += [("formula", _formula(stored))]
     if isinstance(value, Fraction) and value:
@@ -259,13 +246,14 @@ def _facts(here: Encoded, stored: Stored) -> list[list[str]]:
         zeros = (top & -top).bit_length() - 1
         integer = f"{top >> zeros} · 2^{zeros}" if zeros > 30 else str(value)
         rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else integer)]
-    if here.error is not None:
-        rows.append(("error", _cut(all_digits(here.error), 60) + (f" = {here.ulps_text} ulp" if here.error else "")))
+    if result.error is not None:
+        ulps = f" = {result.ulps_text} ulp" if result.error else ""
+        rows.append(("error", _cut(all_digits(result.error), 60) + ulps))
     if finite(value):
         rows.append(("ulp", power(Fraction(ulp_exact(value, format)))))
     for name, following in (("previous", next_down_exact), ("next", next_up_exact)):
         near = following(value, format)
-        code = Stored(encode_exact(near, format), format).hex
+        code = code_text(encode_exact(near, format), format)
         rows.append((name, "none" if stored.category == "nan" else f"{among(near, format)} ({code})"))
     return [list(row) for row in [*rows, ("class", stored.category)]]
 
@@ -273,11 +261,11 @@ def _facts(here: Encoded, stored: Stored) -> list[list[str]]:
 def _modes(question: _Question, format: Format) -> list[list[str]]:
     """A row for each rounding mode, and for each possible result of stochastic rounding."""
     rows = [_row(mode, *question.result(format, mode)) for mode, _ in CHOICES["r"]]
-    ends = [
-        (share, question.encoded(end.number, format, "nearest"))
-        for share, end in chances(question.number, format, "inf")
-    ]
-    if question.code is not None or len({end.stored for _, (end, _) in ends}) == 1:
+    ends = []
+    for share, end in chances(question.number, format, "inf"):
+        result, refusal = question._replace(number=end.number, code=None).result(format, "nearest")
+        ends.append((share, (Encoded(question.number, format, result.stored), refusal)))
+    if question.code is not None or len({result.stored for _, (result, _) in ends}) == 1:
         ends = [(Fraction(1), question.result(format, "nearest"))]
     return rows + [[*_row("stochastic", *end)[:4], f"with {rounded(100 * share, 6)} %"] for share, end in ends]
 
@@ -285,11 +273,11 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
 # -------------------------------------------------------------------------------------------------------- all formats
 
 
-def _range(number: Number, format: Format, every: list[Format]) -> dict[str, Any]:
+def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, Any]:
     """Where the number lies in the range of each format, in percent of the axis of fp32 or a wider one."""
     magnitude = abs(Fraction(number)) if finite(number) else Fraction(0)
     at = math.log2(magnitude.numerator) - math.log2(magnitude.denominator) if magnitude else None
-    low = min(lowest_exponent(each) for each in (formats["fp32"], format)) - 4
+    low = min(lowest_exponent(formats["fp32"]), lowest_exponent(format)) - 4
     high = max(128, format.emax) + 5
 
     def percent(exponent: float) -> float:
@@ -297,12 +285,12 @@ def _range(number: Number, format: Format, every: list[Format]) -> dict[str, Any
 
     rows: list[list[Any]] = []
     where: dict[str, list[str]] = {"subnormal in": [], "below the least of": [], "beyond the largest of": []}
-    for each in every:
-        limits = (each.min_subnormal, each.min_normal, each.max)
-        rows.append([each.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
+    for row in listed:
+        limits = (row.min_subnormal, row.min_normal, row.max)
+        rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
         beyond = [limits[0] <= magnitude < limits[1], magnitude < limits[0], magnitude > limits[2]]
         for names in itertools.compress(where.values(), beyond):
-            names.append(each.name)
+            names.append(row.name)
     words = [f"{text} {', '.join(names)}" for text, names in where.items() if names]
     words = ["It has no place on this axis"] if at is None else [f"The magnitude is 2^{at:.2f}", *words]
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
@@ -322,13 +310,12 @@ def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any
     if first.name == second.name:
         return {"title": title, "error": f"Both are {first.name}: choose another format under “Compare with”."}
     pairs = zip(figures(first), figures(second), strict=True)
-    around = _around(question, (first, second)) if question is not None and finite(question.number) else None
     return {
         "title": title,
         "names": [first.name, second.name],
         "words": pair_words(first, second),
         "figures": [[name, left, right] for (name, left), (_, right) in pairs],
-        "around": around,
+        "around": _around(question, (first, second)) if question and finite(question.number) else None,
         **_density(first, second),
     }
 
@@ -354,29 +341,30 @@ def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
             has = "both" if all(codes) else f"only {pair[codes[0] == ''].name}"
             rows.append([fitting(value, 24, digits), has, *(code or "-" for code in codes)])
         else:
-            stored = (question.result(format)[0].stored for format in pair)
-            cells = ("refused" if each is None else f"→ {each.text(20)}" for each in stored)
+            results = (question.result(format)[0].stored for format in pair)
+            cells = ("refused" if stored is None else f"→ {stored.text(20)}" for stored in results)
             rows.append([_cut(question.name, 24), "neither", *cells])
         if value == number:
-            here = rows[-1][0]
+            label = rows[-1][0]
     name = _cut(question.name, 40) if question.code is None else among(number, question.format)
-    return {"title": f"Numbers around {name}", "rows": rows, "here": here}
+    return {"title": f"Numbers around {name}", "rows": rows, "here": label}
 
 
 def _density(first: Format, second: Format) -> dict[str, Any]:
     """Runs of binades with the same numbers of positive values: a table, and heights, 0 for none and 1 + log2 else."""
-    runs: list[tuple[int, int, list[int]]] = []
-    for exponent in range(min(lowest_exponent(first), lowest_exponent(second)), max(first.emax, second.emax) + 1):
-        counts = [shared_in(exponent, *chosen) for chosen in ((first,), (second,), (first, second))]
-        if runs and runs[-1][2] == counts:
-            runs[-1] = (runs[-1][0], exponent + 1, counts)
-        else:
-            runs.append((exponent, exponent + 1, counts))
+    exponents = range(min(lowest_exponent(first), lowest_exponent(second)), max(first.emax, second.emax) + 1)
+
+    def counts_in(exponent: int) -> list[int]:
+        return [shared_in(exponent, *chosen) for chosen in ((first,), (second,), (first, second))]
 
     def height(count: int) -> float:
         return round(1 + math.log2(count), 3) if count else 0
 
-    binades = [
-        [f"2^{low}", f"2^{high}", *(count_text(count, f"{count:,}") for count in counts)] for low, high, counts in runs
-    ]
-    return {"binades": binades, "heights": [[low, high, *map(height, counts[:2])] for low, high, counts in runs]}
+    runs = [(counts, [*group]) for counts, group in itertools.groupby(exponents, counts_in)]
+    return {
+        "binades": [
+            [f"2^{run[0]}", f"2^{run[-1] + 1}", *(count_text(count, f"{count:,}") for count in counts)]
+            for counts, run in runs
+        ],
+        "heights": [[run[0], run[-1] + 1, *map(height, counts[:2])] for counts, run in runs],
+    }

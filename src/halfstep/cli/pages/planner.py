@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
 from halfstep.cli import numbers
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.pages.shell import command_line
-from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
+from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, parser
 from halfstep.cli.plan_picture import MEMORY_KINDS, stack
 from halfstep.cli.plan_tables import (
     NOTHING_FITS,
@@ -27,7 +26,7 @@ from halfstep.cli.plan_tables import (
     typed,
     verdict,
 )
-from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Layout, Transformer
+from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES, Transformer
 
 EXAMPLE = {
     **{"model": "llama-3-8b", "gpus": "8", "card": "h100", "strategy": "fsdp"},
@@ -92,20 +91,16 @@ def _integer(text: str, default: int) -> int:
 
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
-
-    def field(option: Option) -> dict[str, Any]:
-        text, wide = option.help.replace("%%", "%"), option.name in ("model", "strategy", "optimizer")
-        return {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
-
-    return [
-        {
-            "title": title,
-            "fields": [field(option) for option in options if not option.folded],
-            "more": [field(option) for option in options if option.folded],
-        }
-        for title, options in OPTIONS.items()
-        if options[0].label
-    ]
+    groups = []
+    for title, options in OPTIONS.items():
+        if options[0].label:
+            fields: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+            for option in options:
+                wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
+                field = {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
+                fields[option.folded].append(field)
+            groups.append({"title": title, "fields": fields[0], "more": fields[1]})
+    return groups
 
 
 def _preset(state: State) -> Transformer | None:
@@ -117,28 +112,24 @@ def _sort(state: State) -> str:
     return state.get("model") or (_NUMBER if "params" in state else _CUSTOM)
 
 
-def _row(state: State) -> Layout | None:
-    pair = (_chosen(state, "optimizer"), _chosen(state, "precision"))
-    return next((row for row in LAYOUTS if (row.optimizer, row.precision) == pair), None)
-
-
 def _same(names: Any, default: str = "") -> list[list[str]]:
     return [*([["", default]] if default else []), *([name, name] for name in names)]
 
 
 def _choices(state: State) -> dict[str, list[list[Any]]]:
     """The choices of each select: values and texts, or labels of groups and such lists."""
-    row, card, precision = _row(state), state.get("card", ""), _chosen(state, "precision")
-    moments = list(row.moments_allowed) if row else []
-    if not _chosen(state, "optimizer").startswith("halfstep"):
-        moments += [f"{first},{second}" for first in moments for second in moments if second != first]
+    card, precision, optimizer = state.get("card", ""), _chosen(state, "precision"), _chosen(state, "optimizer")
     rows = {row.optimizer: row for row in LAYOUTS if row.precision == precision}
+    row = rows.get(optimizer)
+    moments = list(row.moments_allowed) if row else []
+    if not optimizer.startswith("halfstep"):
+        moments += [f"{first},{second}" for first in moments for second in moments if second != first]
     optimizers = [[name, f"{name}: {float(row.per_parameter()):g} B"] for name, row in rows.items()]
-    cards = [[each.name, f"{each.name}, {each.memory / 2**30:g} GiB"] for each in CARDS.values()]
+    cards = [[gpu.name, f"{gpu.name}, {gpu.memory / 2**30:g} GiB"] for gpu in CARDS.values()]
     cards += [[card, card]] if card and card.lower() not in CARDS else []  # a size, such as "24GiB"
     strategies = [[s.name, s.text if s.text.startswith(s.name) else f"{s.name}: {s.text}"] for s in STRATEGIES.values()]
     return {
-        **{each.name: _same(each.choices, each.unset) for each in FIELDS.values() if each.choices},
+        **{option.name: _same(option.choices, option.unset) for option in FIELDS.values() if option.choices},
         "model": _same([*MODELS, _CUSTOM, _NUMBER]),
         "card": [["", "none"], *cards],
         "strategy": [["", "default"], *strategies],
@@ -153,7 +144,8 @@ def _choices(state: State) -> dict[str, list[list[Any]]]:
 
 def _controls(state: State) -> dict[str, dict[str, Any]]:
     """The value of each field, and what else of it depends on the state: choices, placeholder, hidden, fixed."""
-    preset, sort, choices = _preset(state), _sort(state), _choices(state)
+    preset, choices = MODELS.get(state.get("model", "").lower()), _choices(state)
+    sort = state.get("model") or (_NUMBER if "params" in state else _CUSTOM)
     shaped = (*(option.name for option in _SHAPE), "lora", "checkpointing", "loss-chunks")
     hidden = {name: sort == _NUMBER for name in shaped}
     hidden |= {name: sort != _CUSTOM for name in _SIZES}
@@ -169,12 +161,9 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
             control["value"] = sort.lower() if preset else sort
         else:
             control["value"] = state.get(name, _default(name)) or option.text(option.const)
-        if name in choices:
-            control["choices"] = choices[name]
-        elif not option.flag:
             usual = getattr(preset, option.dest, None) or ("1" if name == "batch" and sort != _NUMBER else "")
             control["placeholder"] = str(usual)
-        controls[name] = control
+        controls[name] = control | ({"choices": choices[name]} if name in choices else {})
     return controls
 
 
@@ -210,7 +199,7 @@ def _of_model(state: State, value: str) -> dict[str, str | None]:
     try:
         before = command.shape(_parsed(state))
     except ValueError:
-        before = _preset(state)
+        before = MODELS.get(state.get("model", "").lower())
     before = before or next(iter(MODELS.values()))
     if value == _NUMBER:
         tokens = ("batch", "seq") if not {"batch", "seq"} <= state.keys() else ()
@@ -265,8 +254,8 @@ def _single(state: State) -> State:
 
 def _compared(state: State) -> State:
     """The options of a state that its comparison does not ignore; without one, all."""
-    what = state.get("compare")
-    unused = (*(("fit", "step-ms", "rank") if what else ()), *(_SET_BY_LAYOUTS if what == "layouts" else ()))
+    compare = state.get("compare")
+    unused = (*(("fit", "step-ms", "rank") if compare else ()), *(_SET_BY_LAYOUTS if compare == "layouts" else ()))
     return {name: text for name, text in state.items() if name not in unused}
 
 
@@ -354,17 +343,17 @@ def _figures(state: State, plan: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _largest(state: State, what: str) -> list[str]:
+def _largest(state: State, quantity: str) -> list[str]:
     """The largest that fits, and its unit."""
     try:
-        plan = _content({**state, "fit": what}, with_ways=False)["fit"]["plan"]
+        plan = _content({**state, "fit": quantity}, with_ways=False)["fit"]["plan"]
     except ValueError:
         return ["no limit", "everything is on the host"]
     if plan is None:
-        return ["none", NOTHING_FITS[what]]
-    if what == "params":
+        return ["none", NOTHING_FITS[quantity]]
+    if quantity == "params":
         return [f"{plan['parameters']:,}", "parameters, without activations"]
-    if what == "batch":
+    if quantity == "batch":
         return [f"{plan['settings']['batch']:,}", "sequences per GPU"]
     count, layers = plan["parameters"], f"{plan['settings']['model']['layers']:,} layers"
     unit, word = (10**9, " billion") if count >= 10**9 else (10**6, " million")
@@ -373,41 +362,29 @@ def _largest(state: State, what: str) -> list[str]:
 
 def _comparison(state: State) -> dict[str, Any]:
     """All strategies or all layouts: rows, and the state that each row leads to."""
-    what = state.get("compare", "strategies")
-    options = _single(state) if what == "layouts" else dict(state)
-    if "," not in options.get("strategy", "") and what == "strategies":
+    layouts = state.get("compare") == "layouts"
+    options = _single(state) if layouts else dict(state)
+    if "," not in options.get("strategy", "") and not layouts:
         options.pop("strategy", None)
-    plans = _content(_compared({**options, "compare": what}))["plans"]
-    whole, card = _scale(plans), plans[0]["card"]
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "Layout" if what == "layouts" else "Strategy": lambda plan: plan["label"],
-        "Peak": lambda plan: size(plan["totals"]["peak"]),
-        **({"Fits": lambda plan: "yes" if plan["card"]["fits"] else "no"} if card else {}),
-        "Picture": lambda plan: "",
-        "Always": lambda plan: size(plan["totals"]["state"]),
-        "Sent in a step": lambda plan: _size(plan["bytes_sent"]),
-    }
-    if any(plan["totals"]["host"] for plan in plans):
-        columns["Host"] = lambda plan: _size(plan["totals"]["host"])
-    names = ("optimizer", "precision") if what == "layouts" else ("strategy", "gpus")
-    rows = [
-        {
-            "cells": [cell(plan) for cell in columns.values()],
-            "bar": _bar(plan, whole),
-            "here": all(str(plan["settings"][name]) == _chosen(state, name) for name in names),
-            "state": _leading(state, what, plan["settings"]),
-        }
-        for plan in plans
-    ]
-    shown = f"{size(whole)}, the largest peak"
-    if card and whole == card["memory"]:
-        shown = f"the {size(whole)} of the {card['name']}"
-    return {"head": list(columns), "rows": rows, "note": f"Bars are of {shown}. Choose a row to plan it."}
+    plans = _content(_compared({**options, "compare": "layouts" if layouts else "strategies"}))["plans"]
+    whole, card, hosted = _scale(plans), plans[0]["card"], any(plan["totals"]["host"] for plan in plans)
+    head = ["Layout" if layouts else "Strategy", "Peak", *["Fits"] * bool(card), "Picture", "Always", "Sent in a step"]
+    names, rows = ("optimizer", "precision") if layouts else ("strategy", "gpus"), []
+    for plan in plans:
+        totals, settings = plan["totals"], plan["settings"]
+        cells = [plan["label"], size(totals["peak"]), *(["yes" if plan["card"]["fits"] else "no"] if card else [])]
+        cells += ["", size(totals["state"]), _size(plan["bytes_sent"]), *[_size(totals["host"])] * hosted]
+        here = all(str(settings[name]) == _chosen(state, name) for name in names)
+        leading = _leading(state, layouts, settings)
+        rows.append({"cells": cells, "bar": _bar(plan, whole), "here": here, "state": leading})
+    shown = f"the {size(whole)} of the {card['name']}" if card and whole == card["memory"] else ""
+    note = f"Bars are of {shown or f'{size(whole)}, the largest peak'}. Choose a row to plan it."
+    return {"head": head + ["Host"] * hosted, "rows": rows, "note": note}
 
 
-def _leading(state: State, what: str, settings: dict[str, Any]) -> State:
+def _leading(state: State, layouts: bool, settings: dict[str, Any]) -> State:
     """The state in which a row of the comparison is the plan."""
-    if what == "layouts":
+    if layouts:
         row = {name: settings[name] for name in ("optimizer", "precision")}
         changes = {name: None if value == _default(name) else value for name, value in row.items()}
         changes |= {"step-in-backward": state.get("step-in-backward") if settings["step_in_backward"] else None}

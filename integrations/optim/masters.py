@@ -1,0 +1,87 @@
+"""Full masters and the parameters that they round to, which other code may write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from halfstep.integrations.optim.state import rows_of_a_piece
+from halfstep.kernels.multi_tensor import has_memory
+from halfstep.numerics.scaling.sharding import is_sharded, local
+from halfstep.numerics.scaling.verdict import parameters_of
+
+if TYPE_CHECKING:
+    from halfstep.integrations.optim.classes import LayoutOptimizer
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that grows with every write to a parameter, through its DTensor or its local part."""
+    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+
+
+def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
+    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
+
+
+class Agreed(NamedTuple):
+    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
+
+    version: int
+    address: int
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, parameter: torch.Tensor) -> Agreed:
+        shard = local(parameter)
+        return cls(version_of(parameter), shard.data_ptr() if has_memory(shard) else 0, parameter.dtype)
+
+
+class Agreements(dict[int, Agreed]):
+    """When parameters and their full masters last held the same weights, by the parameter's id."""
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that they do now."""
+        self.update((id(parameter), Agreed.now(parameter)) for parameter in parameters)
+
+    def written(self, parameter: torch.Tensor, master: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The local values of a full master whose parameter other code wrote since; None if no code did.
+
+        A change of dtype does not count. With `compare`, None too if the master rounds to the parameter, for which the
+        host waits.
+        """
+        weight, master, agreed = local(parameter.detach()), local(master), self.get(id(parameter))
+        comparable = weight.device == master.device and weight.shape == master.shape
+        if agreed is None or not comparable or parameter.dtype != agreed.dtype or agreed == Agreed.now(parameter):
+            return None
+        return None if compare and has_memory(weight) and _rounds_to(master, weight) else as_written(weight, master)
+
+
+def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a master rounds to its weight everywhere. Needs memory for a few rows of them only."""
+    rows = rows_of_a_piece(weight)
+    pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True)
+    return all(torch.equal(values.to(rounded.dtype), rounded) for values, rounded in pairs)
+
+
+class Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """The masters of an optimizer by parameter. A split master is joined when it is looked up."""
+
+    def __init__(self, optimizer: LayoutOptimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict.fromkeys(parameters_of(optimizer))
+
+    @torch.no_grad()
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._parameters:
+            raise KeyError("not a parameter of this optimizer")
+        master = self._optimizer._master(parameter)
+        return self._optimizer._target(parameter).detach().float() if master is None else master
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
