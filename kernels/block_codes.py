@@ -40,18 +40,21 @@ and its products are exact.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import LARGEST_POSITIVE as LARGEST_POSITIVE
 from halfstep.kernels.block_instructions import (
+    DECODE_POSITIVE,
+    DECODE_SIGNED,
+    ENCODE_POSITIVE,
+    ENCODE_SIGNED,
+    WIDEN,
     constraints,
-    decode_positive_assembly,
-    decode_signed_assembly,
-    encode_positive_assembly,
-    encode_signed_assembly,
-    widen_assembly,
-)
+    entry,
+)  # fmt: skip
+from halfstep.kernels.block_instructions import LARGEST_POSITIVE as LARGEST_POSITIVE
 
 SPAN = 32  # elements of a block
 NOISE_BITS = 24
@@ -74,10 +77,7 @@ def blocks_per_row(columns: int) -> int:
 
 def rows_and_columns(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """The shape of a tensor of at least one dimension as a matrix whose rows are the indices of dimension 0."""
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return shape[0], columns
+    return shape[0], prod(shape[1:])
 
 
 def _in_blocks(x: torch.Tensor, filler: int = 0) -> torch.Tensor:
@@ -119,10 +119,8 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
     """
     bits = _in_blocks(x).view(torch.int32)
     magnitude, noise = bits & 0x7FFFFFFF, _noise_in_blocks(noise) >> (NOISE_BITS - DROPPED)
-    # As int64: the pattern of a NaN does not leave room.
-    exponent = (
-        (magnitude.amax(-1, keepdim=True).long() + ((1 << DROPPED) - 1) >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
-    )
+    largest = magnitude.amax(-1, keepdim=True).long()  # the pattern of a NaN does not leave room in an int32
+    exponent = (largest + ((1 << DROPPED) - 1) >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
     exponent = exponent.masked_fill(exponent < LEAST_SIGNED, 0)
     usable = (exponent > 0) & (exponent < NAN_BLOCK)
     # As numbers with an exponent bias of 7, like E4M3: the block's largest are from 2^8 to below 2^9.
@@ -155,15 +153,15 @@ def encode_positive(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[
     magnitude, noise = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF, _noise_in_blocks(noise)
     smallest = _in_blocks(x.view(torch.int32) & 0x7FFFFFFF, 0x7FFFFFFF).amin(-1, keepdim=True)
     # In units of 2^16, of which every step is a multiple. The largest number is rounded up to one.
-    most = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
-    base = torch.maximum(smallest >> 23 << 7, (most + 15 >> 7 << 7) - 31 * _BINADE).clamp(min=_LEAST)
+    upper = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
+    base = torch.maximum(smallest >> 23 << 7, (upper + 15 >> 7 << 7) - 31 * _BINADE).clamp(min=_LEAST)
     # An integer rounded up to 8 bits has 8 + s bits.
-    reach = (most - base).clamp(min=0).float().view(torch.int32) + 0xFFFF >> 23
+    reach = (upper - base).clamp(min=0).float().view(torch.int32) + 0xFFFF >> 23
     shift = (reach - 134).clamp(min=0)
-    usable = (most >= _LEAST) & (most <= _LARGEST)
+    usable = (upper >= _LEAST) & (upper <= _LARGEST)
     steps = (magnitude - (base << 16)).clamp(min=0).long() << (8 - shift)
     code = (steps + noise >> NOISE_BITS).masked_fill(~usable, 0).to(torch.uint8)
-    scale = (base | shift + LEAST_STEP).masked_fill(most < _LEAST, 0).masked_fill(most > _LARGEST, NAN_RANGE)
+    scale = (base | shift + LEAST_STEP).masked_fill(upper < _LEAST, 0).masked_fill(upper > _LARGEST, NAN_RANGE)
     return _in_rows(code, x.shape[1]), scale.squeeze(-1).to(torch.int16)
 
 
@@ -195,30 +193,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
-    _NOISE_BITS, _DROPPED, _SPAN = tl.constexpr(NOISE_BITS), tl.constexpr(DROPPED), tl.constexpr(SPAN)
-    _LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = (
-        tl.constexpr(LEAST_SIGNED),
-        tl.constexpr(LEAST_STEP),
-        tl.constexpr(NAN_RANGE),
-    )
+    _NOISE_BITS, _DROPPED, _SPAN = map(tl.constexpr, (NOISE_BITS, DROPPED, SPAN))
+    _LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = map(tl.constexpr, (LEAST_SIGNED, LEAST_STEP, NAN_RANGE))
     _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
     _SEVEN = tl.constexpr(127 + 7)  # the exponent byte of 2^7
     _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
-    _WIDEN, _WIDEN_PAIRED = (tl.constexpr(widen_assembly(paired)) for paired in (False, True))
-    _WIDENED = tl.constexpr(constraints(2, 3))
-    _DECODE_SIGNED, _DECODE_SIGNED_PAIRED = (tl.constexpr(decode_signed_assembly(paired)) for paired in (False, True))
-    _DECODE_POSITIVE = tl.constexpr(decode_positive_assembly())
-    _ENCODE_SIGNED, _ENCODE_SIGNED_STOCHASTIC, _ENCODE_SIGNED_PAIRED, _ENCODE_SIGNED_STOCHASTIC_PAIRED = (
-        tl.constexpr(encode_signed_assembly(stochastic, paired))
-        for paired in (False, True)
-        for stochastic in (False, True)
-    )
-    _ENCODE_POSITIVE, _ENCODE_POSITIVE_STOCHASTIC = (
-        tl.constexpr(encode_positive_assembly(one)) for one in (False, True)
-    )
-    _DECODE, _DECODE_RANGE, _ENCODE, _ENCODE_TWO, _ENCODE_THREE = (
-        tl.constexpr(constraints(*counts)) for counts in ((4, 5), (4, 9), (1, 8), (1, 12), (1, 16))
-    )
 
 
 @jit
@@ -265,24 +244,24 @@ def encode_signed_block(x, noise):
 
 
 @jit
-def _range(most, smallest):
+def _range(upper, smallest):
     """The bases and steps of blocks of positive numbers, as `encode_positive` says.
 
     Args:
-        most: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
+        upper: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
         smallest: the smallest patterns, of which the upper 9 bits count.
 
     Returns:
         The bases; the exponent bytes of 2^(7 + s - LEAST_STEP); whether all numbers are finite; the scales.
     """
-    base = tl.maximum(smallest & 0x7F800000, (((most + 15) << 16) & 0x7F800000) - (31 << 23))
+    base = tl.maximum(smallest & 0x7F800000, (((upper + 15) << 16) & 0x7F800000) - (31 << 23))
     base = tl.maximum(base, 1 << 23)
-    reach = (most - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
+    reach = (upper - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
     power = tl.maximum((reach + 0xFFFF) >> 23, _SEVEN)
-    finite = most <= _LARGEST_UPPER
-    scale = tl.where(most < _LEAST_UPPER, 0, (base >> 16) + (power - (_SEVEN - _LEAST_STEP)))
+    finite = upper <= _LARGEST_UPPER
+    scale = tl.where(upper < _LEAST_UPPER, 0, (base >> 16) + (power - (_SEVEN - _LEAST_STEP)))
     scale = tl.where(finite, scale, _NAN_RANGE)
-    return base, power, finite, tl.reshape(scale, (most.shape[0],)).to(tl.int16)
+    return base, power, finite, tl.reshape(scale, (upper.shape[0],)).to(tl.int16)
 
 
 @jit
@@ -305,25 +284,21 @@ def encode_positive_block(x, noise, mask):
 @jit
 def widened_packed(x, factor):
     """bf16 times an fp32 number."""
-    ASSEMBLY: tl.constexpr = _WIDEN_PAIRED if cuda_capability_geq(10, 0) else _WIDEN
-    return tl.inline_asm_elementwise(ASSEMBLY, _WIDENED, [x, factor], tl.float32, is_pure=True, pack=2)
+    ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
+    return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
 
 
 @jit
 def decode_signed_packed(codes, power):
-    """`decode_signed_block`."""
-    ASSEMBLY: tl.constexpr = _DECODE_SIGNED_PAIRED if cuda_capability_geq(10, 0) else _DECODE_SIGNED
-    return tl.inline_asm_elementwise(ASSEMBLY, _DECODE, [codes, power], tl.float32, is_pure=True, pack=4)
+    ASSEMBLY: tl.constexpr = entry(DECODE_SIGNED, cuda_capability_geq(10, 0))
+    return tl.inline_asm_elementwise(ASSEMBLY, constraints(4, 5), [codes, power], tl.float32, True, 4)
 
 
 @jit
 def decode_positive_packed(codes, scales):
-    """`decode_positive_block`."""
     scale = scales.to(tl.int32)
     base, step = (scale & 0xFFE0) << 16, tl.full(scale.shape, 1, tl.int32) << (scale & 31)
-    return tl.inline_asm_elementwise(
-        _DECODE_POSITIVE, _DECODE_RANGE, [codes, step, base], tl.float32, is_pure=True, pack=4
-    )
+    return tl.inline_asm_elementwise(DECODE_POSITIVE, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
 
 
 @jit
@@ -371,37 +346,27 @@ def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
 
 
 @jit
-def encode_signed_packed(x, most, word, STOCHASTIC: tl.constexpr):
-    """`encode_signed_block`; `most` as `extremes_packed` gives it, `word` is moved down by 8 bits."""
-    rounded = (most << 16) + 0xF0000
+def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
+    """`largest` as `extremes_packed` gives it, `word` is moved down by 8 bits."""
+    rounded = (largest << 16) + 0xF0000
     pattern = tl.minimum(rounded, 0x7FFFFFFF)  # of E above 23 other bits
     small = pattern < _LEAST_SIGNED << 23
     factor = tl.where(small | (rounded >= 255 << 23), 0, ~pattern & 0xFF800000)
     factor = factor.to(tl.float32, bitcast=True)  # -2^(128 - E)
-    PAIRED: tl.constexpr = cuda_capability_geq(10, 0)
-    if STOCHASTIC:
-        WITH_WORDS: tl.constexpr = _ENCODE_SIGNED_STOCHASTIC_PAIRED if PAIRED else _ENCODE_SIGNED_STOCHASTIC
-        codes = tl.inline_asm_elementwise(WITH_WORDS, _ENCODE_TWO, [x, factor, word], tl.uint8, is_pure=True, pack=4)
-    else:
-        NEAREST: tl.constexpr = _ENCODE_SIGNED_PAIRED if PAIRED else _ENCODE_SIGNED
-        codes = tl.inline_asm_elementwise(NEAREST, _ENCODE, [x, factor], tl.uint8, is_pure=True, pack=4)
+    ASSEMBLY: tl.constexpr = entry(ENCODE_SIGNED, STOCHASTIC, cuda_capability_geq(10, 0))
+    inputs = (x, factor, word) if STOCHASTIC else (x, factor)
+    codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.uint8, True, 4)
     exponent = tl.where(small, 0, pattern >> 23)
     return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
 
 
 @jit
-def encode_positive_packed(x, most, smallest, word, STOCHASTIC: tl.constexpr):
-    """`encode_positive_block`; `most`, `smallest` and `word` as in `encode_signed_packed`."""
-    base, power, finite, scale = _range((most >> 16).to(tl.int32), smallest)
+def encode_positive_packed(x, largest, smallest, word, STOCHASTIC: tl.constexpr):
+    """`largest`, `smallest` and `word` as in `encode_signed_packed`."""
+    base, power, finite, scale = _range((largest >> 16).to(tl.int32), smallest)
     # Steps are moved up so that the code becomes the upper byte. Of the distance of a shift, five bits count.
     factor = tl.where(finite, (256 << _SEVEN % 32) >> (power & 31), 0)
-    if STOCHASTIC:
-        codes = tl.inline_asm_elementwise(
-            _ENCODE_POSITIVE_STOCHASTIC, _ENCODE_THREE, [x, -base, factor, word], tl.uint8,
-            is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        codes = tl.inline_asm_elementwise(
-            _ENCODE_POSITIVE, _ENCODE_TWO, [x, -base, factor], tl.uint8, is_pure=True, pack=4
-        )
+    ASSEMBLY: tl.constexpr = entry(ENCODE_POSITIVE, STOCHASTIC)
+    inputs = (x, -base, factor, word) if STOCHASTIC else (x, -base, factor)
+    codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 16 if STOCHASTIC else 12), inputs, tl.uint8, True, 4)
     return codes, scale

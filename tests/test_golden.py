@@ -9,9 +9,7 @@ from implementations import ALL, using
 import halfstep
 from halfstep.kernels import backend
 
-# The C++ of each subject, without which "native" would be the reference.
-FAMILIES = {"adam": "adam", "amp": "unscale", "cast": "cast", "check": "unscale", "statistics": "statistics"}
-EXACT = [(subject, name) for subject, (_, names) in golden.CASES.items() if subject != "softmax" for name in names]
+EXACT = [(subject, name) for subject, (_, names, _) in golden.CASES.items() if subject != "softmax" for name in names]
 # Under the interpreter, `make test` runs a fifth of Adam's layouts, and `make exhaustive` the others.
 CASES = [
     pytest.param(
@@ -28,8 +26,8 @@ SOFTMAX = golden.CASES["softmax"][1]
 
 @pytest.mark.parametrize(("subject", "name", "implementation"), CASES, ids=lambda text: text.replace(" ", "-"))
 def test_bits(subject: str, name: str, implementation: str) -> None:
-    run, _ = golden.CASES[subject]
-    with using(implementation, FAMILIES[subject]) as device:
+    run, _, family = golden.CASES[subject]
+    with using(implementation, family) as device:
         assert golden.digest(run(name, device)) == golden.recorded(subject)[name]
 
 
@@ -46,7 +44,7 @@ def test_softmax(name: str, implementation: str, request: pytest.FixtureRequest)
 
 
 def test_subjects_are_recorded_whole() -> None:
-    for subject, (_, names) in golden.CASES.items():
+    for subject, (_, names, _) in golden.CASES.items():
         digests = golden.recorded(subject)
         for recorded in digests.values() if subject == "softmax" else [digests]:
             assert list(recorded) == names

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import math
 import multiprocessing
+import pkgutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -16,16 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.bench.audit import machine_code
+from halfstep.bench.audit import families, machine_code
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
 from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.modules import listed
 
 PEERS = "halfstep.bench.audit.peers"
-FAMILIES = tuple(
-    f"halfstep.bench.audit.families.{family}"
-    for family in ("adam", "cast", "loss_scale", "softmax", "statistics", "unscale")
-)
+FAMILIES = tuple(f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 _GPU_OF = {gpu.target: gpu for gpu in GPUS.values()}
 

@@ -61,7 +61,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     its groups to `__init__`.
     """
 
-    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch` (kernels/adam.py), and the operand
+    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch` (kernels/adam), and the operand
     # of each moment.
     _kernels: Any
     _operands: ClassVar[dict[str, int]]

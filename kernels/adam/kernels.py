@@ -10,7 +10,7 @@ from functools import partial
 from halfstep.kernels import block_codes
 from halfstep.kernels.adam.rule import Hyper
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import AVERAGES, AVERAGES_OPERANDS, UPDATES, UPDATES_OPERANDS, entry
+from halfstep.kernels.block_instructions import AVERAGES, UPDATES, UPDATES_OPERANDS, constraints, entry
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.optimizer.layout import MAX
@@ -144,7 +144,7 @@ def _weight_of(loaded, FORM: tl.constexpr):
 @jit
 def _store_largest(at, scales, blocks, codes_v, scales_v, PACKED: tl.constexpr, HINT: tl.constexpr):
     """Update and store amsgrad's maximum, which is returned."""
-    codes = tensor_blocks.load_codes(at.top, blocks, "uint8", HINT)
+    codes = load(at.top, blocks, "uint8", HINT, 0)
     largest_scales = tensor_blocks.load_scales(scales.top, blocks, "int16")
     if PACKED:
         v = block_codes.decode_positive_packed(codes_v, scales_v[:, None])
@@ -216,11 +216,9 @@ def _update_packed(
         g = g + (tl.where(mask, hyper.decay * w, 0.0) if SHORT else hyper.decay * w)
     m = block_codes.decode_signed_packed(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
     v = block_codes.decode_positive_packed(loaded.v, loaded.v_scales[:, None])
+    averaged = [g, m, v, hyper.factor_m, hyper.factor_v]
     AVERAGE: tl.constexpr = entry(AVERAGES, PAIRED)
-    m, v = tl.inline_asm_elementwise(
-        AVERAGE, AVERAGES_OPERANDS, [g, m, v, hyper.factor_m, hyper.factor_v], (tl.float32, tl.float32),
-        is_pure=True, pack=8,
-    )  # fmt: skip
+    m, v = tl.inline_asm_elementwise(AVERAGE, constraints(16, 40, "f"), averaged, (tl.float32, tl.float32), True, 8)
     EACH: tl.constexpr = HINT // 2
     exists = tl.arange(0, _SPAN // EACH)[None, :] * EACH < blocks.size[:, None]
     largest, smallest = block_codes.extremes_packed(m, v, exists, EACH, SHORT)
@@ -241,8 +239,8 @@ def _update_packed(
     OPERANDS: tl.constexpr = entry(UPDATES_OPERANDS, FORM.REMAINDER, NOISY)
     numbers = rate, hyper.root, hyper.eps, hyper.step_size, quotient, smallest
     if FORM.REMAINDER:
-        held = (loaded.weight, loaded.extra, words[0]) if NOISY else (loaded.weight, loaded.extra)
-        inputs = (m, v) + held + numbers  # noqa: RUF005 (Triton knows no stars)
+        weights = (loaded.weight, loaded.extra, words[0]) if NOISY else (loaded.weight, loaded.extra)
+        inputs = (m, v) + weights + numbers  # noqa: RUF005 (Triton knows no stars)
         weight, extra = tl.inline_asm_elementwise(
             ASSEMBLY, OPERANDS, inputs, (tl.bfloat16, tl.int16 if FORM.REMAINDER == 16 else tl.int8), True, 8
         )

@@ -8,7 +8,7 @@ from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.block_codes import SPAN
 from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer import tiles
-from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named, pointer
+from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named
 from halfstep.kernels.philox import words_of, words_of_groups
 
 if tl is not None:  # what kernels read of the above
@@ -86,24 +86,17 @@ def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr
 
 
 @jit
-def load_codes(address, blocks, TYPE: tl.constexpr, HINT: tl.constexpr):
-    """As `tiles.load`, with 0 for elements that do not exist."""
-    at = pointer(address, TYPE, HINT) + blocks.start + blocks.offsets
-    return tl.load(at, mask=blocks.mask, other=0)
-
-
-@jit
 def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
     weight, extra = 0.0, 0.0
     if not FORM.FULL:
         weight = tiles.load(at.param, blocks, FORM.PARAM, HINT)
     if FORM.FULL or FORM.REMAINDER:
         extra = tiles.load(at.extra, blocks, FORM.EXTRA, HINT)
-    grad = load_codes(at.grad, blocks, FORM.GRAD, HINT)
-    m = load_codes(at.m, blocks, "uint8", HINT)
+    grad = tiles.load(at.grad, blocks, FORM.GRAD, HINT, 0)
+    m = tiles.load(at.m, blocks, "uint8", HINT, 0)
     v = m
     if FORM.MOMENTS > 1:
-        v = load_codes(at.v, blocks, "uint8", HINT)
+        v = tiles.load(at.v, blocks, "uint8", HINT, 0)
     m_scales = load_scales(scales.m, blocks, "uint8")
     v_scales = m_scales
     if FORM.MOMENTS > 1:

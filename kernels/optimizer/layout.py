@@ -115,7 +115,7 @@ class Form(NamedTuple):
     HINT: int  # the alignment of 16-bit operands in bytes, see tiles.pointer
     COLUMNS: int  # of the table of hyper numbers
     CHUNK: int
-    BLOCK: int  # elements per trip of a program's loop: eight per thread, in few enough registers that none is spilled
+    BLOCK: int  # elements per trip of a program's loop: eight per thread, in registers without spills
 
 
 def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
     and on GPUs with warps of 64 threads (AMD).
     """
     lanes = MOST_THREADS // most_warps(hyper.device)
-    few = lanes == 64 or (len(layout.moments) > 2 and layout.state == torch.float32)
+    by_fours = lanes == 64 or (len(layout.moments) > 2 and layout.state == torch.float32)
     has_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
     remainder = {SPLIT_MASTER: 16, SPLIT24_MASTER: 8}.get(layout.master, 0)
     form = Form(
@@ -138,12 +138,12 @@ def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
         MOMENTS=len(layout.moments),
         STOCHASTIC=layout.stochastic,
         OPTIONS=layout.options,
-        HINT=8 if has_fp32 or few else 16,
+        HINT=8 if has_fp32 or by_fours else 16,
         COLUMNS=hyper.shape[1],
         CHUNK=layout.chunk,
         BLOCK=BLOCK,
     )
-    return {"FORM": form, "num_warps": BLOCK // (4 if few else 8) // lanes, "num_stages": 1, **EXACT}
+    return {"FORM": form, "num_warps": BLOCK // (4 if by_fours else 8) // lanes, "num_stages": 1, **EXACT}
 
 
 def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -> bool:

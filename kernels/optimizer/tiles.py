@@ -111,14 +111,28 @@ def pointer(address, TYPE: tl.constexpr, HINT: tl.constexpr):
 
 
 @jit
-def load(address, tile, TYPE: tl.constexpr, HINT: tl.constexpr):
-    """The elements of an operand in a tile."""
-    return tl.load(pointer(address, TYPE, HINT) + tile.start + tile.offsets, mask=tile.mask)
+def load(address, tile, TYPE: tl.constexpr, HINT: tl.constexpr, OTHER: tl.constexpr = None):
+    """The elements of an operand in a tile, OTHER where none exist."""
+    at = pointer(address, TYPE, HINT) + tile.start + tile.offsets
+    # A line for each size of elements, by which the audit knows what an access moves.
+    if TYPE == "fp32":
+        x = tl.load(at, mask=tile.mask, other=OTHER)
+    elif TYPE == "int8" or TYPE == "uint8":
+        x = tl.load(at, mask=tile.mask, other=OTHER)
+    else:
+        x = tl.load(at, mask=tile.mask, other=OTHER)
+    return x
 
 
 @jit
 def store(address, tile, x, TYPE: tl.constexpr, HINT: tl.constexpr):
-    tl.store(pointer(address, TYPE, HINT) + tile.start + tile.offsets, x, mask=tile.mask)
+    at = pointer(address, TYPE, HINT) + tile.start + tile.offsets
+    if TYPE == "fp32":
+        tl.store(at, x, mask=tile.mask)
+    elif TYPE == "int8" or TYPE == "uint8":
+        tl.store(at, x, mask=tile.mask)
+    else:
+        tl.store(at, x, mask=tile.mask)
 
 
 @jit

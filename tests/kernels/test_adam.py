@@ -8,7 +8,6 @@ import dataclasses
 import numpy as np
 import oracles
 import pytest
-import roundings
 import torch
 from adam_cases import (
     CODED,
@@ -28,12 +27,13 @@ from adam_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import ALL, using
-from noise import Noise, stochastic
+from noise import Noise
 from oracles import BF16, FP16, FP32, NUMPY, AdamOptions, AdamTensor, assert_same_bits
 from tolerances import ADAM_STEP_UNITS, ROUNDOFF
 
 from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
+from halfstep.kernels.optimizer.launch import LANES
 
 pytestmark = [
     pytest.mark.sample(3),
@@ -105,7 +105,7 @@ def test_sizes_around_blocks_and_chunks(name: str) -> None:
 def test_more_tensors_than_lanes_each_with_its_own_step_count(name: str) -> None:
     """Empty tensors still count their steps; neighbours share powers only if group and count agree."""
     layout, rng = USUAL[0], np.random.default_rng(2)
-    sizes = [0] * (adam.LANES * 2 + 3)
+    sizes = [0] * (LANES * 2 + 3)
     sizes[0] = sizes[300] = sizes[301] = sizes[-1] = 5
     tensors = [
         make(layout, normal(rng, size), rng, step=index // 2 % 7, lr=0.1 * (1 + index % 3))
@@ -113,14 +113,6 @@ def test_more_tensors_than_lanes_each_with_its_own_step_count(name: str) -> None
     ]
     grads = [normal(rng, size) for size in sizes]
     examine((name,), layout, tensors, [Step(grads), Step(grads, found_inf=2.0), Step(grads)])
-
-
-@pytest.mark.parametrize("name", ["reference", "native"])
-def test_many_small_tensors(name: str) -> None:
-    layout, rng = USUAL[1], np.random.default_rng(3)
-    sizes = rng.integers(0, 30, 1000).tolist()
-    tensors = [make(layout, normal(rng, size), rng, step=index % 3) for index, size in enumerate(sizes)]
-    examine((name,), layout, tensors, [Step([normal(rng, size, layout) for size in sizes])])
 
 
 @names
@@ -365,28 +357,6 @@ def test_one_step_against_the_textbook_in_float64(
 
 
 # -------------------------------------------------------------------------------------------------- stochastic rounding
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16])
-def test_the_oracles_rounding_is_that_of_fractions(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(0)
-    values = np.concatenate([roundings.points(dtype, every=211), oracles.specials()])
-    random = rng.integers(0, 2**32, len(values), dtype=np.uint32)
-    random[::5], random[1::5] = 0, 2**32 - 1
-    got = oracles.bits(stochastic(values, dtype, random))
-    for value, word, code in zip(values.tolist(), random.tolist(), got.tolist(), strict=True):
-        expected = roundings.code(value, dtype, "stochastic", False, word)
-        if expected is None:
-            assert value != value and np.isnan(np.array([code], np.uint16).view(NUMPY[dtype]).astype(np.float32))
-        else:
-            assert code == expected, (value.hex(), hex(word))
-
-
-def test_there_is_something_to_round_exactly_where_fewer_than_32_bits_are_kept() -> None:
-    for layout in LAYOUTS:
-        alone = layout.param != FP32 and layout.master in (NO_MASTER, SPLIT24_MASTER)
-        assert adam.rounds_stochastically(layout.param, layout.state, layout.master) == (alone or layout.state != FP32)
-    assert len(STOCHASTIC_LAYOUTS) == 204
 
 
 @pytest.mark.parametrize("name", ALL)

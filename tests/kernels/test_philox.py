@@ -74,15 +74,6 @@ def test_the_reference_and_the_oracle_against_the_definition(first: int, seed: i
         assert noise.words(index.numpy().astype(np.uint64), seed, step, stream, draw).tolist() == words
 
 
-def test_step_and_stream_may_be_tensors() -> None:
-    index = torch.arange(5)
-    steps, streams = torch.tensor([[3], [4]]), torch.tensor([[9], [1]])
-    both = reference_words(index, 5, steps, streams)
-    assert both.shape == (2, 5)
-    for row, (step, stream) in enumerate(((3, 9), (4, 1))):
-        assert torch.equal(both[row], reference_words(index, 5, step, stream))
-
-
 # ----------------------------------------------------------------------------------------------------------- statistics
 #
 # Each statistic stays within five standard deviations of what independent, uniform draws give; the seeds are fixed.

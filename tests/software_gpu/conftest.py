@@ -8,7 +8,7 @@ import pytest
 from software_gpu.gpu import SoftwareGPU, installed
 
 HERE = Path(__file__).parent
-FOR_ALL = ("test_kernels.py", "test_faults.py")
+FOR_ALL = ("test_kernels.py",)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

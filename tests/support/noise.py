@@ -1,7 +1,6 @@
 """Random bits and stochastic rounding, computed differently from the kernels: 64-bit products in numpy.
 
-Nothing here imports halfstep. `words` is checked against Python integers in tests/kernels/test_philox.py, `stochastic`
-against fractions in test_adam.py.
+Nothing here imports halfstep. `words` is checked against Python integers in tests/kernels/test_philox.py.
 """
 
 from __future__ import annotations

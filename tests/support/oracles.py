@@ -234,7 +234,7 @@ def adam_step(
     sum_of_squares: float | None = None,
     max_norm: float | None = None,
 ) -> AdamTensor:
-    """One step as specified in kernels/adam.py, in separate operations. Returns the new state."""
+    """One step as specified in kernels/adam/rule.py, in separate operations. Returns the new state."""
     if found_inf != 0:
         return tensor
     one, o, f32 = np.float64(1.0), tensor.options, np.float32

@@ -72,7 +72,7 @@ def _layouts() -> list[Layout]:
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes given in kernels/adam.py, except those of the scales of 8-bit moments."""
+    """Each layout once, with the bytes of kernels/adam, except those of the scales of 8-bit moments."""
     for layout in _layouts():
         launch = partial(_step, layout)
         kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel

@@ -119,7 +119,6 @@ class SoftwareGPU:
         launches: the launches while ``settings.keep`` was set.
         launched: number of launches by kernel.
         edit: called with the assembly of each kernel; returns the text to run. Tests use it to seed faults.
-        short: number of blocks to omit from each launch of more than one.
     """
 
     def __init__(self, target: str, library: Path) -> None:
@@ -128,7 +127,6 @@ class SoftwareGPU:
         self.launches: list[Launch] = []
         self.launched: dict[str, int] = {}
         self.edit: Callable[[str], str] = lambda text: text
-        self.short = 0
         self._machine = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._machine.run.restype = self._machine.run_waves.restype = ctypes.c_char_p
         self._machine.find_operation.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -236,8 +234,7 @@ class SoftwareGPU:
 
     def _launch(self, kernel: int, grid: Any, threads: int, shared: int, stream: int, arguments: int) -> int | None:
         try:
-            blocks = max(1, grid[0] - self.short)
-            return self._run(self.program(kernel), (blocks, grid[1], grid[2]), threads, shared, arguments)
+            return self._run(self.program(kernel), (grid[0], grid[1], grid[2]), threads, shared, arguments)
         except Exception as error:  # it may not pass through C
             return self._fail(f"{type(error).__name__}: {error}")
 
