@@ -39,6 +39,7 @@ from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
 from halfstep.integrations.optim.options import Group
+from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import moved
 from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
@@ -707,3 +708,7 @@ class OffloadedAdam(_Offloaded, Adam):
 
 class OffloadedAdamW(_Offloaded, AdamW):
     __doc__ = "AdamW with masters, moments and step on the host." + _DOCS.format(name="AdamW")
+
+
+class OffloadedSGD(_Offloaded, SGD):
+    __doc__ = "SGD with masters, momentum and step on the host." + _DOCS.format(name="SGD")

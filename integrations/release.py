@@ -39,7 +39,7 @@ from halfstep.integrations.buckets import (
     call_if_alive,
     check_bucket_bytes,
 )
-from halfstep.integrations.optim.adam import Adam
+from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.decision import Decision
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -75,7 +75,7 @@ class StepInBackward:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: Adam,
+        optimizer: LayoutOptimizer,
         bucket_bytes: int,
         clipping: Literal["exact", "previous"] | None,
         scaler: GradScaler | None,
@@ -471,7 +471,7 @@ def _has_accumulated(model: torch.nn.Module | None) -> bool:
 
 def step_in_backward(
     model: torch.nn.Module,
-    optimizer: Adam,
+    optimizer: LayoutOptimizer,
     *,
     bucket_bytes: int = BUCKET_BYTES,
     clipping: Literal["exact", "previous"] | None = None,
@@ -529,7 +529,7 @@ def step_in_backward(
     _check_limits(inner, clipping, scaler)
     if scaler is not None and inner is not optimizer:
         raise TypeError(
-            f"Expected optimizer to be a halfstep.Adam or halfstep.AdamW with a scaler, but got a "
+            f"Expected optimizer to be an optimizer of halfstep with a scaler, but got a "
             f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the optimizer "
             "in it, also to scaler.step"
         )
@@ -539,7 +539,7 @@ def step_in_backward(
     return handle
 
 
-def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
+def _checked_group(model: torch.nn.Module, optimizer: LayoutOptimizer, group: Any) -> Any:
     """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
     group = checked_group(group)
     if group is None:
@@ -566,7 +566,7 @@ def _checked_group(model: torch.nn.Module, optimizer: Adam, group: Any) -> Any:
     return group
 
 
-def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
+def _check_limits(optimizer: LayoutOptimizer, clipping: Any, scaler: Any) -> None:
     limit = optimizer.max_grad_norm
     if clipping not in (None, "exact", "previous"):
         raise ValueError(f"Expected clipping to be None, 'exact' or 'previous', but got {clipping!r}")
@@ -593,10 +593,8 @@ def _check_limits(optimizer: Adam, clipping: Any, scaler: Any) -> None:
 
 
 def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
-    if not isinstance(optimizer, Adam):
-        raise TypeError(
-            f"Expected optimizer to be a halfstep.Adam or halfstep.AdamW, but got a {type(optimizer).__name__}"
-        )
+    if not isinstance(optimizer, LayoutOptimizer):
+        raise TypeError(f"Expected optimizer to be an optimizer of halfstep, but got a {type(optimizer).__name__}")
     if hasattr(optimizer, "in_backward"):
         raise TypeError(
             f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: make it with "

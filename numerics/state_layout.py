@@ -72,7 +72,7 @@ POSITIVE_CODES = replace(CODES, name="8bit, positive", scale=2, scale_dtype="int
 LEAST_CODED = 4096  # elements of the smallest parameter whose moments are codes
 
 # The moments of all rules, and whether they may be negative.
-MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False, "momentum_buffer": True}
 ADAM = ("exp_avg", "exp_avg_sq")
 CODE_KEYS = {f"{moment}_codes": moment for moment in MOMENTS}
 SCALE_KEYS = {f"{moment}_scale": moment for moment in MOMENTS}

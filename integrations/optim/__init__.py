@@ -22,5 +22,6 @@ weights and state in one sequence that Ctrl-C does not interrupt (`halfstep.inte
 """
 
 from halfstep.integrations.optim.adam import Adam, AdamW
+from halfstep.integrations.optim.sgd import SGD
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW"]

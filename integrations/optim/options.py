@@ -30,7 +30,7 @@ FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
 Group = dict[str, Any]
 
 
-def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+def option_values(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The options of groups, to be compared with later ones. Tensors count by identity and version and are not read."""
 
     def comparable(value: Any) -> Any:
@@ -38,7 +38,7 @@ def option_values(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
             return id(value), value._version
         return list(map(comparable, value)) if isinstance(value, (tuple, list)) else value
 
-    return [[comparable(group.get(name)) for name in OPTIONS] for group in groups]
+    return [{name: comparable(value) for name, value in group.items() if name != "params"} for group in groups]
 
 
 def plain_number(value: Any) -> Any:

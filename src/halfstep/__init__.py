@@ -14,7 +14,7 @@ from halfstep.numerics import presentation
 if TYPE_CHECKING:
     from halfstep.integrations.doctor import doctor
     from halfstep.integrations.monitor import AmpMonitor
-    from halfstep.integrations.optim import Adam, AdamW
+    from halfstep.integrations.optim import SGD, Adam, AdamW
     from halfstep.integrations.precision import cast_parameters
     from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from halfstep.numerics.statistics.counts import statistics
 
 _HOME = {
+    "SGD": "halfstep.integrations.optim",
     "Adam": "halfstep.integrations.optim",
     "AdamW": "halfstep.integrations.optim",
     "AmpMonitor": "halfstep.integrations.monitor",
@@ -51,6 +52,7 @@ _HOME = {
 }
 
 __all__ = [
+    "SGD",
     "Adam",
     "AdamW",
     "AmpMonitor",

@@ -426,7 +426,7 @@ def test_errors() -> None:
     )
     wrapped: Any = SimpleNamespace(optimizer=plain[1], param_groups=plain[1].param_groups)  # as Accelerate's
     assert error_of(TypeError, lambda: step_in_backward(plain[0], wrapped, scaler=scaler)) == (
-        "Expected optimizer to be a halfstep.Adam or halfstep.AdamW with a scaler, but got a SimpleNamespace around "
+        "Expected optimizer to be an optimizer of halfstep with a scaler, but got a SimpleNamespace around "
         "one, whose gradients scaler.step unscales in place: pass the optimizer in it, also to scaler.step"
     )
     handle = step_in_backward(*plain)

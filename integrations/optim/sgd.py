@@ -1,0 +1,99 @@
+"""SGD, a drop-in for torch's."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.options import Group, check_number, check_options
+from halfstep.kernels import sgd
+
+
+class SGD(LayoutOptimizer, torch.optim.SGD):
+    """SGD with momentum (Sutskever et al., 2013) and exact fp32 master weights, a drop-in for `torch.optim.SGD`.
+
+    Args:
+        params, lr, maximize, foreach, fused, differentiable: as for `halfstep.AdamW`.
+        momentum: decay of the momentum buffer, a finite number of at least 0. With 0 there is no buffer.
+        dampening: the part of a gradient that does not enter the buffer, after the first step.
+        weight_decay: L2 penalty: ``weight_decay`` times the weight is added to the gradient.
+        nesterov: step along the gradient plus ``momentum`` times the buffer; needs momentum, and no dampening.
+        master_weights, state_dtype, rounding, seed, max_grad_norm, state_dict_format: as for `halfstep.AdamW`;
+            `state_dtype` is that of the momentum buffer.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as `halfstep.AdamW`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.SGD([weight], lr=1e-4, momentum=0.9)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> weight.data  # the step is too small for bf16
+        tensor([1., 1., 1.], dtype=torch.bfloat16)
+        >>> optimizer.masters()[weight]  # the fp32 master has taken it
+        tensor([0.9999, 0.9999, 0.9999])
+    """
+
+    _kernels = sgd
+    _operands: ClassVar[dict[str, int]] = {"momentum_buffer": sgd.M}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | torch.Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        options |= {"nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable}
+        options |= {"fused": fused, "master_weights": master_weights, "state_dtype": state_dtype}
+        options |= {"rounding": rounding, "seed": seed}
+        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+
+    @staticmethod
+    def _check(group: Group) -> None:
+        check_number(group["momentum"], "Invalid momentum value", "a finite number of at least 0", lambda x: x >= 0)
+        check_number(group["dampening"], "Invalid dampening value", "a finite number", lambda x: True)
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        check_options(group)
+
+    @staticmethod
+    def _moments(group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    @staticmethod
+    def _variant(group: Group) -> dict[str, bool]:
+        decays = bool(group["weight_decay"] != 0)
+        return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
+
+    @staticmethod
+    def _columns(group: Group) -> dict[int, Any]:
+        columns = {sgd.LR: group["lr"], sgd.DECAY: group["weight_decay"], sgd.MAXIMIZE: bool(group["maximize"])}
+        return {**columns, sgd.MOMENTUM: group["momentum"], sgd.DAMPENING: group["dampening"]}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        # torch's states have no step counts. A buffer that is there was begun in an earlier step.
+        states = dict(state_dict.get("state", {}))
+        for index, saved in states.items():
+            if isinstance(saved, dict) and "step" not in saved:
+                has_buffer = isinstance(saved.get("momentum_buffer"), torch.Tensor)
+                states[index] = {**saved, "step": 1.0} if has_buffer else {}
+        super()._load({**state_dict, "state": states})

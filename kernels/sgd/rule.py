@@ -1,0 +1,60 @@
+"""The specification of SGD with momentum: one step of a tensor, in plain torch. C++ and Triton give the same bits.
+
+Sutskever et al., "On the importance of initialization and momentum in deep learning" (2013), as torch.optim.SGD has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Hyper(NamedTuple):
+    """The numbers of a tensor and step, fp32: 0-dim tensors here, scalars in kernels."""
+
+    gscale: Any  # +-clip / scale: sign (maximize), loss scale and clip factor in one number
+    decay: Any  # weight_decay
+    lr: Any
+    momentum: Any
+    keep: Any  # the factor of the buffer: momentum, or 0 in the first step
+    add: Any  # the factor of the gradient: 1 - dampening, or 1 in the first step
+
+
+def sgd(
+    w: torch.Tensor,  # fp32, any shape: the weight, or its master
+    grad: torch.Tensor,  # fp32, shape of w
+    buf: torch.Tensor | None,  # fp32, shape of w: the momentum buffer; None without momentum
+    hyper: Hyper,
+    nesterov: bool,
+    decays: bool,  # whether weight_decay is not 0
+) -> tuple[torch.Tensor, ...]:
+    """The new w and, with momentum, buf. Each operation is a separate IEEE fp32 operation, in this order:
+
+    g    = grad * gscale
+    g    = g + decay * w                                only with weight decay
+    buf  = keep * buf + add * g                         only with momentum
+    d    = buf; with Nesterov momentum g + momentum * buf; without momentum g
+    w    = w - lr * d
+    """
+    g = grad * hyper.gscale
+    if decays:
+        g = g + hyper.decay * w
+    if buf is None:
+        return (w - hyper.lr * g,)
+    buf = hyper.keep * buf + hyper.add * g
+    d = g + hyper.momentum * buf if nesterov else buf
+    return w - hyper.lr * d, buf
+
+
+def numbers(
+    lr: torch.Tensor,  # fp64, as all arguments but count: shape (tensors,)
+    decay: torch.Tensor,
+    momentum: torch.Tensor,
+    dampening: torch.Tensor,
+    count: torch.Tensor,  # int64: the step count after this step, at least 1
+    gscale: torch.Tensor,
+) -> Hyper:
+    """The numbers of each tensor, in fp64 and then rounded to fp32 once."""
+    keep, add = torch.where(count > 1, momentum, 0.0), torch.where(count > 1, 1.0 - dampening, 1.0)
+    return Hyper(*(number.float() for number in (gscale, decay, lr, momentum, keep, add)))
