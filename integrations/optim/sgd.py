@@ -61,7 +61,7 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         options |= {"nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable}
         options |= {"fused": fused, "master_weights": master_weights, "state_dtype": state_dtype}
         options |= {"rounding": rounding, "seed": seed}
@@ -89,11 +89,9 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         columns = {sgd.LR: group["lr"], sgd.DECAY: group["weight_decay"], sgd.MAXIMIZE: bool(group["maximize"])}
         return {**columns, sgd.MOMENTUM: group["momentum"], sgd.DAMPENING: group["dampening"]}
 
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        # torch's states have no step counts. A buffer that is there was begun in an earlier step.
-        states = dict(state_dict.get("state", {}))
-        for index, saved in states.items():
-            if isinstance(saved, dict) and "step" not in saved:
-                has_buffer = isinstance(saved.get("momentum_buffer"), torch.Tensor)
-                states[index] = {**saved, "step": 1.0} if has_buffer else {}
-        super()._load({**state_dict, "state": states})
+    @staticmethod
+    def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+        # torch counts no steps, and has no buffer before the first one, which dampening does not apply to.
+        begun = "momentum_buffer" in state or "momentum_buffer_codes" in state
+        buffer = {} if begun else {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
+        return {"step": float(begun), **buffer, **state}

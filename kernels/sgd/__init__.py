@@ -56,7 +56,8 @@ def _rule(
 
 
 def _numbers(groups: torch.Tensor, count: torch.Tensor, gscale: torch.Tensor) -> rule.Hyper:
-    return rule.numbers(*groups[:, [LR, DECAY, MOMENTUM, DAMPENING]].T, count, gscale)
+    lr, decay, momentum, dampening = groups[:, [LR, DECAY, MOMENTUM, DAMPENING]].T
+    return rule.numbers(lr, decay, momentum, dampening, count, gscale)
 
 
 FAMILY = Family("sgd", _rule, _numbers, kernels.prepare_kernel, kernels.sgd_kernel, kernels.coded_sgd_kernel)

@@ -86,15 +86,22 @@ def _names(*columns: tuple[str, ...]) -> list[str]:
     return names
 
 
+# The options of rules.
+_FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "amsgrad": {"amsgrad": True},
+    "momentum": {"momentum": 0.9, "dampening": 0.25},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+}
 SHAPES = ((), (1,), (17,), (3, 70), (0,), (5, 31, 3), (40, 128), (2, 1040))
 
 
-def adam(name: str, device: torch.device = CPU) -> Results:
+def optimizer(name: str, device: torch.device = CPU) -> Results:
     """Three steps of a layout, with a NaN, an infinity and subnormal gradients, a misaligned weight, a strided gradient
     and a step that is skipped."""
     import halfstep
 
-    optimizer_name, dtype_name, master, moments, rounding, amsgrad = name.split(" ")
+    optimizer_name, dtype_name, master, moments, rounding, form = name.split(" ")
     dtype = FORMATS[dtype_name]
     parameters = []
     for index, shape in enumerate(SHAPES):
@@ -102,15 +109,14 @@ def adam(name: str, device: torch.device = CPU) -> Results:
         values = memory[index % 2 : index % 2 + math.prod(shape)].view(shape)
         parameters.append(torch.nn.Parameter(values.copy_(moderate(shape, index, dtype))))
     options: dict[str, Any] = {"master_weights": None if master == "none" else master} if dtype != FP32 else {}
-    if rounding == "stochastic":
-        options["seed"] = 7
+    options |= {"seed": 7} if rounding == "stochastic" else {}
+    options |= _FORMS[form]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
-        optimizer = getattr(halfstep, optimizer_name)(
+        stepped = getattr(halfstep, optimizer_name)(
             *(parameters,),
             lr=0.0125,
             weight_decay=0.1,
-            amsgrad=amsgrad == "amsgrad",
             state_dtype={"fp32": FP32, "bf16": BF16, "8bit": "8bit"}[moments],
             rounding=rounding,
             maximize=optimizer_name == "Adam" and rounding == "stochastic",
@@ -124,14 +130,14 @@ def adam(name: str, device: torch.device = CPU) -> Results:
         extremes = [math.nan, math.inf, 1e-45, -1e-39] if step == 0 else [0.0, -0.0, 1e-39, 1e-45]
         flat[:4] = torch.tensor(extremes, device=CPU).to(dtype).to(device)  # a GPU could round subnormals otherwise
         parameters[3].grad = flat.view(parameters[3].shape)
-        optimizer.grad_scale = optimizer.found_inf = None
+        stepped.grad_scale = stepped.found_inf = None
         if step:  # as torch's scalers pass them to a fused optimizer
-            optimizer.grad_scale = torch.tensor(4.0, dtype=FP32, device=device)
-            optimizer.found_inf = torch.tensor(float(step == 1), dtype=FP32, device=device)
-        optimizer.step()
+            stepped.grad_scale = torch.tensor(4.0, dtype=FP32, device=device)
+            stepped.found_inf = torch.tensor(float(step == 1), dtype=FP32, device=device)
+        stepped.step()
     results = {f"weight {index}": parameter.detach() for index, parameter in enumerate(parameters)}
     for index, parameter in enumerate(parameters):
-        results |= {f"{key} {index}": value for key, value in optimizer.state[parameter].items()}
+        results |= {f"{key} {index}": value for key, value in stepped.state[parameter].items()}
     return results
 
 
@@ -148,6 +154,20 @@ def adam_names() -> Iterator[str]:
                     for amsgrad in ("plain", "amsgrad"):
                         for optimizer in ("Adam", "AdamW"):
                             yield f"{optimizer} {dtype} {master} {moments} {rounding} {amsgrad}"
+
+
+def sgd_names() -> Iterator[str]:
+    """Every master with every buffer: dtype, master, buffer, rounding, kind of momentum."""
+    for masters in ("fp32 none", "bf16 none", "bf16 full", "bf16 split", "bf16 split24", "fp16 full"):
+        for buffer, rounding in (
+            ("fp32", "nearest"),
+            ("bf16", "stochastic"),
+            ("8bit", "nearest"),
+            ("8bit", "stochastic"),
+        ):
+            for form in ("momentum", "nesterov"):
+                yield f"SGD {masters} {buffer} {rounding} {form}"
+        yield f"SGD {masters} fp32 stochastic plain"
 
 
 def amp(name: str, device: torch.device = CPU) -> Results:
@@ -250,7 +270,8 @@ WIDE = ("fp32", "fp16", "bf16")
 _CASTS = _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stochastic"), ("plain", "saturating"))
 # By subject: what runs a case, the names of the cases, and the C++ without which "native" would be the reference.
 CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
-    "adam": (adam, list(adam_names()), "adam"),
+    "adam": (optimizer, list(adam_names()), "adam"),
+    "sgd": (optimizer, list(sgd_names()), "sgd"),
     "amp": (amp, _names(WIDE), "unscale"),
     "cast": (cast, _CASTS, "cast"),
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),

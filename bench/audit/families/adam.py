@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -17,33 +18,38 @@ from halfstep.kernels.multi_tensor import FLOATS, TensorTable
 from halfstep.numerics.state_layout import ADAM, MASTERS, StateLayout
 
 
-def _held(layout: Layout) -> StateLayout:
-    """How an optimizer holds a parameter that the kernel of a layout steps."""
-    state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
-    moments = (*ADAM, "max_exp_avg_sq") if layout.amsgrad else ADAM
-    return StateLayout(TRITON_NAMES[layout.param], list(MASTERS)[layout.master], state, moments, layout.stochastic)
-
-
 def name(layout: Layout) -> str:
-    """The name of a layout in the audit."""
-    state_layout = _held(layout)
+    """The name of a layout of Adam in the audit."""
     flags = {"amsgrad": layout.amsgrad, "L2": layout.l2, "stochastic": layout.stochastic}
-    return ", ".join(
-        [
-            f"{state_layout.weight} param, {TRITON_NAMES[layout.grad]} grad",
-            f"{'8-bit' if layout.coded else state_layout.state} state, {state_layout.master or 'no'} master",
-            *(flag for flag, present in flags.items() if present),
-        ]
-    )
+    return ", ".join([dtypes(layout), *(flag for flag, present in flags.items() if present)])
 
 
-def _step(layout: Layout) -> None:
-    """A step of one tensor. The compiled kernel depends only on the layout."""
+def dtypes(layout: Any) -> str:
+    """The dtypes of a layout of any optimizer, in words."""
+    state = "8-bit" if layout.coded else TRITON_NAMES[layout.state]
+    master = list(MASTERS)[layout.master] or "no"
+    return f"{TRITON_NAMES[layout.param]} param, {TRITON_NAMES[layout.grad]} grad, {state} state, {master} master"
+
+
+def variant(kernels: Any, layout: Any, moments: tuple[str, ...], title: str) -> Variant:
+    """A step of one tensor by the kernels of an optimizer, with the bytes that its layout moves but those of scales."""
+    state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
+    master = list(MASTERS)[layout.master]
+    read, written = StateLayout(TRITON_NAMES[layout.param], master, state, moments, layout.stochastic).moved()
+    # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
+    copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
+    kernel = kernels.FAMILY.coded_kernel if layout.coded else kernels.FAMILY.kernel
+    launch = partial(_step, kernels, layout)
+    return Variant(kernel, title, launch, read + layout.grad.itemsize, written, copies=copies, copies_on=on)
+
+
+def _step(kernels: Any, layout: Any) -> None:
+    """The compiled kernel depends only on the layout."""
     table = TensorTable(layout.sizes([(1, 128)]), layout.operands, layout.chunk, torch.device("cpu"))
-    hyper = torch.empty(1, adam.HYPER_COLUMNS, dtype=torch.float32, device="cpu")
-    groups = torch.empty(1, adam.GROUP_COLUMNS, dtype=torch.float64, device="cpu")
+    hyper = torch.empty(1, kernels.HYPER_COLUMNS, dtype=torch.float32, device="cpu")
+    groups = torch.empty(1, kernels.GROUP_COLUMNS, dtype=torch.float64, device="cpu")
     of_group = torch.zeros(1, dtype=torch.int64, device="cpu")
-    adam.step(adam.Batch(layout, table, [], of_group, hyper), groups, adam.Control())
+    kernels.step(kernels.Batch(layout, table, [], of_group, hyper), groups, kernels.Control())
 
 
 def _amp_step(clip: bool) -> None:
@@ -72,14 +78,9 @@ def _layouts() -> list[Layout]:
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes of kernels/adam, except those of the scales of 8-bit moments."""
+    """Each layout once, with the bytes of kernels/adam, and the kernel that prepares a step."""
     for layout in _layouts():
-        launch = partial(_step, layout)
-        kernel = adam.coded_adam_kernel if layout.coded else adam.adam_kernel
-        # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
-        copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
-        read, written = _held(layout).moved()
-        read += layout.grad.itemsize
-        yield Variant(kernel, name(layout), launch, read, written, copies=copies, copies_on=on)
+        moments = (*ADAM, "max_exp_avg_sq") if layout.amsgrad else ADAM
+        yield variant(adam, layout, moments, name(layout))
     yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
     yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))
