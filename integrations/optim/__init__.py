@@ -1,4 +1,4 @@
-"""`torch.optim.Optimizer` classes that use the Adam kernels.
+"""`torch.optim.Optimizer` classes that use halfstep's kernels.
 
 A step collects the tensors of all parameter groups in one `LaunchGroup` per device and combination of dtypes, and makes
 one launch for each. Together these groups are the `StepPlan`. It is kept for later steps, which compare addresses and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from halfstep.kernels import block_codes
-from halfstep.kernels.backend import jit, tl
+from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.rounding import join_float32, to_float32
@@ -84,10 +84,16 @@ def _update_blocks(
     buf = hyper.keep * buf + hyper.add * g
     if SHORT:
         buf = tl.where(blocks.mask, buf, 0.0)
-    codes, new_scales = block_codes.encode_signed_block(buf, words[1] >> 8 if FORM.STOCHASTIC else _HALF)
+    noise, word = _HALF, words[0]
+    if FORM.STOCHASTIC:
+        if HINT != 0 and cuda_capability_geq(8, 0):  # words have been moved down: blocks.py
+            noise, word = words[1], words[0] << (24 if FORM.REMAINDER == 8 else 8)
+        else:
+            noise = words[1] >> 8
+    codes, new_scales = block_codes.encode_signed_block(buf, noise)
     tiles.store(at.m, blocks, codes, "uint8", HINT)
     tensor_blocks.store_scales(scales.m, blocks, new_scales, "uint8", HINT)
-    tiles.store_weight(at, blocks, _new_weight(w, g, buf, hyper, FORM), words[0], FORM, HINT)
+    tiles.store_weight(at, blocks, _new_weight(w, g, buf, hyper, FORM), word, FORM, HINT)
 
 
 @partial(jit, do_not_specialize=["tensors"])
