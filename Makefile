@@ -34,7 +34,7 @@ help:
 	@echo "make exhaustive  all 2^32 inputs and the long tails of tables, which make test leaves out: hours"
 	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
 	@echo "make versions    the tests on the oldest and newest torch, Triton and Python, each in its own environment: hours"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff, mypy, and names that say nothing"
 	@echo "make audit       compile every kernel for four GPU generations, without a GPU"
 	@echo "make bounds      record what they compile to as bounds for the tests, and in docs/performance.md"
 	@echo "make wheels      dist/: the sdist, and the wheel with the CPU kernels compiled for three levels of x86-64 (a minute)"
@@ -139,6 +139,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/support/empty_names.py
 
 audit: $(VENV)/.test
 	$(BIN)/pytest -q -p no:benchmark -m exhaustive --timeout 0 tests/kernels/test_compile.py
