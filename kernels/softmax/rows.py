@@ -295,17 +295,20 @@ def _per_lane(block):
     return tl.max(block, axis=2)
 
 
-@functools.partial(jit, do_not_specialize=["x", "mask", "y", "partial", "rows", "strides"])
+# Sizes are arguments of their own: for integers in a tuple that are 1, or that 16 divides, Triton compiles forms anew.
+@functools.partial(jit, do_not_specialize=["x", "mask", "y", "partial", *Rows._fields, *Strides._fields])
 def forward_row_kernel(
-    x, mask, y, partial, rows, strides, scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr
-):
+    x, mask, y, partial, rows, columns, queries, splits, span,
+    size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
+    scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr,
+):  # fmt: skip
     """Softmax of the rows of a tile, or of one longer row or piece.
 
     Columns of x lie side by side; y is contiguous. `mask` is seen as rows like x, and is x where there is none. For
     each piece of a row, `partial` holds its maximum and sum, one pair after the other.
     """
+    rows = Rows(rows, columns, queries, splits, span)
     row, columns, begin = _position(rows, form, tile)
-    size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column = strides
     x_row = _row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
     mask_row = x_row
     if form.MASK != arithmetic.PLAIN:
@@ -400,12 +403,16 @@ def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, 
         tl.store(dx + _elements(begin, part, tile), from_float32(result, dx.dtype.scalar.element_ty), mask=inside)
 
 
-@functools.partial(jit, do_not_specialize=["grad", "y", "dx", "partial", "rows"])
-def backward_row_kernel(grad, y, dx, partial, rows, scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr):
+@functools.partial(jit, do_not_specialize=["grad", "y", "dx", "partial", *Rows._fields])
+def backward_row_kernel(
+    grad, y, dx, partial, rows, columns, queries, splits, span,
+    scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr,
+):  # fmt: skip
     """The derivative of the rows of a tile, or of one longer row or piece; tiles and loops as in the forward kernel.
 
     All tensors are contiguous. `partial` holds the sum of each piece of a row.
     """
+    rows = Rows(rows, columns, queries, splits, span)
     row, columns, begin = _position(rows, form, tile)
     base = row.to(tl.int64) * columns
     span = _span(rows, row, columns, begin, y + base, form, tile)
@@ -533,7 +540,7 @@ def _launch(
     kernel: Any,
     tensors: Sequence[torch.Tensor],  # of which the last is written
     rows: Rows,
-    arguments: Sequence[Any],  # arguments that come after `rows`
+    arguments: Sequence[Any],  # strides and the scale, which come after `rows`
     form: Form,
     vector: int,
     tile_limit: int,  # elements
@@ -558,11 +565,11 @@ def _launch(
         trip = tile if splits > 1 else tile._replace(PARTS=max(1, loop // (tile.LANES * vector)))
     # More branches than in programs of whole short rows take registers that there are not.
     form = form._replace(PIECES=1 if splits == 1 else MOST_PIECES, DROPS=form.CAUSAL and not long and not form.ENDS)
-    sizes = (*rows, *(size for sizes in arguments if isinstance(sizes, Strides) for size in sizes))
+    sizes = (*rows, *arguments[:-1])
     wide = max(sizes) >= 2**31 and tuple(size >= 2**31 for size in sizes)
     for stage in stages:
         constants = {"form": form._replace(STAGE=stage), "tile": tile, "trip": trip, "num_warps": warps}
-        programs, operands = -(-rows.rows * splits // tile.ROWS), (*addresses, partial, rows, *arguments)
+        programs, operands = -(-rows.rows * splits // tile.ROWS), (*addresses, partial, *rows, *arguments)
         launch_kernel(kernel, device, programs, operands, constants, wide, *(tensor.dtype for tensor in tensors))
 
 
@@ -582,7 +589,7 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bo
     strides = Strides(b, c, *layout.x_strides[:-1], *layout.mask_strides)
     loop = FORWARD_LOOP if vector == 8 and mask_kind == 0 else FORWARD_LOOP // 2
     tile = FORWARD_TILE if vector > 1 else FORWARD_TILE // 2
-    _launch(forward_row_kernel, (x, mask, y), rows, (strides, float(scale)), form, vector, tile, loop, 2)
+    _launch(forward_row_kernel, (x, mask, y), rows, (*strides, float(scale)), form, vector, tile, loop, 2)
 
 
 def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:

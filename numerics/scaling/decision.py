@@ -7,7 +7,6 @@ scaler, a step in the backward or a trainer passes it to the optimizer by `Steps
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from itertools import repeat
@@ -69,25 +68,32 @@ class StepsOnVerdict:
 
     Attributes:
         max_grad_norm: the 2-norm to which each step clips, or None.
-        last_verdict: the verdict by which the last step was taken; None if nothing checked its gradients.
         backward_handle: what steps parts of the parameters in the backward (integrations/release.py), or None.
     """
 
     step: Callable[..., Any]
     max_grad_norm: float | None
-    last_verdict: Verdict | None = None
     backward_handle: Any = None
     # torch's scalers then unscale in place, reduce their flag where they can, and do not call step() after an overflow,
     # on which Accelerate relies. With True, ShardedGradScaler would not reduce it, and Lightning would not clip.
     _step_supports_amp_scaling = False
+    _checker: Checker | None = None
+    _last_verdict: Verdict | None = None
     _squares: torch.Tensor | None = None  # of the last step that clipped
     _decision: Decision | None = None  # about the present or the next step
     _lasts = False  # whether the decision stays when a step has been taken
 
-    @functools.cached_property
+    @property
     def checker(self) -> Checker:
         """The checker of this optimizer's gradients where no scaler checks them."""
-        return Checker(self, is_part=True)
+        if self._checker is None:
+            self._checker = Checker(self, is_part=True)
+        return self._checker
+
+    @property
+    def last_verdict(self) -> Verdict | None:
+        """The verdict by which the last step was taken; None if nothing checked its gradients."""
+        return self._last_verdict
 
     def apply(self, decision: Decision, step: Callable[[], Any] | None = None) -> Any:
         """Take a step that unscales, clips and skips as decided elsewhere, by a loss scaler for example.
@@ -157,7 +163,7 @@ class StepsOnVerdict:
     def _control(self, limit: float | None) -> Control:
         """Scale, flag and norm of this step, as decided elsewhere or, if clipping needs it, checked here."""
         decision, squares = self._decision, None
-        self.last_verdict = None if decision is None else decision.verdict
+        self._last_verdict = None if decision is None else decision.verdict
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
             scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         else:
@@ -171,7 +177,7 @@ class StepsOnVerdict:
             factor = None if scale is None else Factor(scale.float().reshape(()), inverted=True)
             verdict = self.checker.verdict(factor)
             squares = None if verdict is None else verdict.sum_of_squares
-            self.last_verdict = verdict if decision is None else decision.verdict
+            self._last_verdict = verdict if decision is None else decision.verdict
         self._squares = squares
         return Control(scale, found_inf, squares)
 

@@ -22,12 +22,12 @@ LAUNCHES = """
 import json, sys
 import torch
 import halfstep
-from halfstep.bench.audit.families import adam, cast, loss_scale, softmax, statistics, unscale
+from halfstep.bench.audit.families import adam, cast, loss_scale, sgd, softmax, statistics, unscale
 from halfstep.bench.audit.launches import recording
 from halfstep.kernels import backend
 from halfstep.kernels.softmax import dispatch
 
-families = adam, cast, loss_scale, softmax, statistics, unscale
+families = adam, cast, loss_scale, sgd, softmax, statistics, unscale
 LENGTHS = [*range(1, 41), 48, 64]
 
 
