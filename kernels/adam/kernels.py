@@ -101,24 +101,30 @@ def _new_weight(w, m, v, hyper, L2: tl.constexpr):
 def _update(at, tile, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr):
     """A tile of any layout but those with moments in 8 bits."""
     w = tiles.load_weight(at, tile, FORM, HINT)
-    g = to_float32(load(at.grad, tile, FORM.GRAD, HINT)) * hyper.gscale
+    g = to_float32(load(at.grad, tile, tl.constexpr(FORM.GRAD), HINT)) * hyper.gscale
     if FORM.OPTIONS.L2:
         g = g + hyper.decay * w
-    m = to_float32(load(at.m, tile, FORM.STATE, HINT))
-    v = to_float32(load(at.v, tile, FORM.STATE, HINT))
+    m = to_float32(load(at.m, tile, tl.constexpr(FORM.STATE), HINT))
+    v = to_float32(load(at.v, tile, tl.constexpr(FORM.STATE), HINT))
     square = g * g
     square = tl.where(square > _MAX, _MAX, square)
     v = tl.where(v > _MAX, _MAX, v)
     m = _average(m, g, hyper.factor_m)
     v = _average(v, square, hyper.factor_v)
-    store(at.m, tile, tiles.rounded(m, words[1], FORM.STATE, FORM.STOCHASTIC), FORM.STATE, HINT)
-    stored = tiles.rounded(v, words[2], FORM.STATE, FORM.STOCHASTIC)
-    store(at.v, tile, stored, FORM.STATE, HINT)
+    store(
+        at.m,
+        tile,
+        tiles.rounded(m, words[1], tl.constexpr(FORM.STATE), FORM.STOCHASTIC),
+        tl.constexpr(FORM.STATE),
+        HINT,
+    )
+    stored = tiles.rounded(v, words[2], tl.constexpr(FORM.STATE), FORM.STOCHASTIC)
+    store(at.v, tile, stored, tl.constexpr(FORM.STATE), HINT)
     if FORM.OPTIONS.AMSGRAD:
         if FORM.STOCHASTIC:
             v = to_float32(stored)
-        v = _larger(v, to_float32(load(at.top, tile, FORM.STATE, HINT)))
-        store(at.top, tile, from_float32(v, tiles.named(FORM.STATE)), FORM.STATE, HINT)
+        v = _larger(v, to_float32(load(at.top, tile, tl.constexpr(FORM.STATE), HINT)))
+        store(at.top, tile, from_float32(v, tiles.named(tl.constexpr(FORM.STATE))), tl.constexpr(FORM.STATE), HINT)
     tiles.store_weight(at, tile, _new_weight(w, m, v, hyper, FORM.OPTIONS.L2), words[0], FORM, HINT)
 
 
@@ -244,8 +250,8 @@ def _update_packed(
         weight, extra = tl.inline_asm_elementwise(
             ASSEMBLY, OPERANDS, inputs, (tl.bfloat16, tl.int16 if FORM.REMAINDER == 16 else tl.int8), True, 8
         )
-        store(at.param, blocks, weight, FORM.PARAM, HINT)
-        store(at.extra, blocks, extra, FORM.EXTRA, HINT)
+        store(at.param, blocks, weight, tl.constexpr(FORM.PARAM), HINT)
+        store(at.extra, blocks, extra, tl.constexpr(FORM.EXTRA), HINT)
     else:
         w = tl.inline_asm_elementwise(ASSEMBLY, OPERANDS, (m, v, w) + numbers, tl.float32, True, 8)  # noqa: RUF005
         tiles.store_weight(at, blocks, w, words[0] << 8, FORM, HINT)

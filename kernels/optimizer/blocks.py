@@ -89,10 +89,10 @@ def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr
 def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
     weight, extra = 0.0, 0.0
     if not FORM.FULL:
-        weight = tiles.load(at.param, blocks, FORM.PARAM, HINT)
+        weight = tiles.load(at.param, blocks, tl.constexpr(FORM.PARAM), HINT)
     if FORM.FULL or FORM.REMAINDER:
-        extra = tiles.load(at.extra, blocks, FORM.EXTRA, HINT)
-    grad = tiles.load(at.grad, blocks, FORM.GRAD, HINT, 0)
+        extra = tiles.load(at.extra, blocks, tl.constexpr(FORM.EXTRA), HINT)
+    grad = tiles.load(at.grad, blocks, tl.constexpr(FORM.GRAD), HINT, 0)
     m = tiles.load(at.m, blocks, "uint8", HINT, 0)
     v = m
     if FORM.MOMENTS > 1:

@@ -148,12 +148,12 @@ def rounded(x, word, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
     """The fp32 weights of a tile."""
     if FORM.REMAINDER:
-        weight = load(at.param, tile, FORM.PARAM, HINT)
-        w = join_float32(weight, load(at.extra, tile, FORM.EXTRA, HINT))
+        weight = load(at.param, tile, tl.constexpr(FORM.PARAM), HINT)
+        w = join_float32(weight, load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT))
     elif FORM.FULL:
-        w = load(at.extra, tile, FORM.EXTRA, HINT)
+        w = load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT)
     else:
-        w = to_float32(load(at.param, tile, FORM.PARAM, HINT))
+        w = to_float32(load(at.param, tile, tl.constexpr(FORM.PARAM), HINT))
     return w
 
 
@@ -165,12 +165,18 @@ def store_weight(at, tile, w, word, FORM: tl.constexpr, HINT: tl.constexpr):
             weight, remainder = split_float32(w, True)
         else:
             weight, remainder = split24_float32(w, word, FORM.STOCHASTIC)
-        store(at.param, tile, weight, FORM.PARAM, HINT)
-        store(at.extra, tile, remainder, FORM.EXTRA, HINT)
+        store(at.param, tile, weight, tl.constexpr(FORM.PARAM), HINT)
+        store(at.extra, tile, remainder, tl.constexpr(FORM.EXTRA), HINT)
     else:
         if FORM.FULL:
-            store(at.extra, tile, w, FORM.EXTRA, HINT)
-        store(at.param, tile, rounded(w, word, FORM.PARAM, FORM.STOCHASTIC and not FORM.FULL), FORM.PARAM, HINT)
+            store(at.extra, tile, w, tl.constexpr(FORM.EXTRA), HINT)
+        store(
+            at.param,
+            tile,
+            rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
+            tl.constexpr(FORM.PARAM),
+            HINT,
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- random words

@@ -60,11 +60,17 @@ def _new_weight(w, g, buf, hyper, FORM: tl.constexpr):
 @jit
 def _update(at, tile, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr):
     w = tiles.load_weight(at, tile, FORM, HINT)
-    g = _gradient(tiles.load(at.grad, tile, FORM.GRAD, HINT), w, hyper, FORM)
+    g = _gradient(tiles.load(at.grad, tile, tl.constexpr(FORM.GRAD), HINT), w, hyper, FORM)
     buf = g
     if FORM.MOMENTS:
-        buf = hyper.keep * to_float32(tiles.load(at.m, tile, FORM.STATE, HINT)) + hyper.add * g
-        tiles.store(at.m, tile, tiles.rounded(buf, words[1], FORM.STATE, FORM.STOCHASTIC), FORM.STATE, HINT)
+        buf = hyper.keep * to_float32(tiles.load(at.m, tile, tl.constexpr(FORM.STATE), HINT)) + hyper.add * g
+        tiles.store(
+            at.m,
+            tile,
+            tiles.rounded(buf, words[1], tl.constexpr(FORM.STATE), FORM.STOCHASTIC),
+            tl.constexpr(FORM.STATE),
+            HINT,
+        )
     tiles.store_weight(at, tile, _new_weight(w, g, buf, hyper, FORM), words[0], FORM, HINT)
 
 
