@@ -18,6 +18,7 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
+ROW: Any = None
 if tl is not None:  # what kernels read of the above
     _ADDRESSES, ROW = tl.constexpr(ADDRESSES), tl.constexpr(ROWS)
     _LR, _DECAY, _MAXIMIZE, _MAX_NORM = map(tl.constexpr, (LR, DECAY, MAXIMIZE, MAX_NORM))

@@ -131,12 +131,15 @@ def test_hostile_headers(tmp_path: Path, name: str) -> None:
         read_tensors(path)
 
 
-def test_many_names_cost_little(tmp_path: Path) -> None:
-    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_000)}
-    path = write(tmp_path / "x.safetensors", empty)
-    begun = time.process_time()
-    assert len(read_tensors(path)) == 100_000
-    assert time.process_time() - begun < 3  # some 20 microseconds for each of what the file has in 60 bytes
+def test_the_cost_of_names_grows_with_their_number(tmp_path: Path) -> None:
+    seconds = []
+    for count in (20_000, 100_000):
+        empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(count)}
+        path = write(tmp_path / "x.safetensors", empty)
+        begun = time.process_time()
+        assert len(read_tensors(path)) == count
+        seconds.append(time.process_time() - begun)
+    assert seconds[1] < 15 * seconds[0]  # 5 times as many names; 25 if each were compared with all others
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

@@ -206,7 +206,8 @@ def optimizers(data: Data) -> Iterator[Any]:
 
 def training(data: Data) -> Iterator[Any]:
     """Trainings with scaler, monitor, schedule, advice and checkpoints, with our optimizers and torch's."""
-    for dtype, kind in ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (F32, torch.optim.SGD)):
+    kinds = ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (BF16, halfstep.SGD), (F32, torch.optim.SGD))
+    for dtype, kind in kinds:
         model = data.model(dtype)
         optimizer = kind(model.parameters(), lr=1e-2)
         scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, hysteresis=2)
