@@ -17,6 +17,7 @@ from halfstep.kernels import block_codes
 from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.overflow import names_of
 from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.state_layout import MOMENTS
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _moment(state: dict[str, Any], key: str) -> torch.Tensor:
     """The local values of a moment in fp32."""
     values = local(state[key])
     if values.dtype == torch.uint8:
-        return block_codes.decode(values, local(state[f"{key}_scale"]), signed=key == "exp_avg")
+        return block_codes.decode(values, local(state[f"{key}_scale"]), signed=MOMENTS[key])
     return values.float()
 
 
@@ -118,7 +119,7 @@ def last_updates(
                 m, v = (_moment(state, key) for key in ("exp_avg", "exp_avg_sq"))
                 updates[name] = lr * (m / first) / ((v / second).sqrt() + group["eps"])
             elif state.get("momentum_buffer") is not None:
-                updates[name] = lr * local(state["momentum_buffer"])
+                updates[name] = lr * _moment(state, "momentum_buffer")
             else:
                 raise TypeError(
                     f"optimizer is a {type(optimizer).__name__}, whose state for {name} holds neither exp_avg and "

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def optimizers(data: Data) -> Iterator[Any]:
 
 def training(data: Data) -> Iterator[Any]:
     """Trainings with scaler, monitor, schedule, advice and checkpoints, with our optimizers and torch's."""
-    kinds = ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (BF16, halfstep.SGD), (F32, torch.optim.SGD))
+    sgd = partial(halfstep.SGD, momentum=0.9)
+    kinds = ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (BF16, sgd), (F32, torch.optim.SGD))
     for dtype, kind in kinds:
         model = data.model(dtype)
         optimizer = kind(model.parameters(), lr=1e-2)
