@@ -56,6 +56,7 @@ EXCEPTIONS = {
     ("accesses 64 bits", "adam.adam_kernel", "*bf16 state, split24 master, stochastic"): (
         "four bytes of remainder beside four bf16 numbers, which each thread of gfx942 takes in a stochastic step"
     ),
+    ("accesses 64 bits", "sgd.coded_sgd_kernel", "*"): "on gfx942, four codes beside four weights, as Adam's",
     ("accesses 64 bits", "adam.coded_adam_kernel", "*"): (
         "on gfx942 and beside fp32, four codes beside four weights: with eight of each, registers would spill"
     ),
