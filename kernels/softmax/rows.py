@@ -240,14 +240,16 @@ def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexp
             z = arithmetic.logits(xs[part], masks[part], operands.scale, form.MASK)
             if form.CAUSAL:
                 z = tl.where(_elements(begin, part, tile) < span.limit - span.head, z, float("-inf"))
-            if form.OF_X:  # multiplies the largest x instead of all
-                top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * operands.scale
-            else:
-                top = tl.max(z, axis=2, keep_dims=True)
-            tops = tl.where(_vectors(begin, part, tile) < span.read, tl.maximum(tops, top), tops)
         else:
             z = tl.full(xs[part].shape, float("-inf"), tl.float32)
         zs += (z,)  # type: ignore[assignment]
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):  # after all z: in one loop they take more registers
+        if _kept(span, part, form, tile):
+            if form.OF_X:  # multiplies the largest x instead of all
+                top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * operands.scale
+            else:
+                top = tl.max(zs[part], axis=2, keep_dims=True)
+            tops = tl.where(_vectors(begin, part, tile) < span.read, tl.maximum(tops, top), tops)
     return zs, tops
 
 
@@ -255,14 +257,16 @@ def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexp
 def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
     """exp(z - top) of a tile, and its sum over the vectors of each lane."""
     es = ()
-    sums = tl.full((tile.ROWS, tile.LANES, 1), 0.0, tl.float32)
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
             e = arithmetic.exponential(zs[part] - top)
-            sums += _in_lanes(e, begin, part, span, tile)
         else:
             e = zs[part]  # not looked at
         es += (e,)  # type: ignore[assignment]
+    sums = tl.full((tile.ROWS, tile.LANES, 1), 0.0, tl.float32)
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):
+        if _kept(span, part, form, tile):
+            sums += _in_lanes(es[part], begin, part, span, tile)
     return es, sums
 
 
