@@ -222,14 +222,14 @@ def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
     """
     parts = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        pointers = row + _elements(begin, part, tile) * step
-        parts += (tl.load(pointers, mask=_vectors(begin, part, tile) < end, eviction_policy=POLICY),)  # type: ignore[assignment]
+        inside = _vectors(begin, part, tile) < end
+        parts += (tl.load(row + _elements(begin, part, tile) * step, mask=inside, eviction_policy=POLICY),)  # type: ignore[assignment]
     return parts
 
 
 @jit
-def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """z of a tile, and its maximum over the vectors of each lane and `tops`."""
+def _logits(operands, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
+    """A tile of x, and its z."""
     xs = _loaded(operands.x, 1, begin, span.read, POLICY, tile)
     masks = xs
     if form.MASK != arithmetic.PLAIN:
@@ -243,14 +243,20 @@ def _logits(operands, tops, begin, span, POLICY: tl.constexpr, form: tl.constexp
         else:
             z = tl.full(xs[part].shape, float("-inf"), tl.float32)
         zs += (z,)  # type: ignore[assignment]
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):  # after all z: in one loop they take more registers
+    return xs, zs
+
+
+@jit
+def _tops(xs, zs, tops, scale, begin, span, form: tl.constexpr, tile: tl.constexpr):
+    """The maximum of z over the vectors of each lane and `tops`."""
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):  # apart from `_logits`: in its loop they take more registers
         if _kept(span, part, form, tile):
             if form.OF_X:  # multiplies the largest x instead of all
-                top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * operands.scale
+                top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * scale
             else:
                 top = tl.max(zs[part], axis=2, keep_dims=True)
             tops = tl.where(_vectors(begin, part, tile) < span.read, tl.maximum(tops, top), tops)
-    return zs, tops
+    return tops
 
 
 @jit
@@ -327,8 +333,7 @@ def forward_row_kernel(
     else:
         operands = _Operands(x_body, mask + (mask_row + span.head * mask_column), mask_column, scale)
 
-    lowest = tl.full((tile.ROWS, tile.LANES, 1), arithmetic.LOWEST, tl.float32)
-    zs, tops = _logits(operands, lowest, begin, span, "", form, tile)
+    xs, zs = _logits(operands, begin, span, "", form, tile)
     if form.ENDS:
         end, exists, kept = _ends(span, columns, form, tile)
         x_end = tl.load(x + (x_row + end), mask=kept, other=0.0)
@@ -336,7 +341,6 @@ def forward_row_kernel(
         if form.MASK != arithmetic.PLAIN:
             mask_end = tl.load(mask + (mask_row + end * mask_column), mask=kept, other=0)
         z_end = tl.where(kept, arithmetic.logits(x_end, mask_end, scale, form.MASK), float("-inf"))
-        tops = tl.maximum(tops, z_end)
     rest = begin + tile.PARTS * tile.LANES * tile.VECTOR
     TRIP: tl.constexpr = trip.PARTS * trip.LANES * trip.VECTOR
     if form.STAGE == FINISH:
@@ -348,11 +352,16 @@ def forward_row_kernel(
         total = tl.sum(sums, axis=0)
         es = _exponentials(zs, top, begin, span, form, tile)[0]
     else:
+        lowest = tl.full((tile.ROWS, tile.LANES, 1), arithmetic.LOWEST, tl.float32)
+        tops = _tops(xs, zs, lowest, scale, begin, span, form, tile)
+        if form.ENDS:
+            tops = tl.maximum(tops, z_end)
         if trip.PARTS > 0:
             m = tl.full((tile.ROWS, tile.LANES), arithmetic.LOWEST, tl.float32)
             s = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
             for start in range(rest, span.read, TRIP):
-                zs_, higher = _logits(operands, m[:, :, None], start, span, "evict_last", form, trip)
+                xs_, zs_ = _logits(operands, start, span, "evict_last", form, trip)
+                higher = _tops(xs_, zs_, m[:, :, None], scale, start, span, form, trip)
                 trip_sums = _exponentials(zs_, higher, start, span, form, trip)[1]
                 s = s * arithmetic.exponential(m - _per_lane(higher)) + _per_lane(trip_sums)
                 m = _per_lane(higher)
@@ -377,7 +386,7 @@ def forward_row_kernel(
             trips = tl.cdiv(span.last - rest, TRIP)
             for back in range(0, trips):
                 start = rest + (trips - 1 - back) * TRIP
-                zs_ = _logits(operands, lowest, start, span, "evict_first", form, trip)[0]
+                zs_ = _logits(operands, start, span, "evict_first", form, trip)[1]
                 es_ = _exponentials(zs_, top, start, span, form, trip)[0]
                 _store(y_body, zs_, es_, top, norm, start, span, form, trip)
 
