@@ -129,8 +129,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     parameters = parameters_of(training.weights)
     idle = 0 if model is None else model.parameters - model.active_parameters
     settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}
-    shape = None if model is None else asdict(model)
-    settings |= {"params": parameters, "model": shape}
+    settings |= {"params": parameters, "model": None if model is None else asdict(model)}
     states = {name for name, _ in row.states()}
     rewritten = 2 * sum(part.bytes for part in parts if part.name in states)
     moved = math.ceil(row.moved_besides_states * elements(shards.states) + rewritten)

@@ -94,8 +94,7 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
     precision, strategy = arguments["precision"], arguments["strategy"] or "single"
     one_of("precision", precision, PRECISIONS)
     one_of("strategy", strategy, STRATEGIES)
-    compute = layout("torch", precision).compute.name
-    of_torch = ("fp32", "fp32" if compute == "fp32" else f"amp-{compute}")
+    of_torch = ("fp32", f"amp-{precision.removeprefix('amp-')}")
     rows = [
         row
         for row in LAYOUTS

@@ -51,10 +51,9 @@ def _each(value: float | None) -> str:
 def headline(plan: dict[str, Any]) -> str:
     """Model, layout, strategy and batch in one line."""
     settings, total, active = plan["settings"], plan["parameters"], plan["active_parameters"]
-    strategy = settings["strategy"]
-    strategy += f", groups of {settings['shard']}" if settings["shard"] else ""
+    groups = f", groups of {settings['shard']}" if settings["shard"] else ""
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
-    placed = gpus if strategy == "single" else f"{strategy} on {gpus}"
+    placed = gpus if settings["strategy"] == "single" else f"{settings['strategy']}{groups} on {gpus}"
     counted = f"{total:,} parameters" + (f", {active:,} active" if active < total else "")
     batch = f"; batch {settings['batch']}, {settings['seq']:,} tokens" if settings["batch"] and settings["seq"] else ""
     return f"{counted}; {plan['layout']['name']} ({plan['layout']['bytes_per_parameter']:.4g} B each); {placed}{batch}"
@@ -123,8 +122,7 @@ def _verdict(content: dict[str, Any]) -> list[Any]:
             shown.append(Table((), [("  ", cost) for cost in solution["costs"]], wraps=1))
         shown.append("")
     elif fits is False:
-        shown += ["No four changes of layout, step, attention, loss, checkpointing, batch, sequence, LoRA, offload and "
-                  "number of GPUs, up to 64, make it fit.", ""]  # fmt: skip
+        shown += ["No four changes make it fit, not even with 64 GPUs.", ""]
     return shown
 
 
@@ -170,16 +168,8 @@ def shown(content: dict[str, Any]) -> list[Any]:
 
 
 def sentences(content: dict[str, Any]) -> list[str]:
-    """What is said of a plan below its tables."""
-    (plan,) = content["plans"]
-    lines = _work(plan)
-    if plan["settings"]["model"] is None:
-        lines.append("Activations and gathered units are not included: they are unknown without a shape.")
-    return lines
-
-
-def _work(plan: dict[str, Any]) -> list[str]:
     """FLOPs, what crosses the bus, and what the step moves; with a card of known speed their times too."""
+    (plan,) = content["plans"]
     work, gpu, offloaded, lines = plan["work"], plan["card"], plan["settings"]["offload"], []
     timed = gpu is not None and gpu["bandwidth"] is not None
     if work is not None:
@@ -197,4 +187,6 @@ def _work(plan: dict[str, Any]) -> list[str]:
     if timed and work is not None:
         peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense 16-bit peak"
         lines.append(f"{peak}, the work takes {_milliseconds(work['hardware'], gpu['flops'])}.")
+    if plan["settings"]["model"] is None:
+        lines.append("Activations and gathered units are not included: they are unknown without a shape.")
     return lines
