@@ -176,6 +176,8 @@ def test_a_card_given_by_its_memory() -> None:
     answered = answer({"page": "planner", "state": {"model": "gpt2", "card": "24GiB"}})
     assert answered["plan"]["verdict"].startswith("Fits 24 GiB: ")
     assert ["24GiB", "24GiB"] in answered["controls"]["card"]["choices"]
+    bare = answer({"page": "planner", "state": {"model": "gpt2", "checkpointing": ""}})["controls"]
+    assert (bare["checkpointing"]["value"], bare["step-in-backward"]["value"]) == ("full", "")
 
 
 @pytest.mark.parametrize("what", ["strategies", "layouts"])

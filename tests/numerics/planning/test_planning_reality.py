@@ -43,18 +43,6 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
-def stack(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    dtype = DTYPES[precision]
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 33, bias=False), nn.Linear(33, 1)).to(dtype)
-    return model, lambda m: m(torch.ones(2, 5, dtype=dtype)).sum()
-
-
-def gpt(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    model = GPT(SIZES["nano"], Precision.on(precision, CPU), seed=0).to(DTYPES[precision])
-    tokens = torch.arange(2 * 32).view(2, 32)
-    return model, lambda m: m(tokens, tokens)
-
-
 def tied(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     return Tied().to(DTYPES[precision]), lambda m: m(torch.arange(18).view(2, 9)).float().square().mean()
 
@@ -62,7 +50,7 @@ def tied(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]
 def rows(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """Rows of one block, of whole blocks and of a short last one; matrices of as many elements as have codes, or less.
 
-    Most of `stack`, `gpt` and `tied` is too small for codes.
+    Most of `tied` is too small for codes.
     """
     dtype = DTYPES[precision]
     shapes = [(64, 64), (63, 65), (16, 256), (16, 3, 100), (4096,), (2, 2048), (1, 4096), (4096, 1), (0, 9)]
@@ -70,7 +58,7 @@ def rows(precision: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]
     return model, lambda m: sum((p.float().sum() for p in m.parameters()), torch.zeros(()))
 
 
-BUILDERS = {"linear stack": stack, "gpt": gpt, "tied": tied, "rows": rows}
+BUILDERS = {"tied": tied, "rows": rows}
 BF16 = torch.bfloat16
 
 

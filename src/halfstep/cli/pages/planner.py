@@ -119,7 +119,7 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
         elif name == "model":
             control["value"] = model.lower() if preset else model
         else:
-            control["value"] = state.get(name, option.text(option.default)) or option.text(option.const)
+            control["value"] = (state[name] or option.text(option.const)) if name in state else _chosen({}, name)
         controls[name] = control | ({"choices": choices[name]} if name in choices else {})
     return controls
 
