@@ -26,7 +26,7 @@ PUBLIC = {
         for module, names in {
             codec: ("neighbours", "next_down", "next_up", "parse_number", "ulp"),
             exact: ("decode_exact", "encode_exact", "exact"),
-            planning: ("Transformer", "card", "fit", "layout", "plan", "unit", "usable"),
+            planning: ("Transformer", "card", "layout", "plan", "unit", "usable"),
             ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),
             fsdp: ("keep_reduced_gradients",),
             release: ("step_in_backward",),

@@ -21,7 +21,6 @@ from typing import Any
 
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.html import html, worker
-from halfstep.cli.pages.planner import changed
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.planning import CARDS, OPTIMIZERS, PRECISIONS, STRATEGIES
 
@@ -33,7 +32,7 @@ NUMBERS = ("1/3", "0.3", "1", "464", "65504", "65520", "1e-8", "nan")
 
 Request = dict[str, Any]
 
-COMMON = ("gpt2-xl", "llama-3-8b", "llama-3-70b", "qwen3-8b")  # models whose answers are prepared
+COMMON = ("llama-3.1-8b", "llama-3-8b", "llama-3-70b", "qwen3-8b")  # models whose answers are prepared
 
 
 def states(page: str) -> Iterator[dict[str, str]]:
@@ -49,12 +48,12 @@ def states(page: str) -> Iterator[dict[str, str]]:
     choices = {"model": COMMON, "card": CARDS, "strategy": STRATEGIES, "optimizer": OPTIMIZERS, "precision": PRECISIONS}
     for name, values in {**choices, "gpus": ("2", "4", "16", "64"), "compare": ("layouts",)}.items():
         for value in values:
-            yield changed(example, name, value)
+            yield {**example, name: value}
     for model in COMMON:
         for card in ("a100-80", "h100", "h200", "b200", "mi300x", "rtx4090"):
-            yield changed(changed(example, "model", model), "card", card)
+            yield {**example, "model": model, "card": card}
         for gpus in ("16", "64"):
-            yield changed(changed(example, "model", model), "gpus", gpus)
+            yield {**example, "model": model, "gpus": gpus}
 
 
 def common_answers(page: str) -> dict[str, Any]:
@@ -152,8 +151,8 @@ def sample() -> list[Request]:
         for move in ({}, {"step": 1}, {"flip": 3})
     ]
     asked += [
-        {"page": "planner", "state": {**EXAMPLES["planner"], **state}, "move": {"json": True}}
-        for state in ({"model": "lama"}, {"gpus": "x"}, {"compare": "layouts"}, {"fit": "batch"}, {"no": ""})
+        {"page": "planner", "state": {**EXAMPLES["planner"], **state}}
+        for state in ({"model": "lama"}, {"gpus": "x"}, {"compare": "layouts"}, {"no": ""})
     ]
     return asked
 

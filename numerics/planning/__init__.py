@@ -1,4 +1,4 @@
-"""The planner: bytes per GPU by part, messages per step, FLOPs, and the largest model or batch that fits a card.
+"""The planner: bytes per GPU by part, messages per step, FLOPs, and what makes a training fit a card.
 
     >>> from halfstep.numerics.planning import Transformer, plan
     >>> plan(7e9, gpus=8, strategy="fsdp", optimizer="halfstep").totals.state
@@ -14,7 +14,7 @@ from halfstep.numerics.planning.catalog import CARDS, MODELS, RESERVE, Card, car
 from halfstep.numerics.planning.changes import Way, ways_to_fit
 from halfstep.numerics.planning.layouts import LAYOUTS, OPTIMIZERS, PRECISIONS, Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, unit
-from halfstep.numerics.planning.plans import Part, Plan, Totals, Work, fit, plan
+from halfstep.numerics.planning.plans import Part, Plan, Totals, Work, plan
 from halfstep.numerics.planning.sharding import STRATEGIES, Collective, Strategy
 from halfstep.numerics.planning.training import Training
 from halfstep.numerics.planning.work import CHECKPOINTING
@@ -22,5 +22,5 @@ from halfstep.numerics.planning.work import CHECKPOINTING
 __all__ = [
     "CARDS", "CHECKPOINTING", "LAYOUTS", "MODELS", "OPTIMIZERS", "PRECISIONS", "RESERVE", "STRATEGIES",
     "Card", "Collective", "Layout", "Part", "Plan", "Strategy", "Tensor", "Totals", "Training", "Transformer", "Unit",
-    "Way", "Work", "card", "fit", "from_config", "layout", "plan", "unit", "usable", "ways_to_fit",
+    "Way", "Work", "card", "from_config", "layout", "plan", "unit", "usable", "ways_to_fit",
 ]  # fmt: skip

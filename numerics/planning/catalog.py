@@ -31,10 +31,7 @@ def _shape(
 # From the published config.json of each model: blocks, width, heads, heads of keys, MLP, vocabulary, positions.
 MODELS: dict[str, Transformer] = {
     "gpt2": _gpt2(12, 768, 12),
-    "gpt2-medium": _gpt2(24, 1024, 16),
-    "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
-    "tinyllama-1.1b": _shape(_llama, 22, 2048, 32, 4, 5632, 32000, 2048),
     "llama-2-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 32000, 4096),
     "llama-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 32000, 4096),
     "llama-2-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 32000, 4096),
@@ -42,52 +39,32 @@ MODELS: dict[str, Transformer] = {
     "llama-3.1-8b": _shape(_llama, 32, 4096, 32, 8, 14336, 128256, 131072),
     "llama-3-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 8192),
     "llama-3.1-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 131072),
-    "llama-3.3-70b": _shape(_llama, 80, 8192, 64, 8, 28672, 128256, 131072),
     "llama-3.1-405b": _shape(_llama, 126, 16384, 128, 8, 53248, 128256, 131072),
     "llama-3.2-1b": _shape(_llama, 16, 2048, 32, 8, 8192, 128256, 131072, tied=True),
     "llama-3.2-3b": _shape(_llama, 28, 3072, 24, 8, 8192, 128256, 131072, tied=True),
-    "smollm2-135m": _shape(_llama, 30, 576, 9, 3, 1536, 49152, 8192, tied=True),
-    "smollm2-360m": _shape(_llama, 32, 960, 15, 5, 2560, 49152, 8192, tied=True),
     "smollm2-1.7b": _shape(_llama, 24, 2048, 32, 32, 8192, 49152, 8192, tied=True),
     "smollm3-3b": _shape(_llama, 36, 2048, 16, 4, 11008, 128256, 65536, tied=True),
     "mistral-7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768),
-    "mistral-7b-v0.3": _shape(_llama, 32, 4096, 32, 8, 14336, 32768, 32768),
-    "ministral-8b": _shape(_llama, 36, 4096, 32, 8, 12288, 131072, 32768, head_dim=128),
     "mistral-nemo-12b": _shape(_llama, 40, 5120, 32, 8, 14336, 131072, 131072, head_dim=128),
     "mistral-small-24b": _shape(_llama, 40, 5120, 32, 8, 32768, 131072, 32768, head_dim=128),
     "mixtral-8x7b": _shape(_llama, 32, 4096, 32, 8, 14336, 32000, 32768, experts=8, active_experts=2),
     "mixtral-8x22b": _shape(_llama, 56, 6144, 48, 8, 16384, 32768, 65536, experts=8, active_experts=2),
-    "phi-3-mini": _shape(_llama, 32, 3072, 32, 32, 8192, 32064, 4096),
-    "phi-4-mini": _shape(_llama, 32, 3072, 24, 8, 8192, 200064, 131072, tied=True),
     "phi-4": _shape(_llama, 40, 5120, 40, 10, 17920, 100352, 16384),
-    "qwen2.5-0.5b": _shape(_qwen2, 24, 896, 14, 2, 4864, 151936, 32768, tied=True),
-    "qwen2.5-1.5b": _shape(_qwen2, 28, 1536, 12, 2, 8960, 151936, 131072, tied=True),
-    "qwen2.5-3b": _shape(_qwen2, 36, 2048, 16, 2, 11008, 151936, 32768, tied=True),
     "qwen2.5-7b": _shape(_qwen2, 28, 3584, 28, 4, 18944, 152064, 131072),
-    "qwen2.5-14b": _shape(_qwen2, 48, 5120, 40, 8, 13824, 152064, 131072),
     "qwen2.5-32b": _shape(_qwen2, 64, 5120, 40, 8, 27648, 152064, 131072),
     "qwen2.5-72b": _shape(_qwen2, 80, 8192, 64, 8, 29568, 152064, 131072),
     "qwen3-0.6b": _shape(_qwen3, 28, 1024, 16, 8, 3072, 151936, 40960, tied=True),
-    "qwen3-1.7b": _shape(_qwen3, 28, 2048, 16, 8, 6144, 151936, 40960, tied=True),
     "qwen3-4b": _shape(_qwen3, 36, 2560, 32, 8, 9728, 151936, 40960, tied=True),
     "qwen3-8b": _shape(_qwen3, 36, 4096, 32, 8, 12288, 151936, 40960),
-    "qwen3-14b": _shape(_qwen3, 40, 5120, 40, 8, 17408, 151936, 40960),
     "qwen3-32b": _shape(_qwen3, 64, 5120, 64, 8, 25600, 151936, 40960),
     "qwen3-30b-a3b": _shape(_qwen3, 48, 2048, 32, 4, 768, 151936, 40960, experts=128, active_experts=8),
     "qwen3-235b-a22b": _shape(_qwen3, 94, 4096, 64, 4, 1536, 151936, 40960, experts=128, active_experts=8),
-    "gemma-2b": _shape(_llama, 18, 2048, 8, 1, 16384, 256000, 8192, head_dim=256, tied=True),
-    "gemma-7b": _shape(_llama, 28, 3072, 16, 16, 24576, 256000, 8192, head_dim=256, tied=True),
     "gemma-2-2b": _shape(_gemma2, 26, 2304, 8, 4, 9216, 256000, 8192, head_dim=256),
     "gemma-2-9b": _shape(_gemma2, 42, 3584, 16, 8, 14336, 256000, 8192, head_dim=256),
     "gemma-2-27b": _shape(_gemma2, 46, 4608, 32, 16, 36864, 256000, 8192, head_dim=128),
-    "gemma-3-270m": _shape(_gemma2, 18, 640, 4, 1, 2048, 262144, 32768, head_dim=256, qk_norm="head"),
     "gemma-3-1b": _shape(_gemma2, 26, 1152, 4, 1, 6912, 262144, 32768, head_dim=256, qk_norm="head"),
-    "olmo-2-1b": _shape(_llama, 16, 2048, 16, 16, 8192, 100352, 4096, qk_norm="width"),
     "olmo-2-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 100352, 4096, qk_norm="width"),
-    "olmo-2-13b": _shape(_llama, 40, 5120, 40, 40, 13824, 100352, 4096, qk_norm="width"),
     "olmo-2-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100352, 4096, qk_norm="width"),
-    "olmo-3-7b": _shape(_llama, 32, 4096, 32, 32, 11008, 100278, 65536, qk_norm="width"),
-    "olmo-3-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100278, 65536, qk_norm="width"),
 }
 
 # By the model_type of a config.json: the family, what it says beyond its numbers, and whether its head is tied.
@@ -103,9 +80,9 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
 }
 # The names of sizes in a config.json.
 _SIZES = {
-    **{"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"},
-    **{"seq": "max_position_embeddings", "ffn": "intermediate_size"},
-}
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size",
+    "seq": "max_position_embeddings", "ffn": "intermediate_size",
+}  # fmt: skip
 _GPT2 = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "seq": "n_positions"}
 _EXPERTS = {
     "mixtral": {"experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
@@ -115,20 +92,29 @@ HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as for Hugging Face
 
 
 @cache
-def _of_repository(name: str) -> Any:
-    """The config.json of a repository on Hugging Face. It is read once: a page asks for it in every answer."""
-    from http.client import HTTPException
+def _downloaded(address: str) -> Any:
+    """The JSON at an address. It is read once: a page asks for it in every answer."""
     from urllib.request import urlopen
 
-    address = f"{os.environ.get('HF_ENDPOINT', HUB).rstrip('/')}/{name}/resolve/main/config.json"
+    with urlopen(address, timeout=5) as reply:
+        return json.loads(reply.read(2**20))
+
+
+def _read(source: str) -> Any:
+    """The config.json of a path, or of a repository on Hugging Face where there is no such path."""
+    from http.client import HTTPException
+
+    path = Path(source)
     try:
-        with urlopen(address, timeout=5) as reply:
-            return json.loads(reply.read(2**20))
+        if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", source, re.ASCII):
+            hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
+            return _downloaded(f"{hub}/{source}/resolve/main/config.json")
+        return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, HTTPException, ValueError, RecursionError) as error:
-        meant = instead(name.rpartition("/")[2].lower(), MODELS, listed=False)
+        meant = instead(source.rpartition("/")[2].lower(), MODELS, listed=False)
         raise ValueError(
-            f"Expected model to be a path, or a repository of Hugging Face that can be read without a login, but got "
-            f"{name!r}, and {address} was not read: {error}; {meant}Otherwise pass the path of its config.json"
+            "Expected model to be a published shape, a config.json of Hugging Face, or a repository there that can be "
+            f"read without a login, such as Qwen/Qwen3-8B, but got {source!r}: {meant}{error}"
         ) from error
 
 
@@ -150,16 +136,8 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
         8030261248
     """
     if not isinstance(config, Mapping):
-        path, source = Path(config), str(config)
-        if not path.exists() and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", source, re.ASCII):
-            config = _of_repository(source)
-        else:
-            path = path / "config.json" if path.is_dir() else path
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError, RecursionError) as error:
-                message = f"Expected model to be a config.json of Hugging Face, but {path} is none: {error}"
-                raise ValueError(message) from error
+        source = str(config)
+        config = _read(source)
         if not isinstance(config, Mapping):
             raise ValueError(f"Expected {source} to hold a JSON object: pass a config.json of Hugging Face")
     name, planned = str(config.get("model_type")), ["gpt2", *_FAMILIES]
@@ -202,55 +180,24 @@ class Card:
     memory: int  # bytes
     flops: float | None  # dense, 16-bit, per second; if known
     bandwidth: float | None  # of the memory, bytes per second; if known
-    source: str
 
 
-def _cards(maker: str, *rows: tuple[str, int, float, float, str]) -> dict[str, Card]:
-    return {
-        name: Card(name, memory * GIB, round(tflops * 1e12), round(bandwidth * 1e9), f"{maker} {source}")
-        for name, memory, tflops, bandwidth, source in rows
-    }
-
-
-# Memory in GB, dense 16-bit matrix TFLOP/s (bf16 unless the source says fp16) and memory bandwidth in GB/s, from
-# datasheets. A GPU has as many GiB as its datasheet gives GB, minus the memory that the driver and ECC take (an H200 of
-# "141 GB" offers 139.8 GiB, an L40S of "48 GB" with ECC 45.0 GiB). FLOP/s are without sparsity, for products added in
-# fp32.
+# Memory in GB, dense 16-bit matrix TFLOP/s and memory bandwidth in GB/s, from the makers' datasheets and whitepapers.
+# A GPU has as many GiB as its datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB"
+# offers 139.8 GiB, an L40S with ECC 45.0 GiB). FLOP/s are those of bf16 (V100, T4: fp16) accumulated in fp32.
+_CARDS: dict[str, tuple[int, float, float]] = {
+    "a100-40": (40, 312, 1555), "a100-80": (80, 312, 2039), "h100": (80, 989.4, 3350), "h100-pcie": (80, 756, 2000),
+    "h100-nvl": (94, 835.5, 3900), "h200": (141, 989.4, 4800), "b200": (180, 2250, 8000), "gb200": (186, 2500, 8000),
+    "l4": (24, 121, 300), "l40s": (48, 362.05, 864), "a10": (24, 125, 600), "a10g": (24, 70, 600),
+    "a30": (24, 165, 933), "a40": (48, 149.7, 696), "a6000": (48, 154.8, 768), "rtx6000-ada": (48, 364.2, 960),
+    "rtx-pro-6000": (96, 503.8, 1792), "v100-16": (16, 125, 900), "v100-32": (32, 125, 900), "t4": (16, 65, 300),
+    "rtx3090": (24, 71, 936), "rtx4090": (24, 165.2, 1008), "rtx5080": (16, 112.6, 960),
+    "rtx5090": (32, 209.5, 1792), "mi250x": (128, 383, 3276.8), "mi300x": (192, 1307.4, 5300),
+    "mi325x": (256, 1307.4, 6000), "mi355x": (288, 2500, 8000),
+}  # fmt: skip
 CARDS = {
-    **_cards(
-        "NVIDIA",
-        ("a100-40", 40, 312, 1555, "A100 datasheet, 40GB SXM"),
-        ("a100-80", 80, 312, 2039, "A100 datasheet, 80GB SXM"),
-        ("h100", 80, 989.4, 3350, "H100 datasheet, SXM"),
-        ("h100-pcie", 80, 756, 2000, "H100 datasheet, PCIe"),
-        ("h100-nvl", 94, 835.5, 3900, "H100 datasheet, NVL"),
-        ("h200", 141, 989.4, 4800, "H200 datasheet, SXM"),
-        ("b200", 180, 2250, 8000, "HGX B200 datasheet, per GPU"),
-        ("gb200", 186, 2500, 8000, "GB200 NVL72 datasheet, per GPU"),
-        ("l4", 24, 121, 300, "L4 datasheet"),
-        ("l40s", 48, 362.05, 864, "L40S datasheet"),
-        ("a10", 24, 125, 600, "A10 datasheet"),
-        ("a10g", 24, 70, 600, "A10G datasheet"),
-        ("a30", 24, 165, 933, "A30 datasheet"),
-        ("a40", 48, 149.7, 696, "A40 datasheet"),
-        ("a6000", 48, 154.8, 768, "RTX A6000 datasheet"),
-        ("rtx6000-ada", 48, 364.2, 960, "Ada architecture whitepaper, RTX 6000 Ada"),
-        ("rtx-pro-6000", 96, 503.8, 1792, "RTX Blackwell PRO architecture whitepaper, RTX PRO 6000"),
-        ("v100-16", 16, 125, 900, "V100 datasheet, 16GB SXM2; FLOP/s in fp16, it has no bf16"),
-        ("v100-32", 32, 125, 900, "V100 datasheet, 32GB SXM2; FLOP/s in fp16, it has no bf16"),
-        ("t4", 16, 65, 300, "T4 datasheet; FLOP/s in fp16, it has no bf16"),
-        ("rtx3090", 24, 71, 936, "Ampere GA102 whitepaper, RTX 3090"),
-        ("rtx4090", 24, 165.2, 1008, "Ada architecture whitepaper, RTX 4090"),
-        ("rtx5080", 16, 112.6, 960, "RTX Blackwell architecture whitepaper, RTX 5080"),
-        ("rtx5090", 32, 209.5, 1792, "RTX Blackwell architecture whitepaper, RTX 5090"),
-    ),
-    **_cards(
-        "AMD Instinct",
-        ("mi250x", 128, 383, 3276.8, "MI250X datasheet"),
-        ("mi300x", 192, 1307.4, 5300, "MI300X datasheet"),
-        ("mi325x", 256, 1307.4, 6000, "MI325X datasheet"),
-        ("mi355x", 288, 2500, 8000, "MI355X datasheet"),
-    ),
+    name: Card(name, memory * GIB, round(tflops * 1e12), round(bandwidth * 1e9))
+    for name, (memory, tflops, bandwidth) in _CARDS.items()
 }
 
 
@@ -274,7 +221,7 @@ def card(name: str) -> Card:
     text = name.lower().strip()
     # Makers write GB for GiB.
     if (memory := re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(?:g|gb|gib)", text)) and Fraction(memory[1]) > 0:
-        return Card(f"{memory[1]} GiB", int(Fraction(memory[1]) * GIB), None, None, "given")
+        return Card(f"{memory[1]} GiB", int(Fraction(memory[1]) * GIB), None, None)
     meant = _NOT_OF_A_NAME.sub("", text)
     for gpu in CARDS.values():
         short = _NOT_OF_A_NAME.sub("", gpu.name)
@@ -287,26 +234,12 @@ def card(name: str) -> Card:
     )
 
 
-def usable(gpu: Card, reserve: Fraction | int = RESERVE) -> int:
-    """The memory of a GPU in bytes, minus a reserve for what a plan does not count.
-
-    Args:
-        gpu: the GPU.
-        reserve: a share of its memory, below 1, or a number of bytes.
-
-    Raises:
-        ValueError: the reserve is negative, or leaves no memory.
+def usable(gpu: Card) -> int:
+    """The memory of a GPU in bytes, minus a reserve of 10 % for what a plan does not count.
 
     Examples:
         >>> from halfstep.numerics.planning import card, usable
-        >>> usable(card("h100")) == 72 * 2**30  # a reserve of 10 %
+        >>> usable(card("h100")) == 72 * 2**30
         True
     """
-    kept = gpu.memory * reserve if reserve < 1 else reserve
-    left = int(gpu.memory - kept)
-    if reserve < 0 or left < 1:
-        raise ValueError(
-            f"Expected reserve to be a share from 0 to below 1, or fewer bytes than the {gpu.memory / GIB:g} GiB of "
-            f"{gpu.name!r}, but got {reserve}"
-        )
-    return left
+    return int(gpu.memory * (1 - RESERVE))

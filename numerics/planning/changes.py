@@ -16,6 +16,7 @@ from halfstep.numerics.planning.sharding import BUSES
 SHORTEST = 512  # tokens of the shortest sequence that is proposed
 MOST_GPUS = 64
 MOST_CHANGES = 4  # in one way
+MOST_WAYS = 4
 # Changes that neither change what is learned nor need more hardware.
 MILD = {"flash", "loss_chunks", "checkpointing", "batch"}
 
@@ -37,15 +38,14 @@ class Way:
     plan: Plan  # with the changes
 
 
-def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
-    """The smallest changes of a training whose peak is then at most `memory` bytes, those of least effort first.
+def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
+    """The four smallest changes after which the peak is at most `memory` bytes, those of least effort first.
 
     No way contains all changes of another one, or larger ones, nor all its changes but those of `MILD` and more. A
     training that fits needs no change: the list is then empty.
 
     Args:
         memory: bytes, without the reserve for what a plan does not count; see `usable`.
-        most: the number of ways.
         arguments: the arguments of `plan`.
 
     Raises:
@@ -69,12 +69,12 @@ def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
         for numbers in itertools.product(*(range(len(levers[lever])) for lever in chosen))
     ]
     picks.sort(key=lambda pick: sum(levers[lever][number].effort for lever, number in pick.items()))
-    ways: list[tuple[dict[int, int], frozenset[int], Way]] = []
+    solutions: list[tuple[dict[int, int], frozenset[int], Way]] = []
     for pick in picks:
         hard = frozenset(lever for lever in pick if not MILD >= levers[lever][0].options.keys())
         if any(
             its_hard < hard or all(pick.get(lever, -1) >= number for lever, number in smaller.items())
-            for smaller, its_hard, _ in ways
+            for smaller, its_hard, _ in solutions
         ):
             continue
         changes = [levers[lever][number] for lever, number in pick.items()]
@@ -89,10 +89,12 @@ def ways_to_fit(memory: int, most: int = 4, **arguments: Any) -> list[Way]:
         if after.totals.peak <= memory:
             costs = _costs(before, after)
             shown = {name: value for name, value in options.items() if before.settings.get(name) != value}
-            ways.append((pick, hard, Way(shown, tuple(change.text.format_map(costs) for change in changes), after)))
-            if len(ways) == most:
+            solutions.append(
+                (pick, hard, Way(shown, tuple(change.text.format_map(costs) for change in changes), after))
+            )
+            if len(solutions) == MOST_WAYS:
                 break
-    return [way for _, _, way in ways]
+    return [solution for *_, solution in solutions]
 
 
 def _costs(before: Plan, after: Plan) -> dict[str, str]:
@@ -100,7 +102,7 @@ def _costs(before: Plan, after: Plan) -> dict[str, str]:
     bus = sum(message.bytes for message in after.communication if message.ranks == 1)
     again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
     trained = after.parameters - before.parameters  # with LoRA, whose adapters are all that is added
-    less, usual = (float(plan.layout.per_parameter(plan.settings["amsgrad"])) for plan in (after, before))
+    less, usual = (float(plan.layout.per_parameter()) for plan in (after, before))
     times = ", ".join(f"{bus / rate:.2g} s at {rate // 10**9} GB/s" for _, rate in BUSES)
     return {
         "bytes": f"{less:.4g} instead of {usual:.4g} B per parameter",
@@ -129,15 +131,9 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
         yield [recomputed] * (settings["checkpointing"] != "full")
         smaller = f"1 instead of {batch} sequences at a time: {batch} micro-batches for the same step"
         yield [Change({"batch": 1}, smaller, 2)] * (batch > 1)
-        yield [
-            Change(
-                {"seq": seq >> halvings},
-                f"{seq >> halvings:,} instead of {seq:,} tokens: shorter context",
-                2 + halvings,
-            )
-            for halvings in range(1, seq.bit_length())
-            if seq >> halvings >= SHORTEST
-        ]
+        shorter = [seq >> halvings for halvings in range(1, seq.bit_length()) if seq >> halvings >= SHORTEST]
+        context = [f"{length:,} instead of {seq:,} tokens: shorter context" for length in shorter]
+        yield [Change({"seq": shorter[i]}, context[i], 3 + i) for i in range(len(shorter))]
         yield [Change({"lora": 16}, "LoRA: {trained} trained, all weights frozen", 6)] * (settings["lora"] is None)
     yield [Change({"offload": True}, "states and steps on the host: {host}", 3)] * (not settings["offload"])
     yield [
@@ -147,16 +143,13 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
             3 + doublings if doublings else 1,
         )
         for doublings, count in enumerate(gpus << power for power in range(7))
-        if count <= MOST_GPUS
-        and count // settings["tensor_parallel"] > 1
-        and (count, "fsdp") != (gpus, settings["strategy"])
+        if count <= MOST_GPUS and count > 1 and (count, "fsdp") != (gpus, settings["strategy"])
     ]
 
 
 def _layouts(before: Plan) -> Iterator[Change]:
     """Layouts of halfstep with fewer bytes per parameter, for the weights' precision."""
-    amsgrad = before.settings["amsgrad"]
-    bf16: dict[str, Any] = {"precision": "bf16", "moments": None, "master": None}
+    bf16: dict[str, Any] = {"precision": "bf16", "moments": None}
     rows: tuple[tuple[dict[str, Any], str, int], ...] = (
         ({**bf16, "optimizer": "halfstep"}, "bf16 weights with exact fp32 masters", 1),
         ({**bf16, "optimizer": "halfstep-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
@@ -167,5 +160,5 @@ def _layouts(before: Plan) -> Iterator[Change]:
         rows = (({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1),)
     for options, text, effort in rows:
         row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options["moments"])
-        if row.per_parameter(amsgrad) < before.layout.per_parameter(amsgrad):
+        if row.per_parameter() < before.layout.per_parameter():
             yield Change(options, f"{text}: {{bytes}}", effort)

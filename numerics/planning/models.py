@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from halfstep.numerics.messages import divides, whole
+from halfstep.numerics.messages import divides, one_of, whole
 
 NORMS, QK_NORMS = ("layer", "rms"), ("", "head", "width")
 _SIZES = ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads", "head_dim", "block_norms")
@@ -145,10 +145,8 @@ class Transformer:
             raise ValueError(
                 f"Expected active_experts to be at most experts, {self.experts}, but got {self.active_experts}"
             )
-        for name, allowed in (("norm", NORMS), ("qk_norm", QK_NORMS), ("biases", (True, False, "qkv"))):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(map(repr, allowed))
-                raise ValueError(f"Expected {name} to be one of {choices}, but got {getattr(self, name)!r}")
+        one_of("norm", self.norm, NORMS)
+        one_of("qk_norm", self.qk_norm, QK_NORMS)
         if self.head_dim is None:
             divides("heads", self.heads, "hidden", self.hidden, "every head needs the same width")
         divides("kv_heads", self.kv, "heads", self.heads, "every key needs the same number of queries")
@@ -180,23 +178,9 @@ class Transformer:
         """Matrices of one MLP."""
         return 3 if self.gated else 2
 
-    def check_parallel(self, tensor_parallel: int = 1, sequence_parallel: bool = False) -> None:
-        """Raise ValueError unless heads, MLP and vocabulary can be divided evenly among the GPUs."""
-        remedy = "tensor parallelism gives every GPU equal parts: choose another --tp or size"
-        sizes = {"heads": self.heads, "kv_heads": self.kv, "ffn": self.mlp, "vocab": self.vocab}
-        for name, size in (sizes | {"seq": self.seq} if sequence_parallel else sizes).items():
-            divides("tensor_parallel", tensor_parallel, name, size, remedy)
-
-    def units(self, tensor_parallel: int = 1) -> tuple[Unit, ...]:
-        """The part of the block and the root on one of `tensor_parallel` GPUs (Shoeybi et al., Megatron-LM, 2019, §3).
-
-        The matrices of queries, keys and values and the first MLP matrices are sharded by rows, those of the attention
-        output and the last MLP matrix by columns, embedding and head by the vocabulary. Norms, positions and biases
-        that are added after a reduction are replicated.
-        """
-        self.check_parallel(tensor_parallel)
-        t, h, queries = tensor_parallel, self.hidden, self.query_width
-        qkv, f = (queries + 2 * self.kv_width) // t, self.mlp // t
+    def units(self) -> tuple[Unit, ...]:
+        """The block and the root."""
+        h, queries, qkv, f = self.hidden, self.query_width, self.query_width + 2 * self.kv_width, self.mlp
 
         def linear(name: str, rows: int, columns: int) -> list[Tensor]:
             has_bias = self.biases is True or (self.biases == "qkv" and name == "attention.qkv")
@@ -206,7 +190,7 @@ class Transformer:
         def norm(name: str) -> list[Tensor]:
             return [Tensor(f"{name}.{part}", (h,), "norm") for part in ("weight", "bias")[: 1 + (self.norm == "layer")]]
 
-        block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, queries // t)]
+        block = [*norm("norm1"), *linear("attention.qkv", qkv, h), *linear("attention.out", h, queries)]
         widths = {"": (), "width": (queries, self.kv_width), "head": (self.head_width,) * 2}[self.qk_norm]
         block += [Tensor(f"attention.{name}_norm", (width,), "norm") for name, width in zip("qk", widths, strict=False)]
         for number in range(2, self.block_norms + 1):
@@ -220,14 +204,14 @@ class Transformer:
                 block += linear(name, f, h)
             block += linear("mlp.down", h, f)
         # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
-        root = [Tensor("embedding", (self.vocab // t, h), "matrix" if self.tied else "embedding")]
+        root = [Tensor("embedding", (self.vocab, h), "matrix" if self.tied else "embedding")]
         root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
         root += norm("norm") if self.final_norm else []
-        root += [] if self.tied else [Tensor("head", (self.vocab // t, h))]
+        root += [] if self.tied else [Tensor("head", (self.vocab, h))]
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
     def adapters(self, rank: int) -> tuple[Unit, ...]:
-        """The adapters of a rank beside the matrices of the blocks (Hu et al., LoRA, 2021): two matrices for each.
+        """The adapters of a rank (Hu et al., LoRA, 2021): two matrices for each matrix of the blocks.
 
         A router and experts have none.
         """

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from fractions import Fraction
 from typing import Any
 
-from halfstep.numerics.messages import one_of, whole
+from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning import sharding, work
 from halfstep.numerics.planning.layouts import Layout
-from halfstep.numerics.planning.models import Transformer, parameters_of, tensors_of
-from halfstep.numerics.planning.sharding import Collective, Locals, Strategy, elements
+from halfstep.numerics.planning.models import parameters_of, tensors_of
+from halfstep.numerics.planning.sharding import Collective, Locals, elements
 from halfstep.numerics.planning.training import Training
 from halfstep.numerics.state_layout import StoredFormat
 
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
 USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
-DDP_BUCKET = 25 * 2**20  # bytes; torch's default: 1 MiB for the first bucket and 25 MiB for the others
 DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
-# What `step` allocates, by optimizer.
-TEMPORARIES = {"torch": "square root of exp_avg_sq", "apex-o2": "fp32 gradients", "deepspeed": "fp32 gradients"}
 
 
 @dataclass(frozen=True)
@@ -31,17 +27,12 @@ class Part:
 
     name: str
     bytes: int  # on this GPU, or in this GPU's share of the host's memory
-    per_parameter: Fraction | None = None  # bytes per parameter before sharding; None if it depends on something else
+    per_parameter: float | None = None  # bytes per parameter before sharding; None if it depends on something else
     divisor: int = 1  # the number of GPUs among which it is sharded
     phase: str = BACKWARD  # when it is allocated: "always", "backward" (forward and backward) or "step"
     exact: bool = False  # otherwise `bytes` is an estimate
     place: str = GPU  # or "host"
     note: str = ""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the ZeRO paper counts it: weights, gradients and states, but neither buckets nor scalars."""
-        return self.phase == ALWAYS and self.name not in ("buckets", "scalars")
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,9 @@ class Totals:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of one GPU in one step, micro-batches included."""
+    """FLOPs of one GPU in one step."""
 
-    forward: int
-    training: int  # forward and backward, three times `forward` unless weights are frozen: the count of MFU
+    training: int  # forward and backward: the count of MFU
     hardware: int  # `training` and what checkpointing recomputes: the count of HFU
     exact: bool  # counted from the shape; otherwise 6 per parameter and token (Kaplan et al., Scaling laws, 2020, §2.1)
 
@@ -76,7 +66,6 @@ class Plan:
     parameters: int  # of the model
     active_parameters: int  # that compute a token
     layout: Layout
-    strategy: Strategy
     settings: dict[str, Any]  # the arguments of `plan`, with defaults filled in
     parts: tuple[Part, ...]
     totals: Totals
@@ -94,55 +83,21 @@ class Plan:
         """Bytes that one GPU sends to others in a step, without copies to and from its host."""
         return sum(message.bytes for message in self.communication if message.ranks > 1)
 
-    @property
-    def bytes_sent_per_parameter(self) -> Fraction:
-        """`bytes_sent` per parameter, for data parallelism only."""
-        return sum((message.per_parameter or Fraction(0) for message in self.communication), Fraction(0))
-
-    @property
-    def state_per_parameter(self) -> Fraction:
-        """Bytes per parameter of weights, gradients and states on one GPU, as the ZeRO paper counts them."""
-        shares = ((part.per_parameter or Fraction(0)) / part.divisor for part in self.parts if part.counts)
-        return sum(shares, Fraction(0))
-
-    def mfu(self, seconds: float, peak_flops: float) -> float:
-        """Model FLOPs utilization: the share of the peak in a step of `seconds`. 0.5 and above is good."""
-        return self._utilisation("training", seconds, peak_flops)
-
-    def hfu(self, seconds: float, peak_flops: float) -> float:
-        """Hardware FLOPs utilization: `mfu` including the FLOPs that checkpointing recomputes."""
-        return self._utilisation("hardware", seconds, peak_flops)
-
-    def _utilisation(self, flops: str, seconds: float, peak_flops: float) -> float:
-        if self.work is None:
-            raise ValueError(
-                "Expected batch, but got None, on which FLOPs depend: pass batch, and without a model also seq"
-            )
-        for name, value in (("seconds", seconds), ("peak_flops", peak_flops)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"Expected {name} to be a number above 0, but got {value!r}")
-        return getattr(self.work, flops) / seconds / peak_flops
-
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
         row = self.layout
-        per_parameter = float(row.per_parameter(self.settings["amsgrad"]))
         return {
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "settings": self.settings,
-            "layout": {"name": row.name, "bytes_per_parameter": per_parameter, "note": row.note, "source": row.source},
-            "parts": [_plain(part) for part in self.parts],
+            "layout": {"name": row.name, "bytes_per_parameter": float(row.per_parameter()), "source": row.source},
+            "parts": [asdict(part) for part in self.parts],
             "totals": asdict(self.totals),
-            "communication": [_plain(message) for message in self.communication],
+            "communication": [asdict(message) for message in self.communication],
             "bytes_sent": self.bytes_sent,
             "work": None if self.work is None else asdict(self.work),
             "step_traffic": self.step_traffic,
         }
-
-
-def _plain(entry: Part | Collective) -> dict[str, Any]:
-    return {name: float(value) if isinstance(value, Fraction) else value for name, value in asdict(entry).items()}
 
 
 def plan(params: float | None = None, **settings: Any) -> Plan:
@@ -160,35 +115,26 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
         >>> plan(7e9, gpus=8, strategy="fsdp").part("exp_avg").bytes  # 4 per parameter, an eighth on each GPU
         3500000000
     """
-    return plan_of(Training(params, **settings))
-
-
-def plan_of(training: Training) -> Plan:
-    """The plan of a training."""
-    row, strategy, t, model = training.row, training.strategy_row, training.tensor_parallel, training.model
+    training = Training(params, **settings)
+    row, strategy, model, shards = training.row, training.strategy_row, training.model, training.shards
     parts = tuple(
         part
         for of in (_stored, _buckets, _gathered, _autocast_copies, _activations, _temporaries)
         for part in of(training)
     )
-    widths = training.sent.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
-    accumulate = training.accumulate
-    messages = [*training.sharding.communication(training.trained, training.everything, widths, accumulate)]
+    widths = row.gradients.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
+    messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
-        messages += sharding.over_the_bus(row, strategy, training.shards, accumulate)
-    if model is not None and t > 1 and training.batch is not None and training.seq is not None:
-        tokens = training.batch * training.seq
-        messages += sharding.between_layers(model, tokens * model.hidden * row.compute.width, tokens, t, accumulate)
-    settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}
-    shape = None if model is None else asdict(model)
-    settings |= {"params": training.parameters, "model": shape, "gradients": row.gradients.name}
-    states = {name for name, _ in row.states(training.amsgrad)}
-    moved = row.moved_besides_states * elements(training.shards.states)
-    moved += 2 * sum(part.bytes for part in parts if part.name in states)
+        messages += sharding.over_the_bus(row, strategy, shards)
+    parameters = parameters_of(training.weights)
     idle = 0 if model is None else model.parameters - model.active_parameters
-    counts = (training.parameters, training.parameters - idle)
-    totals, flops = _totals(parts), _work(training)
-    return Plan(*counts, row, strategy, settings, parts, totals, tuple(messages), flops, math.ceil(moved))
+    settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}
+    settings |= {"params": parameters, "model": None if model is None else asdict(model)}
+    states = {name for name, _ in row.states()}
+    rewritten = 2 * sum(part.bytes for part in parts if part.name in states)
+    moved = math.ceil(row.moved_besides_states * elements(shards.states) + rewritten)
+    counts, totals, flops = (parameters, parameters - idle), _totals(parts), _work(training)
+    return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, moved)
 
 
 # ---------------------------------------------------------------------------------------------------------- parts
@@ -199,35 +145,31 @@ def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
     others_at = states_at if strategy.offloads == "all" else GPU
-    listed: list[tuple[str, StoredFormat | None, Locals, bool, str]] = [
+    listed: list[tuple[str, StoredFormat, Locals, bool, str]] = [
         ("weights", row.weights, shards.weights, strategy.weights, others_at),
         ("gradients", row.gradients, shards.gradients, strategy.gradients, others_at),
-        ("accumulated gradients", training.summed, shards.gradients, strategy.gradients, others_at),
-        *((name, stored, shards.states, strategy.states, states_at) for name, stored in row.states(training.amsgrad)),
+        *((name, stored, shards.states, strategy.states, states_at) for name, stored in row.states()),
     ]
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
         listed.insert(0, ("frozen weights", row.weights, frozen, strategy.weights, others_at))
-    for name, stored, tensors, divided, place in listed:
-        if stored is None:
-            continue
+    for name, stored, tensors, divided, memory in listed:
         size = sum(count * stored.bytes(numel, length) for numel, count, length in tensors)
         divisor = training.sharding.divisor if divided else 1
-        part = Part(name, size, stored.per_parameter, divisor, ALWAYS, True, place, stored.name)
+        part = Part(name, size, float(stored.per_parameter), divisor, ALWAYS, True, memory, stored.name)
         if name in ("weights", "gradients") and training.mirrored:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
             largest = max(row.gradients.bytes(numel) for numel, _, _ in tensors) if shaped else 0
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
-            part = Part(name, size, None, divisor, place=place, note="on their way to the host")
+            part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
             size, note = _bucket(training, training.step_in_backward, size)
-            part = Part(name, size, None, divisor, place=place, note=note)
+            part = Part(name, size, None, divisor, place=memory, note=note)
         yield part
     if shaped and row.scalars:
         size = row.scalars * sum(count for _, count, _ in shards.states)
-        counted = not row.optimizer.startswith("te")  # those of TransformerEngine were not measured
-        yield Part("scalars", size, None, 1, ALWAYS, counted, states_at, "step counts, scales")
+        yield Part("scalars", size, None, 1, ALWAYS, True, states_at, "step counts, scales")
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
@@ -245,7 +187,7 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
     elif shaped:
         bucket_bytes += max(stored.bytes(numel) for numel, _, _ in gradients) - 1
     bucket_bytes = min(bucket_bytes, size)
-    if training.strategy != "ddp" or training.ranks == 1:
+    if training.strategy != "ddp" or training.gpus == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
     added = 16 * sum(count for _, count, _ in gradients) if shaped else 0
     return 2 * bucket_bytes + added, "one bucket filled and one reduced, stepped in the backward"
@@ -253,33 +195,28 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
 
 def _buckets(training: Training) -> Iterator[Part]:
     strategy, width, local = training.strategy_row, training.row.gradients.width, parameters_of(training.trained)
-    if training.ranks == 1:
+    if training.gpus == 1:
         return
     if strategy.by == "flat":
         note = "5e8 gradients, DeepSpeed's default"
         yield Part("buckets", min(DEEPSPEED_BUCKET, local) * width, note=note)
-    if strategy.buckets and training.step_in_backward is None:
-        if not training.bucket_view:
-            note = "DDP's copy of the gradients"
-            yield Part("buckets", local * width, Fraction(width), 1, ALWAYS, True, note=note)
-        if training.sent.width < width:
-            # The size of a bucket is counted before compression.
-            size = min(DDP_BUCKET, local * width) * training.sent.width // width
-            yield Part("compressed bucket", size, note="one of 25 MiB on its way")
+    if strategy.buckets and training.step_in_backward is None and not training.bucket_view:
+        note = "DDP's copy of the gradients"
+        yield Part("buckets", local * width, width, 1, ALWAYS, True, note=note)
 
 
 def _gathered(training: Training) -> Iterator[Part]:
     """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
     if not training.strategy_row.gathers or training.sharding.divisor == 1 or not training.sharding.shaped:
         return
-    blocks = [unit for unit in training.everything if not unit.root]
+    blocks = [unit for unit in training.weights if not unit.root]
     largest = max((unit.elements for unit in blocks), default=0)
-    root = parameters_of(unit for unit in training.everything if unit.root)
+    root = parameters_of(unit for unit in training.weights if unit.root)
     width = training.row.compute.width
     weights = (root + largest * (2 if sum(unit.count for unit in blocks) > 1 else 1)) * width
     yield Part("gathered weights", weights, note="the root and two units")
     trained = max((unit.elements for unit in training.trained if not unit.root), default=0)
-    gradients = (trained or root) * (width + training.sent.width)
+    gradients = (trained or root) * (width + training.row.gradients.width)
     yield Part("unreduced gradients", gradients, note="largest unit, and its copy to reduce")
 
 
@@ -287,22 +224,21 @@ def _autocast_copies(training: Training) -> Iterator[Part]:
     """The 16-bit copies of fp32 weights that autocast caches until the backward. FSDP gathers 16-bit weights itself."""
     if training.row.autocast and not training.strategy_row.gathers:
         compute, shaped = training.row.compute, training.sharding.shaped
-        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.everything) if tensor.cast)
+        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
         note = "by autocast, kept for backward"
-        yield Part("cast weights", cast * compute.width, compute.per_parameter, exact=shaped, note=note)
+        yield Part("cast weights", cast * compute.width, float(compute.per_parameter), exact=shaped, note=note)
 
 
 def _activations(training: Training) -> Iterator[Part]:
     model, batch, seq, width = training.model, training.batch, training.seq, training.row.compute.width
     if model is None or batch is None or seq is None:
         return
-    options = {name: getattr(training, name) for name in ("checkpointing", "tensor_parallel", "sequence_parallel")}
-    saved = work.activations(model, batch, seq, width=width, **options)
-    logits = -(-batch * seq // training.loss_chunks) * model.vocab // training.tensor_parallel
+    saved = work.activations(model, batch, seq, width=width, checkpointing=training.checkpointing)
+    logits = -(-batch * seq // training.loss_chunks) * model.vocab
     loss = (logits * (4 + width), "log-softmax, and 16-bit logits") if width < 4 else (logits * 4, "log-softmax")
     for name, size, note in (
         ("activations", saved.saved, "saved by the blocks"),
-        ("recomputed", saved.recomputed, "blocks computed again at once"),
+        ("recomputed", saved.recomputed, "the block computed again"),
         ("outer activations", saved.ends, "around the blocks"),
         ("logits", 4 * logits, "in fp32"),
         ("loss", *loss),
@@ -315,9 +251,8 @@ def _temporaries(training: Training) -> Iterator[Part]:
     """The memory that the step allocates temporarily."""
     width, divisor = training.row.temporary, training.sharding.divisor if training.strategy_row.states else 1
     if width:
-        size, place = width * elements(training.shards.states), HOST if training.offload else GPU
-        note = TEMPORARIES.get(training.optimizer, "fp32 copies of smaller states")
-        yield Part("step temporaries", size, Fraction(width), divisor, STEP, place=place, note=note)
+        size, memory = width * elements(training.shards.states), HOST if training.offload else GPU
+        yield Part("step temporaries", size, width, divisor, STEP, place=memory, note="square root of exp_avg_sq")
 
 
 def _totals(parts: Sequence[Part]) -> Totals:
@@ -333,63 +268,9 @@ def _work(training: Training) -> Work | None:
     model, batch, seq, lora = training.model, training.batch, training.seq, training.lora or 0
     if batch is None or seq is None:
         return None
-    t, times = training.tensor_parallel, training.accumulate
     if model is None:
-        forward = -(-2 * training.parameters * batch * seq * times // t)
-        return Work(forward, 3 * forward, 3 * forward, False)
-    forward = times * work.forward_flops(model, batch, seq, lora) // t
-    both = times * work.training_flops(model, batch, seq, lora) // t
-    again = times * work.recomputed_flops(model, batch, seq, training.checkpointing) // t
-    return Work(forward, both, both + again, True)
-
-
-# ------------------------------------------------------------------------------------------------------------ fit
-
-_ENDLESS = 2**70  # a size that no card holds: its memory does not grow
-
-
-def fit(what: str, memory: int, **arguments: Any) -> Plan | None:
-    """The largest plan whose peak is at most `memory` bytes, found by bisection; None if the smallest is larger.
-
-    Args:
-        what: the size to maximize: ``"batch"`` or ``"layers"`` of a model, or ``"params"`` of a model of unknown shape,
-            without activations.
-        memory: bytes, without the reserve for what a plan does not count; see `usable`.
-        arguments: the other arguments of `plan`.
-
-    Raises:
-        ValueError: `plan` refuses an argument, the model is missing, or the size needs no memory of the GPU.
-
-    Examples:
-        >>> from halfstep.numerics.planning import card, fit, usable
-        >>> fit("params", usable(card("h100"))).parameters  # 14 bytes each, on one GPU
-        5522100809
-    """
-    one_of("what", what, ("params", "layers", "batch"))
-    memory = whole("memory", memory)
-    model: Any = arguments.get("model")
-    if what == "params":
-        arguments |= {"model": None, "units": None, "checkpointing": "none"}
-    elif not isinstance(model, Transformer):
-        raise ValueError(
-            f"Expected model to be a Transformer with what={what!r}, but got none: pass one, or fit 'params'"
-        )
-
-    def at(size: int) -> Plan:
-        return plan(**arguments | ({"model": replace(model, layers=size)} if what == "layers" else {what: size}))
-
-    high = 1
-    while at(high).totals.peak <= memory:
-        high *= 2
-        if high > _ENDLESS:
-            raise ValueError(
-                f"Expected offload to be False with what={what!r}, all of which the strategy offloads, but got True: "
-                "leave offload out, or fit 'batch' of a model"
-            )
-    if high == 1:
-        return None
-    low = high // 2  # fits, and `high` does not. Not by `bisect`, whose range has 32 bits in a browser's Python.
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if at(middle).totals.peak <= memory else (low, middle)
-    return at(low)
+        both = 6 * parameters_of(training.weights) * batch * seq
+        return Work(both, both, False)
+    both = work.training_flops(model, batch, seq, lora)
+    blocks = batch * model.layers * work.layer_flops(model, seq)
+    return Work(both, both + (blocks if training.checkpointing == "full" else 0), True)

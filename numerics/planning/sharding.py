@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
-from halfstep.numerics.messages import divides
 from halfstep.numerics.planning.layouts import Layout
-from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of, tensors_of
+from halfstep.numerics.planning.models import Tensor, Unit, parameters_of, tensors_of
 from halfstep.numerics.state_layout import LEAST_CODED
 
 BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
@@ -95,17 +94,13 @@ class Collective:
     name: str  # the operation
     what: str  # the data that is sent
     bytes: int  # that one GPU sends in a step
-    per_parameter: Fraction | None  # these bytes per parameter of the model; None if they do not depend on parameters
     ranks: int  # that take part
-    times: int  # messages in a step
-    note: str = ""  # a remark on unexpected behavior
 
 
 def ring(ranks: int) -> Fraction:
     """The share of a buffer that each rank sends to all-gather or reduce-scatter it: (N − 1)/N. An all-reduce is both.
 
-    No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations
-    (2009).
+    No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
     return Fraction(ranks - 1, ranks)
 
@@ -134,18 +129,6 @@ class Sharding:
     # Whether units have the shapes of the parameters, and not only their number. Without shapes, the parameters count
     # as one long row, and every rank is assumed to hold an equal part.
     shaped: bool
-
-    def __post_init__(self) -> None:
-        name = self.strategy.name
-        if name != "hsdp" and self.group is not None:
-            raise ValueError(
-                f"shard is {self.group}, but strategy {name!r} has no groups; leave it out, or choose 'hsdp'"
-            )
-        if name == "hsdp" and self.group is None:
-            raise ValueError("strategy is 'hsdp', but shard is not given; give the GPUs of one group, as --shard 8")
-        if self.group is not None:
-            remedy = "every group needs as many GPUs"
-            divides("shard", self.group, "the number of data-parallel GPUs", self.ranks, remedy)
 
     @property
     def divisor(self) -> int:
@@ -195,83 +178,54 @@ class Sharding:
         return self.divisor * elements(shards.states if self.strategy.by == "flat" else shards.gradients)
 
     def communication(
-        self, trained: Sequence[Unit], units: Sequence[Unit], widths: tuple[Fraction, Fraction], accumulate: int
+        self, trained: Sequence[Unit], units: Sequence[Unit], widths: tuple[Fraction, Fraction]
     ) -> tuple[Collective, ...]:
         """The messages that one GPU sends in a step for data parallelism.
 
         DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter gradients and gather weights,
         which is as much if both have the same width. ZeRO-3 and FSDP gather weights twice, 1.5 times as much
-        (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2. DDP, ZeRO-1 and
-        ZeroRedundancyOptimizer send gradients once per step (``no_sync``); strategies that divide gradients send them
-        once per micro-batch.
+        (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2.
 
         Args:
             trained: the units whose gradients are sent.
             units: the units whose weights are sent, also those of frozen ones.
-            widths: bytes per gradient in a message, after compression by a hook, and bytes per weight.
-            accumulate: micro-batches in a step.
+            widths: bytes per gradient and per weight in a message.
         """
         ranks, divisor, by = self.ranks, self.divisor, self.strategy.by
         if ranks == 1:
             return ()
-        times, once = accumulate if self.strategy.gradients else 1, ring(divisor)
-        gradients, weights = self.padded(trained), self.padded(units)
+        once, gradients, weights = ring(divisor), self.padded(trained), self.padded(units)
 
-        def sent(
-            name: str, what: str, share: Fraction, to: int = divisor, count: int = times, note: str = ""
-        ) -> Collective:
+        def sent(name: str, what: str, share: Fraction, to: int = divisor) -> Collective:
             width, number = (widths[0], gradients) if "gradients" in what else (widths[1], weights)
-            size = share * width * count
-            return Collective(name, what, math.ceil(size * number), size, to, count, note)
+            return Collective(name, what, math.ceil(share * width * number), to)
 
-        summed = sent("all-reduce", "gradients", 2 * ring(ranks), ranks, 1)
+        summed = sent("all-reduce", "gradients", 2 * ring(ranks), ranks)
         if by == "nothing":
             return (summed,)
         if by == "parameters":
-            return summed, sent("broadcast", "weights", once, ranks, 1, "from each weight's owner")
+            return summed, sent("broadcast", "weights", once, ranks)
         scattered = sent("reduce-scatter", "gradients", once)
         if not self.strategy.gathers:
-            return scattered, sent("all-gather", "weights", once, divisor, 1)
+            return scattered, sent("all-gather", "weights", once)
         root = self.padded([unit for unit in units if unit.root and by != "elements"] if len(units) > 1 else [])
-        note = "the root unit stays gathered" if root else ""
         forward = sent("all-gather", "weights, forward", once)
-        backward = sent("all-gather", "weights, backward", once * Fraction(weights - root, weights), note=note)
+        backward = sent("all-gather", "weights, backward", once * Fraction(weights - root, weights))
         divided = (forward, backward, scattered) if divisor > 1 else ()
-        if ranks == divisor:
-            return divided
-        return (
-            *divided,
-            sent("all-reduce", "shards of gradients", 2 * ring(ranks // divisor) / divisor, ranks // divisor),
-        )
+        groups = ranks // divisor
+        across = sent("all-reduce", "shards of gradients", 2 * ring(groups) / divisor, groups)
+        return divided if groups == 1 else (*divided, across)
 
 
-def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, accumulate: int) -> tuple[Collective, ...]:
+def over_the_bus(row: Layout, strategy: Strategy, shards: Shards) -> tuple[Collective, ...]:
     """The copies between a GPU and its host if states, or everything, are offloaded."""
-    # One GPU copies the gradients of each backward to the host, which adds them.
-    often = strategy.gradients or strategy.name == "single"
-    gradients, down = (shards.gradients, accumulate) if often else (shards.states, 1)
-    weights, up = (shards.states, 1) if strategy.offloads == "states" else (shards.weights, 2 * accumulate)
-    down_bytes, up_bytes = elements(gradients) * row.gradients.width * down, elements(weights) * row.weights.width * up
-    to_host = Collective("copy to the host", "gradients", down_bytes, None, 1, down)
-    from_host = Collective("copy from the host", "weights", up_bytes, None, 1, up)
+    # One GPU copies whole gradients to the host, and strategies that divide weights gather them twice.
+    whole = strategy.gradients or strategy.name == "single"
+    gradients = elements(shards.gradients if whole else shards.states) * row.gradients.width
+    weights = elements(shards.states) if strategy.offloads == "states" else 2 * elements(shards.weights)
+    to_host = Collective("copy to the host", "gradients", gradients, 1)
+    from_host = Collective("copy from the host", "weights", weights * row.weights.width, 1)
     if strategy.name not in MIRRORED:
         return to_host, from_host
     # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
     return to_host, replace(from_host, name="copy to the host"), from_host
-
-
-def between_layers(model: Transformer, activation: int, tokens: int, t: int, accumulate: int) -> Iterator[Collective]:
-    """The messages of tensor parallelism (Shoeybi et al., 2019, §3) for activations of `activation` bytes.
-
-    Each block all-reduces s·b·h activations twice in the forward and twice in the backward. With sequence parallelism,
-    a reduce-scatter and an all-gather with the same number of bytes replace each all-reduce. Embedding and head are
-    sharded by the vocabulary and need one more each: of the embeddings in the forward and of the gradient of the head's
-    input in the backward. The loss reduces three fp32 numbers per token: the maximum of the logits, the sum of their
-    exponentials, and the logit of the target.
-    """
-    for what, size, times in (
-        ("activations", activation, 4 * model.layers * accumulate),
-        ("activations at embedding and head", activation, 2 * accumulate),
-        ("loss", 4 * tokens, 3 * accumulate),
-    ):
-        yield Collective("all-reduce", what, math.ceil(2 * ring(t) * size * times), None, t, times)

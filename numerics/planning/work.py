@@ -5,14 +5,12 @@ A multiplication and an addition are two FLOPs.
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.numerics.messages import one_of
 from halfstep.numerics.planning.models import Transformer, parameters_of
 
-CHECKPOINTING = ("none", "selective", "full", "sqrt")
+CHECKPOINTING = ("none", "full")
 
 
 def score_flops(model: Transformer, seq: int) -> int:
@@ -40,7 +38,7 @@ def forward_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> in
 def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
     """FLOPs of forward and backward, in which every product has two: for the gradients of both operands.
 
-    Beside adapters of a rank, the weights are frozen and have no gradient, so their products have one.
+    Frozen weights, those of all but the adapters of a rank, have no gradient, so their products have one.
     """
     forward = forward_flops(model, batch, seq, rank)
     if not rank:
@@ -49,72 +47,45 @@ def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> i
     return 3 * forward - frozen
 
 
-def recomputed_flops(model: Transformer, batch: int, seq: int, checkpointing: str) -> int:
-    """FLOPs repeated in the backward: the forward of all blocks, or only stored scores if selective."""
-    if checkpointing == "none" or (checkpointing == "selective" and model.flash):  # which stores no scores
-        return 0
-    return batch * model.layers * (score_flops if checkpointing == "selective" else layer_flops)(model, seq)
-
-
-def layer_activations(
-    model: Transformer,
-    batch: int,
-    seq: int,
-    *,
-    width: int = 2,
-    tensor_parallel: int = 1,
-    sequence_parallel: bool = False,
-    scores: bool = True,
-) -> int:
-    """Bytes that one block saves for the backward on one of `tensor_parallel` GPUs. `width`: bytes of an activation.
+def layer_activations(model: Transformer, batch: int, seq: int, *, width: int = 2) -> int:
+    """Bytes that one block saves for the backward. `width`: bytes of an activation.
 
     From Korthikanti et al., Reducing activation recomputation in large transformer models (2022), §4. With two bytes
     per element, one per element of a dropout mask, stored scores and an MLP of width 4·h, this is
-    s·b·h·(34 + 5·a·s/h) on one GPU and s·b·h·(10 + 24/t + 5·a·s/(h·t)) on t GPUs. With sequence parallelism, which
-    also shards norms and dropouts, everything is divided by t. Without `scores`, the scores, their dropout and its mask
-    are recomputed (selective checkpointing).
+    s·b·h·(34 + 5·a·s/h).
     """
     tokens, h = batch * seq, model.hidden
     # Inputs of both norms, of the projections and of the MLP; and masks.
-    replicated = tokens * h * (4 * width + (2 if model.dropout else 0))
+    size = tokens * h * (4 * width + (2 if model.dropout else 0))
     # Queries and the result of the attention, keys and values, and the activations between the matrices of the MLP.
     between = (4 if model.gated else 2) * model.mlp * (model.active_experts or 1)
-    sharded = width * tokens * (2 * model.query_width + 2 * model.kv_width + between)
+    size += width * tokens * (2 * model.query_width + 2 * model.kv_width + between)
     if model.flash:
-        sharded += 4 * model.heads * tokens  # the logarithm of the sum of each row, in fp32
-    elif scores:
-        sharded += model.heads * tokens * seq * (2 * width + 1 if model.dropout else width)
-    t = tensor_parallel
-    return (replicated + sharded) // t if sequence_parallel else replicated + sharded // t
+        return size + 4 * model.heads * tokens  # the logarithm of the sum of each row, in fp32
+    return size + model.heads * tokens * seq * (2 * width + 1 if model.dropout else width)
 
 
 class Activations(NamedTuple):
     """Bytes saved for the backward."""
 
     saved: int  # by all blocks in the forward
-    recomputed: int  # by the blocks that are recomputed at one time in the backward
+    recomputed: int  # by the block that is recomputed at one time in the backward
     ends: int  # outside the blocks
 
 
 def activations(
-    model: Transformer, batch: int, seq: int, *, checkpointing: str = "none", width: int = 2, **sharding: Any
+    model: Transformer, batch: int, seq: int, *, checkpointing: str = "none", width: int = 2
 ) -> Activations:
-    """Activations of a forward pass on one GPU; `width` and `sharding` as in `layer_activations`.
+    """Activations of a forward pass on one GPU; `width` as in `layer_activations`.
 
-    Checkpointing ``"selective"`` recomputes stored scores (Korthikanti et al., §5). ``"full"`` saves only the input of
-    each block, and recomputes one block at a time. ``"sqrt"`` saves the input of every ⌈√L⌉-th block, and recomputes
-    ⌈√L⌉ blocks at a time (Chen et al., Training deep nets with sublinear memory cost, 2016).
+    Checkpointing ``"full"`` saves only the input of each block, and recomputes one block at a time
+    (Korthikanti et al., §5).
     """
     one_of("checkpointing", checkpointing, CHECKPOINTING)
-    model.check_parallel(**sharding)
-    layer = partial(layer_activations, model, batch, seq, width=width, **sharding)
-    divisor = sharding.get("tensor_parallel", 1) if sharding.get("sequence_parallel") else 1
-    hidden_states = width * batch * seq * model.hidden // divisor
+    layer = layer_activations(model, batch, seq, width=width)
+    hidden_states = width * batch * seq * model.hidden
     # The inputs of the last norm and of the head, and the dropout mask of the embedding.
-    ends = hidden_states * (2 if model.final_norm else 1)
-    ends += batch * seq * model.hidden // divisor if model.dropout else 0
-    if checkpointing in ("none", "selective"):
-        return Activations(model.layers * layer(scores=checkpointing == "none"), 0, ends)
-    together = 1 if checkpointing == "full" else math.isqrt(model.layers - 1) + 1  # ⌈√L⌉
-    segments = -(-model.layers // together)
-    return Activations(segments * hidden_states, together * layer(), ends)
+    ends = hidden_states * (2 if model.final_norm else 1) + (batch * seq * model.hidden if model.dropout else 0)
+    if checkpointing == "none":
+        return Activations(model.layers * layer, 0, ends)
+    return Activations(model.layers * hidden_states, layer, ends)

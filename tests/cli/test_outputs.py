@@ -19,7 +19,7 @@ COMMANDS = [
     *("decode 0x0041 0x41 0x7fc00001 0b0101 0x3ff0000000000001", f"compare {' '.join(formats)}"),
     *(f"why {number} {' '.join(formats)}" for number in ("0.1", "1e9", "nan")),
     *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
-    *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 8,64 --compare strategies --card h100"),
+    *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 64 --compare strategies --card h100"),
     *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
 ]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -50,12 +50,10 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         # numbers: negative, NaN, huge, none
         ("plan --params -3", "argument --params: expected an integer of at least 1, such as 7e9"),
         ("plan --params 7e9 --batch 0", "argument --batch: expected an integer of at least 1, but got '0'"),
-        ("plan --params 7e9 --gpus 8,x", "such as 8 or 8,64, but got '8,x'"),
-        ("plan --params 7e9 --rank -1", "argument --rank: expected an integer of at least 0, but got '-1'"),
-        ("plan --params 7e9 --step-ms inf", "argument --step-ms: expected a number above 0, but got 'inf'"),
+        ("plan --params 7e9 --gpus 8,64", "argument --gpus: expected an integer of at least 1, but got '8,64'"),
         ("inspect x --scale nan", "argument --scale: expected a number from 2^-126 to 2^126"),
         # files and folders
-        ("plan --params 7e9 --out no/x.png", "argument --out: 'no/x.png' cannot be written: No such file or directory"),
+        ("inspect x --out no/x.png", "argument --out: 'no/x.png' cannot be written: No such file or directory"),
         ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
         ("ladder --out x.bmp", "argument --out: expected a file name ending in .png, .svg, .pdf"),
         ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
@@ -77,43 +75,21 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("decode 0x41 -w 8 -f fp16", "--width 8 is not the 16 bits of --format fp16; leave one out"),
         ("ladder --out x.png --codes fp16", "expected a format of up to 8 bits, but got fp16, which"),
         # plans
-        ("plan", "expected a model, but got none: pass --params 7e9, --model llama-3-8b, or the shape of a transforme"),
+        ("plan", "expected a model, but got none: pass --params 7e9 or --model llama-3-8b"),
         ("plan --params 0.5", "expected an integer of at least 1, such as 7e9, 7B or 350M, but got '0.5'"),
-        ("plan --params 1 --gpus 8,64", "--gpus is 8,64; give one value, or add --compare strategies to plan each"),
-        ("plan --params 1 --gpus 2 --strategy ddp,fsdp", "--strategy is ddp,fsdp; give one value, or add"),
-        ("plan --params 1 --gpus 2,1 --compare strategies", "gpus is 1; strategies differ only on 2 or more data-para"),
-        ("plan --params 1 --gpus 2 --strategy ddp,single --compare strategies", "Expected strategy to be one of ddp"),
+        ("plan --params 1 --compare strategies", "gpus is 1; strategies differ only on 2 or more GPUs"),
         ("plan --params 1 --strategy fsdb", "Expected strategy to be one of single, ddp"),
         ("plan --params 1e9 --card h10", "Expected card to be the name of a GPU or a size such as 24GiB, but got"),
         ("plan --params 1 --card 0GiB", "but got '0GiB': choose from a100-40"),
-        ("plan --params 1 --card 24GiB --step-ms 5 --batch 1 --seq 8", "--step-ms with a card of unknown"),
-        ("plan --model gtp2", "but got 'gtp2': did you mean 'gpt2'? halfstep plan --help lists them"),
-        ("plan --model gpt2 --experts 4", "Expected active_experts to be an integer of at least 1, but got 0"),
-        ("plan --params 1e9 --model gpt2", "--params 1000000000 with a shape; leave one of"),
-        ("plan --params 1 --reserve 4GiB", "--reserve without a card; leave it out, or give --card"),
+        ("plan --params 1e9 --model gpt2", "--params 1000000000 with --model; leave one of"),
         ("plan --params 1 --port 5", "--port without a server; leave it out, or give --page without a file"),
         ("plan --params 1 --seq 5", "--seq with --params; give both --batch and --seq, or neither"),
-        ("plan --model gpt2 --no-biases --qkv-biases", "--no-biases with --qkv-biases; leave one of them out"),
-        ("plan --params 1 --gpus 2 --rank 0 --compare strategies", "--rank with --compare strategies; leave one of"),
-        ("plan --params 1 --optimizer te --compare layouts", "--optimizer with --compare layouts, which plans all; le"),
+        ("plan --params 1 --optimizer torch --compare layouts", "--optimizer with --compare layouts, which plans all"),
         ("plan --params 1 --card A100", "but got 'A100': did you mean 'a100-80'? Choose from a100-40, a100-80"),
-        ("plan --layers 12 --hidden 8", "--heads, --vocab, --seq missing; a shape is --layers, --hidden, --heads, --v"),
-        ("plan --params 1 --tied --no-biases", "--no-biases, --tied without a shape; give --model, or --layers"),
-        ("plan --model gpt2 --heads 11", "Expected heads to divide hidden, 768, but got 11"),
-        ("plan --model gpt2 --norm batch", "'rms', but got 'batch'"),
         ("plan --model gpt2 --seq 2048", "Expected seq to be from 1 to 1024, the positions of the model, but got 2048"),
         ("plan --params 1 --gpus 8 --strategy hsdp --shard 3", "Expected shard to divide"),
-        ("plan --params 1 --fit params", "--fit without a card; give --card, one of a100-40"),
-        ("plan --params 1 --fit model", "Expected --fit to be one of none, params, layers, batch"),
-        ("plan --params 1 --card h100 --fit batch", "Expected model to be a Transformer with what='batch', but got no"),
-        ("plan --params 1 --step-ms 10", "--step-ms without a card"),
-        ("plan --params 1 --step-ms 10 --card h100", "--step-ms with --params only; give --batch and"),
-        ("plan --params 1 --reserve 5", "argument --reserve: expected a share or a size"),
-        ("plan --params 1 --reserve 100%", "argument --reserve: expected a share below 100%"),
-        ("plan --params 1 --card rtx4090 --reserve 24GiB", "Expected reserve to be a share from 0 to below 1, or"),
         ("plan --params 1 --compare layout", "but got 'layout': did you mean 'layouts'?"),
-        ("plan --params 1 --compare layouts --moments bf16", "moments is 'bf16' while layouts are compared"),
-        ("plan --params 1 --compare layouts --card h100 --fit params", "--fit with --compare"),
+        ("plan --params 1 --compare layouts --moments bf16", "--moments with --compare layouts, which plans all"),
         # checkpoints
         ("inspect README", "README is not a safetensors file, is truncated or damaged: "),
         ("inspect integers.pt", "integers.pt: expected floating-point tensors, but got none, only 1 of int64"),
@@ -137,7 +113,7 @@ def test_what_is_wrong_gets_one_line(words: str, said: str, folder: Path) -> Non
     assert sorted(os.listdir()) == before and Path("f").read_text() == "kept"
 
 
-@pytest.mark.parametrize("words", ["ladder --out x.png", "plan --params 8 --out x.png", "inspect x.pt --out x.png"])
+@pytest.mark.parametrize("words", ["ladder --out x.png", "inspect x.pt --out x.png"])
 def test_a_picture_without_matplotlib(words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = complaint(*words.split())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import generated
 
-from halfstep.numerics.planning import card, fit, layout, usable
+from halfstep.numerics.planning import card, plan, usable
 from halfstep.numerics.planning.catalog import Card
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
@@ -25,9 +25,11 @@ MEMORIES = {"24 GB": "rtx4090", "80 GB": "h100", "141 GB": "h200", "192 GB": "b2
 
 def _largest(optimizer: str, precision: str, gpu: Card, gpus: int) -> str:
     where = {"gpus": gpus, "strategy": "fsdp"} if gpus > 1 else {}
-    found = fit("params", usable(gpu), optimizer=optimizer, precision=precision, **where)
-    assert found is not None
-    return f"{found.parameters / 1e9:.2g}" if found.parameters < 1e10 else f"{found.parameters / 1e9:.0f}"
+    fitting, step = 0, 2**40
+    while step := step // 2:
+        peak = plan(fitting + step, optimizer=optimizer, precision=precision, **where).totals.peak
+        fitting += step * (peak <= usable(gpu))
+    return f"{fitting / 1e9:.2g}" if fitting < 1e10 else f"{fitting / 1e9:.0f}"
 
 
 def table() -> str:
@@ -36,7 +38,6 @@ def table() -> str:
     heads = ["options of `halfstep.AdamW`", *MEMORIES, *(f"8 of {memory}, FSDP2" for memory in MEMORIES)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for title, (optimizer, precision) in ROWS.items():
-        layout(optimizer, precision)  # refuses a name that is none
         cells = [_largest(optimizer, precision, gpu, gpus) for gpus in (1, 8) for gpu in cards]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -17,12 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.integrations import ddp
 
 WORLD = 2
 # Every strategy trains this one. Five positions are uneven shards, of which the last of four ranks has none, and the
@@ -41,7 +38,6 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # As many heads as this rank has rows of `qkv` for; which rows are whose does not matter here.
         query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -66,24 +62,12 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def cut(model: GPT, mesh: Any) -> GPT:
-    """Shard a module over tensor-parallel ranks as in Megatron-LM."""
-    rows = ("blocks.*.out", "blocks.*.down")
-    styles: dict[str, Any] = {name: ColwiseParallel() for name in ("blocks.*.qkv", "blocks.*.up")}
-    styles |= {name: RowwiseParallel() for name in rows}
-    styles["embedding"] = RowwiseParallel(input_layouts=Replicate())
-    styles["head"] = ColwiseParallel(use_local_output=False)
-    return parallelize_module(model, mesh, styles)
-
-
 def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]]:
     """The wrapped GPT and its optimizer under each strategy."""
     ours = partial(halfstep.AdamW, lr=1e-3)
 
-    def replicated(dtype: torch.dtype, hook: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    def replicated(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = DistributedDataParallel(GPT().to(dtype))
-        if hook:
-            model.register_comm_hook(None, ddp.HOOKS[hook])
         return model, ours(model.parameters())
 
     def zero1(
@@ -110,17 +94,11 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         )
         return model, ours(model.parameters())
 
-    def tensor_parallel() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = cut(GPT().bfloat16(), mesh)
-        return model, ours(model.parameters())
-
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     coded = partial(ours, state_dtype="8bit")
     return {
         "ddp": partial(replicated, torch.bfloat16),
         "ddp, fp32": partial(replicated, torch.float32),
-        "ddp, fp32 sent as fp16": partial(replicated, torch.float32, "fp16"),
-        "ddp, fp32 sent as bf16": partial(replicated, torch.float32, "bf16"),
         "zero1-torch": zero1,
         "zero1-torch, 8bit": partial(zero1, CODED, state_dtype="8bit"),
         "zero1-torch, torch": partial(zero1, SHAPE, torch.float32, torch.optim.AdamW),
@@ -130,16 +108,13 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         "fsdp, torch": partial(sharded, torch.float32, torch.optim.AdamW),
         "fsdp, fp32 gathered as bf16": partial(sharded, torch.float32, mp_policy=mixed),
         "fsdp1": fsdp1,
-        "tensor parallel": tensor_parallel,
     }
 
 
 def backward(model: nn.Module, scaler: halfstep.GradScaler) -> None:
     tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
-    with loss_parallel():  # which changes nothing without a head that is divided
-        logits = model(tokens[:, :-1]).float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        scaler.scale(loss).backward()
+    logits = model(tokens[:, :-1]).float()
+    scaler.scale(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
 
 
 def under_ddp(view: bool) -> dict[str, int]:
@@ -202,7 +177,7 @@ def on_four() -> dict[str, Any]:
     """Trainings on four ranks: HSDP in two groups of two, and strategies for any number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = strategies(init_device_mesh("cpu", (2 * WORLD,)))
-    names = ("ddp", "ddp, fp32 sent as bf16", "zero1-torch", "fsdp", "fsdp1")
+    names = ("ddp", "zero1-torch", "fsdp", "fsdp1")
     return {"hsdp": one_step(strategies(mesh)["fsdp"]), **{f"{name} on 4": one_step(made[name]) for name in names}}
 
 

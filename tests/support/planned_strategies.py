@@ -18,8 +18,6 @@ _FP32 = {"precision": "fp32"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "ddp, fp32": {"strategy": "ddp", **_FP32},
-    "ddp, fp32 sent as fp16": {"strategy": "ddp", "compress": "fp16", **_FP32},
-    "ddp, fp32 sent as bf16": {"strategy": "ddp", "compress": "bf16", **_FP32},
     "zero1-torch": {"strategy": "zero1-torch"},
     "zero1-torch, 8bit": {"strategy": "zero1-torch", "moments": "8bit", "model": CODED},
     "zero1-torch, torch": {"strategy": "zero1-torch", "optimizer": "torch-fused", **_FP32},
@@ -30,9 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp, fp32 gathered as bf16": {"strategy": "fsdp", "precision": "amp-bf16"},
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
-    "tensor parallel": {"tensor_parallel": 2},
     "ddp on 4": {"strategy": "ddp", "gpus": 4},
-    "ddp, fp32 sent as bf16 on 4": {"strategy": "ddp", "compress": "bf16", "gpus": 4, **_FP32},
     "zero1-torch on 4": {"strategy": "zero1-torch", "gpus": 4},
     "fsdp on 4": {"strategy": "fsdp", "gpus": 4},
     "fsdp1 on 4": {"strategy": "fsdp1", "gpus": 4},

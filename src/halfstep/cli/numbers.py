@@ -10,7 +10,6 @@ from fractions import Fraction
 from typing import Any
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_SIZES = {"mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 
 
 def number(convert: Callable[[str], float], fine: Callable[[float], bool], allowed: str) -> Callable[[str], Any]:
@@ -49,26 +48,3 @@ def _count(text: str) -> int:
 def count(example: str = "") -> Callable[[str], int]:
     """An argparse type: an integer of at least 1, also written as 7e9, 7B or 350M. The error ends with `example`."""
     return number(_count, lambda value: True, "an integer of at least 1" + example)
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """An argparse type: integers of at least 1, separated by commas."""
-    try:
-        return tuple(dict.fromkeys(map(_count, text.split(","))))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected integers of at least 1, such as 8 or 8,64, but got {text!r}"
-        ) from None
-
-
-def share_or_bytes(text: str) -> Fraction | int:
-    """An argparse type: a share of a card's memory, such as 10%, or a size, such as 4GiB."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[mg]i?b)", text.strip().lower())
-    if not match:
-        raise argparse.ArgumentTypeError(f"expected a share or a size, such as 10% or 4GiB, but got {text!r}")
-    number = Fraction(match[1])
-    if match[2] == "%":
-        if number >= 100:
-            raise argparse.ArgumentTypeError(f"expected a share below 100%, but got {text!r}")
-        return number / 100
-    return int(number * _SIZES[match[2]])

@@ -9,8 +9,7 @@ from halfstep.cli.terminal import Table, text
 from halfstep.numerics.planning.sharding import BUSES
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
-NOTHING_FITS = {"params": "no model", "layers": "not even one layer", "batch": "not even one sequence"}
-STATES = ("master", "remainder", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+STATES = {"master", "remainder", "exp_avg", "exp_avg_sq"}
 
 
 def digits(value: float) -> str:
@@ -52,11 +51,9 @@ def _each(value: float | None) -> str:
 def headline(plan: dict[str, Any]) -> str:
     """Model, layout, strategy and batch in one line."""
     settings, total, active = plan["settings"], plan["parameters"], plan["active_parameters"]
-    strategy = settings["strategy"]
-    strategy += f", groups of {settings['shard']}" if settings["shard"] else ""
-    strategy += f", tensor parallel {settings['tensor_parallel']}" if settings["tensor_parallel"] > 1 else ""
+    groups = f", groups of {settings['shard']}" if settings["shard"] else ""
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
-    placed = gpus if strategy == "single" else f"{strategy} on {gpus}"
+    placed = gpus if settings["strategy"] == "single" else f"{settings['strategy']}{groups} on {gpus}"
     counted = f"{total:,} parameters" + (f", {active:,} active" if active < total else "")
     batch = f"; batch {settings['batch']}, {settings['seq']:,} tokens" if settings["batch"] and settings["seq"] else ""
     return f"{counted}; {plan['layout']['name']} ({plan['layout']['bytes_per_parameter']:.4g} B each); {placed}{batch}"
@@ -75,14 +72,9 @@ def part_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 
 def message_rows(plan: dict[str, Any]) -> list[list[str]]:
-    """Data, operation, ranks, times, bytes per parameter and bytes of each message."""
-    return [
-        [
-            *(sent["what"], sent["name"], _several(sent["ranks"]), f"{sent['times']:,}"),
-            *(_each(sent["per_parameter"]), size(sent["bytes"])),
-        ]
-        for sent in plan["communication"]
-    ]
+    """Data, operation, ranks and bytes of each message."""
+    messages = plan["communication"]
+    return [[sent["what"], sent["name"], _several(sent["ranks"]), size(sent["bytes"])] for sent in messages]
 
 
 def _tables(plan: dict[str, Any]) -> list[Any]:
@@ -99,13 +91,8 @@ def _tables(plan: dict[str, Any]) -> list[Any]:
             rows.append((text(name, bold), "", "", text(size(totals[key]), bold), "", note))
     shown: list[Any] = [Table(("part", "B/param", "÷", "per GPU", "when", ""), rows, {1, 2, 3}, ruled=True, wraps=5)]
     if messages:
-        header = ("what", "operation", "GPUs", "times", "B/param", "in all")
-        shown += [
-            "",
-            text("Sent by each GPU in a step", "strong"),
-            "",
-            Table(header, messages, {2, 3, 4, 5}, ruled=True),
-        ]
+        header = ("what", "operation", "GPUs", "in all")
+        shown += ["", text("Sent by each GPU in a step", "strong"), "", Table(header, messages, {2, 3}, ruled=True)]
     return shown
 
 
@@ -130,13 +117,12 @@ def _verdict(content: dict[str, Any]) -> list[Any]:
     shown: list[Any] = [text(verdict(plan), {True: "good", False: "bad", None: "strong"}[fits]), headline(plan), ""]
     if content["ways"]:
         shown.append("It fits with any one of these, the smallest change first:")
-        for way in content["ways"]:
-            shown += ["", text(f"  {typed(way['options'])}  ({size(way['peak'])})", "strong")]
-            shown.append(Table((), [("  ", cost) for cost in way["costs"]], wraps=1))
+        for solution in content["ways"]:
+            shown += ["", text(f"  {typed(solution['options'])}  ({size(solution['peak'])})", "strong")]
+            shown.append(Table((), [("  ", cost) for cost in solution["costs"]], wraps=1))
         shown.append("")
     elif fits is False:
-        shown += ["No four changes of layout, step, attention, loss, checkpointing, batch, sequence, LoRA, offload and "
-                  "number of GPUs, up to 64, make it fit.", ""]  # fmt: skip
+        shown += ["No four changes make it fit, not even with 64 GPUs.", ""]
     return shown
 
 
@@ -147,80 +133,43 @@ def typed(options: dict[str, str | None]) -> str:
     return " ".join([*words, *(f"(without --{name})" for name, value in named.items() if value is None)])
 
 
-def _comparison(content: dict[str, Any]) -> list[Any]:
-    plans, layouts, gpus = content["plans"], content["compare"] == "layouts", numbers_of_gpus(content)
+def comparison(content: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+    """Title, header and rows of the table that compares layouts or strategies."""
+    plans, layouts = content["plans"], content["compare"] == "layouts"
     unit, name = unit_of(max(plan["totals"]["peak"] for plan in plans), 30)
-    carded, hosted, scaled = plans[0]["card"], any(plan["totals"]["host"] for plan in plans), len(gpus) > 1
-    header = ["layout" if layouts else "strategy", *["GPUs"] * scaled, *["B/param"] * layouts, "weights", "gradients"]
+    carded, hosted = plans[0]["card"], any(plan["totals"]["host"] for plan in plans)
+    header = ["layout" if layouts else "strategy", *["B/param"] * layouts, "weights", "gradients"]
     header += ["states", *["always"] * (not layouts), "peak", "sent", *["host"] * hosted, *["fits"] * bool(carded)]
     rows = []
     for plan in plans:
-        totals, settings = plan["totals"], plan["settings"]
-        by_name = {part["name"]: part for part in plan["parts"]}
-        states, gradients = by_name.keys() & STATES, by_name.keys() & {"gradients", "accumulated gradients"}
+        totals, by_name = plan["totals"], {part["name"]: part for part in plan["parts"]}
+        states = by_name.keys() & STATES
         per_parameter = sum(by_name[part]["per_parameter"] or 0 for part in ("weights", "gradients", *states))
-        sizes = [sum(by_name[part]["bytes"] for part in parts) for parts in (["weights"], gradients, states)]
+        sizes = [sum(by_name[part]["bytes"] for part in parts) for parts in (["weights"], ["gradients"], states)]
         sizes += [*[totals["state"]] * (not layouts), totals["peak"], plan["bytes_sent"], *[totals["host"]] * hosted]
-        groups = f", shard {settings['shard']}" if settings["shard"] else ""
-        row = [settings["strategy"] + groups, f"{settings['gpus']:,}"] if scaled else [plan["label"]]
-        row += [_each(per_parameter)] * layouts + [digits(size / unit) if size else "0" for size in sizes]
-        rows.append(row + (["yes" if plan["card"]["fits"] else "no"] if carded else []))
-        if scaled and settings["gpus"] == gpus[-1] and plan is not plans[-1]:
-            rows.append([""] * len(header))
-    shared = plans[0]["settings"]["strategy"] if layouts else plans[0]["layout"]["name"]
-    if not scaled:  # otherwise the numbers of GPUs have a column
-        shared = gpus_of(content) if shared == "single" else f"{shared} on {gpus_of(content)}"
-    title = f"{plans[0]['parameters']:,} parameters; {shared}; per GPU, {name}"
-    right = range(1, len(header) - bool(carded))
-    return [text(title, "strong"), "", Table(header, rows, right, ruled=True)]
-
-
-def numbers_of_gpus(content: dict[str, Any]) -> list[int]:
-    """The numbers of GPUs of the plans, without repetitions."""
-    return list(dict.fromkeys(plan["settings"]["gpus"] for plan in content["plans"]))
-
-
-def gpus_of(content: dict[str, Any]) -> str:
-    """The text "1 GPU", "8 GPUs" or "8, 64 and 1,024 GPUs"."""
-    *fewer, last = (f"{count:,}" for count in numbers_of_gpus(content))
-    return f"{', '.join(fewer)} and {last} GPUs" if fewer else f"{last} GPU{'s' * (last != '1')}"
+        cells = [digits(size / unit) if size else "0" for size in sizes]
+        fits = ["yes" if plan["card"]["fits"] else "no"] if carded else []
+        rows.append([plan["label"], *[_each(per_parameter)] * layouts, *cells, *fits])
+    settings = plans[0]["settings"]
+    gpus = f"{settings['gpus']:,} GPU{'s' * (settings['gpus'] > 1)}"
+    shared = settings["strategy"] if layouts else plans[0]["layout"]["name"]
+    placed = gpus if shared == "single" else f"{shared} on {gpus}"
+    return f"{plans[0]['parameters']:,} parameters; {placed}; per GPU, {name}", header, rows
 
 
 def shown(content: dict[str, Any]) -> list[Any]:
     """The content of ``--json`` as tables and sentences."""
     if content["compare"] is not None:
-        return _comparison(content)
+        title, header, rows = comparison(content)
+        right = range(1, len(header) - (header[-1] == "fits"))
+        return [text(title, "strong"), "", Table(header, rows, right, ruled=True)]
     (plan,) = content["plans"]
     return [*_verdict(content), *_tables(plan), "", *sentences(content)]
 
 
 def sentences(content: dict[str, Any]) -> list[str]:
-    """What is said of a plan below its tables."""
-    (plan,) = content["plans"]
-    lines = [f"{sent['what'].capitalize()}: {sent['note']}." for sent in plan["communication"] if sent["note"]]
-    lines += _work(plan)
-    if content["fit"] is not None:
-        lines.append(_fit(content["fit"]["what"], content["fit"]["plan"]))
-    if plan["layout"]["note"]:
-        lines.append(f"{plan['layout']['name']}: {plan['layout']['note']}.")
-    if plan["settings"]["model"] is None:
-        lines.append("Activations and gathered units are not included: they are unknown without a shape.")
-    return lines
-
-
-def _fit(what: str, best: dict[str, Any] | None) -> str:
-    if best is None:
-        return f"{NOTHING_FITS[what].capitalize()} fits."
-    parameters, at = f"{best['parameters']:,} parameters", f"at {size(best['totals']['peak'])}"
-    if what == "params":
-        return f"The largest that fits: {parameters}, {at}, activations not counted."
-    if what == "layers":
-        return f"The largest that fits: {best['settings']['model']['layers']} layers ({parameters}), {at}."
-    return f"The largest that fits: a micro-batch of {best['settings']['batch']}, {at}."
-
-
-def _work(plan: dict[str, Any]) -> list[str]:
     """FLOPs, what crosses the bus, and what the step moves; with a card of known speed their times too."""
+    (plan,) = content["plans"]
     work, gpu, offloaded, lines = plan["work"], plan["card"], plan["settings"]["offload"], []
     timed = gpu is not None and gpu["bandwidth"] is not None
     if work is not None:
@@ -238,8 +187,6 @@ def _work(plan: dict[str, Any]) -> list[str]:
     if timed and work is not None:
         peak = f"At {gpu['flops'] / 1e12:g} TFLOP/s, the {gpu['name']}'s dense 16-bit peak"
         lines.append(f"{peak}, the work takes {_milliseconds(work['hardware'], gpu['flops'])}.")
-    if plan["mfu"] is not None:
-        lines.append(f"MFU {plan['mfu']:.3f}, HFU {plan['hfu']:.3f}; 0.5 and above is good.")
-        if plan["hfu"] > 1:
-            lines.append("HFU above 1 exceeds the card's peak: check the time, the batch and the card.")
+    if plan["settings"]["model"] is None:
+        lines.append("Activations and gathered units are not included: they are unknown without a shape.")
     return lines

@@ -93,7 +93,7 @@ async function prepared(state) {
 async function ask({ state, move = {}, next = null }) {
   const request = JSON.stringify({ page: start.page, state, move });
   if (start.mode === "file") throw new Error(`This file has one answer. For others: ${answer.command}`);
-  if (start.mode === "site") return (next && !move.json && (await prepared(next))) || python(request);
+  if (start.mode === "site") return (next && (await prepared(next))) || python(request);
   const reply = await fetch("answer", { method: "POST", headers: { "Content-Type": "application/json" }, body: request }).catch(() => null);
   if (!reply) throw new Error("halfstep was stopped in its terminal: start it again, and open the address that it prints");
   if (!reply.ok) throw new Error(`halfstep refused: ${(await reply.text()).slice(0, 300)}`);

@@ -21,8 +21,7 @@ def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
         mode: one of `MODES`.
         state: texts by the keys of the page's address.
     """
-    move = {"json": True} if mode == "file" else {}  # nobody will be there to give it later
-    first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state), "move": move})
+    first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state)})
     if "refused" in first:
         raise ValueError(first["refused"])
     start = {"page": page, "mode": mode, "answer": first, **fixed(page)}
