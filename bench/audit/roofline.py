@@ -15,22 +15,14 @@ AMD's CDNA 3 whitepaper; for B200 commonly reported values).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.cli.command_line import UsageError
-from halfstep.cli.roofline_picture import Panel, Point
-
-COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
 REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
 SHARED_RESERVED = 1024  # bytes per block, reserved by NVIDIA's driver
 CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
-# The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
-ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
 
 
 class GPU(NamedTuple):
@@ -125,23 +117,6 @@ def seconds(gpu: GPU, counts: Mapping[str, Any], instructions: float) -> tuple[f
     )
 
 
-def read() -> dict[str, Any]:
-    """The counts that `make bounds` recorded in `COUNTS_FILE`.
-
-    Raises:
-        UsageError: there is no such file in the working folder, or it contains no counts.
-    """
-    try:
-        counts: dict[str, Any] = json.loads(COUNTS_FILE.read_text(encoding="utf-8"))
-        list(ratios(counts)), counts["triton"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--out draws the counts of {COUNTS_FILE}, which comes with a checkout of halfstep: run this in its root, "
-            f"or record them again with make bounds ({type(error).__name__}: {error})"
-        ) from error
-    return counts
-
-
 def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
     """The ratios of all kernels in recorded counts, except those that move less than a byte per element."""
     for name, gpu in GPUS.items():
@@ -152,22 +127,3 @@ def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
                 # As ptxas makes them; for AMD by weights.
                 memory, issue, shared = seconds(gpu, counted, counted.get("machine", counted["issued"]))
                 yield Ratios(case, kernel, name, SECTOR * counted["sectors"], issue / memory, shared / memory)
-
-
-def panels(counts: dict[str, Any]) -> list[Panel]:
-    """The rooflines of the GPUs, with the kernel of each case that issues the most instructions."""
-    result = []
-    for name, gpu in GPUS.items():
-        cases = dict(counts["targets"].get(gpu.target, {}))
-        cases |= {case: peer["kernels"] for case, peer in counts.get("peers", {}).get(gpu.target, {}).items()}
-        bandwidth = gpu.bandwidth * gpu.reached
-        points = []
-        for case, kernels in cases.items():
-            counted = max(kernels.values(), key=lambda kernel: float(kernel["issued"]))
-            times = seconds(gpu, counted, counted["issued"])
-            moved = times[0] * bandwidth
-            if SECTOR * counted["sectors"] >= 1:
-                points.append(Point(case, counted["issued"] * counted["elements"] / moved, moved / max(times)))
-        issue = gpu.multiprocessors * gpu.lanes * gpu.clock
-        result.append(Panel(name, bandwidth, issue, ISSUE_LIMIT[name], points))
-    return result

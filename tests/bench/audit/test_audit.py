@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-
 import pytest
 
-from halfstep.bench.audit import command, machine_code, roofline, rows
+from halfstep.bench.audit import command, machine_code, rows
 from halfstep.bench.audit.machine_code import Access
-from halfstep.cli.roofline_picture import family
 from halfstep.kernels.block_instructions import EXACT
 
 
@@ -37,16 +33,6 @@ def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture
 )
 def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
     assert rows.occupancy(target, registers, shared, warps) == expected
-
-
-def test_what_a_peer_does_wrong_is_shown_and_fails_nothing() -> None:
-    ours = asdict(rows.AuditRow(kernel="cast.kernel", variant="a", target="sm_90"))
-    theirs = asdict(rows.AuditRow("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
-    shown = list(map(str, command.shown([ours, theirs], seconds=1)))
-    assert "PEER peer.kernel b on sm_90: 2 spills" in shown
-    assert "all 1 pass, in 1 s." in shown
-    assert command._failing([ours, theirs]) == []
-    assert command._failing([{**theirs, "peer": None}]) != []
 
 
 def test_sass() -> None:
@@ -282,25 +268,3 @@ def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
         Access(True, 32, wide),
     ]
     assert machine_code.operand_bits(chosen, TTGIR) == {8: 32, 16: 32, 32: 32}
-
-
-def test_the_roofline_is_drawn_before_anything_is_compiled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the counts that are recorded here: a panel per GPU, a point per case, on its roof or below it."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(command, "audit", lambda *arguments: [])
-    monkeypatch.chdir(Path(__file__).resolve().parents[3])
-    out = tmp_path / "new" / "folder"
-    assert command.main(["--out", str(out)]) == 0
-    assert f"wrote {out / 'roofline.png'}" in capsys.readouterr().err
-    assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    drawn = roofline.panels(roofline.read())
-    assert [panel.gpu for panel in drawn] == ["A100", "H100", "H200", "B200", "MI300X"]
-    for panel in drawn:
-        assert len(panel.points) >= 49
-        for point in panel.points:
-            assert point.reached <= 1.0001 * min(panel.memory, panel.issue / point.per_byte), (panel.gpu, point)
-    names = [point.name for point in drawn[0].points]
-    assert {family(name) for name in names} == set(range(6))
