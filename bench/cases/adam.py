@@ -44,17 +44,24 @@ EXACT, ROUNDED = 1e-4, 0.1
 CODED_FROM = 4096  # elements of the smallest tensor whose moments all providers keep in 8 bits
 
 
+RULE = partial(torch.optim.AdamW, **HYPER)
+
+Parameters = list[torch.nn.Parameter]
+Optimizer = Callable[[Parameters], Any]  # makes one of parameters
+
+
 @dataclass
-class AdamInputs:
-    """Weights and gradients of all tensors, of shape (tensors, rows, columns)."""
+class OptimizerInputs:
+    """Weights and gradients of all tensors, of shape (tensors, rows, columns), and torch's optimizer for the job."""
 
     weights: torch.Tensor
     grads: torch.Tensor
+    rule: Optimizer = RULE
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
-        """The weights after a step of torch's AdamW in float64 with each multiple of the gradients."""
+        """The weights after a step in float64 with each multiple of the gradients."""
         weights = torch.nn.Parameter(self.weights.double())
-        optimizer = torch.optim.AdamW([weights], **HYPER)
+        optimizer = self.rule([weights])
         for factor in factors:
             weights.grad = self.grads.double() * factor
             optimizer.step()
@@ -70,7 +77,7 @@ class AdamInputs:
         """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
 
-    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    def parameters(self, dtype: torch.dtype) -> Parameters:
         """A separate parameter for each row, with a separate gradient."""
         result = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
         for parameter, grad in zip(result, self.grads, strict=True):
@@ -88,10 +95,10 @@ def rows_and_columns(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> AdamInputs:
+def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, **rule: Any) -> OptimizerInputs:
     """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
     weights, grads = (TYPICAL * normal(device, 2, *shape)).to(dtype)
-    return AdamInputs(weights, grads)
+    return OptimizerInputs(weights, grads, **rule)
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
@@ -101,7 +108,8 @@ def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> 
     return float(((weights - truth).flatten(1).norm(dim=1) / update).max())
 
 
-def _error(inputs: AdamInputs, got: list[torch.Tensor]) -> float:
+def update_error(inputs: OptimizerInputs, got: list[torch.Tensor]) -> float:
+    """The error of the exact weights after the checked steps."""
     return error(inputs.weights, got, inputs.truth)
 
 
@@ -112,7 +120,7 @@ class Weights:
     to them before a step, and the masters to the weights after it.
     """
 
-    def __init__(self, inputs: AdamInputs, masters: bool = False) -> None:
+    def __init__(self, inputs: OptimizerInputs, masters: bool = False) -> None:
         self._copied = masters and inputs.low
         self.parameters = inputs.parameters(torch.float32 if self._copied else inputs.weights.dtype)
         self._wide = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -136,16 +144,14 @@ class Weights:
 
 # ---------------------------------------------------------------------------------------------------------- providers
 
-Providers = Mapping[str, Callable[[AdamInputs], Prepared]]
+Providers = Mapping[str, Callable[[OptimizerInputs], Prepared]]
 
 
-def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+def exact_weights(optimizer: Any, parameters: Parameters) -> list[torch.Tensor]:
     """The weights with all digits that an optimizer keeps: in masters, in remainders, or in the parameters alone."""
     if hasattr(optimizer, "masters"):  # halfstep
         masters = optimizer.masters()
         return [masters[parameter] for parameter in parameters]
-    if groups := getattr(optimizer, "param_groups_master", None):  # apex
-        return [master for group in groups for master in group["params"]]
     return [_exact(parameter, optimizer.state[parameter]) for parameter in parameters]
 
 
@@ -155,15 +161,11 @@ def _exact(parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> torch.Ten
         return exact
     if state.get("kahan_comp") is not None:  # optimi
         return parameter.float() + state["kahan_comp"]
-    master: torch.Tensor = state.get("master_param", parameter)  # transformer-engine
-    return master
+    return parameter
 
 
-def _stepping(
-    make: Callable[[list[torch.nn.Parameter]], Any],
-    inputs: AdamInputs,
-    masters: bool = False,
-    wrap: Callable[..., Any] = lambda step: step,
+def stepping(
+    make: Optimizer, inputs: OptimizerInputs, masters: bool = False, wrap: Callable[..., Any] = lambda step: step
 ) -> Prepared:
     """The job of an optimizer that `make` creates, with masters around it where it keeps none."""
     weights = Weights(inputs, masters)
@@ -179,63 +181,51 @@ def _stepping(
     return Prepared(step, values)
 
 
-def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
-    return _stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
+def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
+    return stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
 
 
-def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
+def torch_adamw(parameters: Parameters, **options: Any) -> torch.optim.AdamW:
     """torch's AdamW; on a GPU, with its step counts there."""
     capturable = parameters[0].device.type == "cuda"
     return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
 
 
-def _torch(inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
-    return _stepping(partial(torch_adamw, **options), inputs, masters)
+def _torch(inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
+    return stepping(partial(torch_adamw, **options), inputs, masters)
 
 
-def _compiled(sizes: Sizes, inputs: AdamInputs) -> Prepared:
+def _compiled(sizes: Sizes, inputs: OptimizerInputs) -> Prepared:
     wrap = partial(compiled, sizes=sizes, tensors=len(inputs.weights))
-    return _stepping(partial(torch_adamw, foreach=True), inputs, masters=True, wrap=wrap)
-
-
-def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
-    loops(sizes, len(inputs.weights))
-    return _torch(inputs, foreach=False, fused=False)
+    return stepping(partial(torch_adamw, foreach=True), inputs, masters=True, wrap=wrap)
 
 
 def _peer(
-    module: str, name: str, inputs: AdamInputs, masters: bool = False, gpu: bool = False, **options: Any
+    module: str, name: str, inputs: OptimizerInputs, masters: bool = False, gpu: bool = False, **options: Any
 ) -> Prepared:
     """The AdamW of another library: where it is, what it is called, and its options."""
     if gpu:
         needs_gpu(inputs.weights.device)
-    return _stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
+    return stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
 
 
-def _optimi(inputs: AdamInputs) -> Prepared:
+def _optimi(inputs: OptimizerInputs) -> Prepared:
     on_gpu = inputs.weights.device.type == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
         return _peer("optimi", "AdamW", inputs, kahan_sum=inputs.low, triton=on_gpu, foreach=not on_gpu)
 
 
-def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
+def _torchao(sizes: Sizes, name: str, inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
     loops(sizes, len(inputs.weights))
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
     return _peer("torchao.optim", name, inputs, masters, **options)
 
 
-def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
+def _bitsandbytes(sizes: Sizes, inputs: OptimizerInputs, masters: bool = True) -> Prepared:
     if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
         loops(sizes, len(inputs.weights))
     return _peer("bitsandbytes.optim", "AdamW8bit", inputs, masters)
-
-
-def _fused_adam(module: str, inputs: AdamInputs) -> Prepared:
-    """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
-    # Both support master weights only together with capturable.
-    options = {"capturable": True, "master_weights": True} if inputs.low else {}
-    return _peer(module, "FusedAdam", inputs, gpu=True, adam_w_mode=True, **options)
 
 
 # --------------------------------------------------------------------------------------------------------------- jobs
@@ -266,11 +256,6 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         **fused,
         "torch foreach": partial(_torch, foreach=True),
         "torch.compile": partial(_compiled, sizes),
-        "torch naive": partial(_loop, sizes),
-    }
-    fused_adams: Providers = {
-        "apex": partial(_fused_adam, "apex.optimizers"),
-        "transformer-engine": partial(_fused_adam, "transformer_engine.pytorch.optimizers"),
     }
 
     def ours(state_dtype: Any) -> Providers:
@@ -283,7 +268,6 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "torch-optimi": _optimi,
         "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=None),
         "torchao": partial(_torchao, sizes, "_AdamW"),
-        **fused_adams,
     }
     full = {"halfstep full master": partial(_halfstep, master_weights="full")}
     of_bf16: Providers = {
@@ -309,7 +293,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16")
     of_24_coded = {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"}
     bare = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
-    split: Providers = {"halfstep": _halfstep, **full, **of_torch, **fused_adams}
+    split: Providers = {"halfstep": _halfstep, **full, **of_torch}
     return (
         Job("fp32", fp32, "halfstep", EXACT, of_fp32, {}),
         Job("bf16, fp32 master", bf16, "halfstep-split", EXACT, split, {"halfstep full master": "halfstep-full"}),
@@ -343,5 +327,5 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 error_unit="as a share of the update",
                 prepare=partial(prepare, shape=shape, dtype=job.dtype),
                 providers=job.providers,
-                error=_error,
+                error=update_error,
             )

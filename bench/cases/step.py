@@ -25,7 +25,7 @@ from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.adam import (
     HYPER,
     TYPICAL,
-    AdamInputs,
+    OptimizerInputs,
     Weights,
     error,
     exact_weights,
@@ -43,7 +43,7 @@ NEVER = 2**30  # steps until the scale grows, so that it is the same in all time
 
 
 @dataclass
-class StepInputs(AdamInputs):
+class StepInputs(OptimizerInputs):
     """The inputs of the Adam cases, and the norm to clip to."""
 
     @cached_property

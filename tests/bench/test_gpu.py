@@ -22,6 +22,7 @@ from halfstep.kernels import backend
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+SOFTMAX = Sizes(2**10, (16, 64), (), (), 0, slow=False)
 PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
 
 
@@ -98,6 +99,12 @@ def test_kernels_are_compiled_by_doing_every_job_of_a_group_once(monkeypatch: py
     gpu_checks.checks(Path(), quick=True)["kernels for the times of unscale"].run(torch.device("cpu"))
     assert set(done) >= {("check", "halfstep"), ("unscale", "halfstep"), ("check", "torch foreach")}
     assert "torch.compile" not in {name for _, name in done}
+
+
+def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
+    order = [(case.operation, case.size["columns"]) for case in gpu_checks.largest_first(cases(("softmax",), SOFTMAX))]
+    forward, backward = "softmax forward", "softmax backward"
+    assert order == [(name, columns) for columns in (64, 16) for name in (forward, forward, backward, backward)]
 
 
 # -------------------------------------------------------------------------------------------------------- on the disk
