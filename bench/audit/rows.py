@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from halfstep.bench.audit import families, machine_code
+from halfstep.bench.audit.gpus import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
-from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.modules import listed
 
 FAMILIES = tuple(f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
@@ -70,8 +70,7 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
     if target not in _GPU_OF:
         return None
     max_warps, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
-    launch = {"threads": num_warps * lanes, "registers": registers, "shared_bytes": shared_bytes}
-    return resident(_GPU_OF[target], launch) * num_warps / max_warps
+    return resident(_GPU_OF[target], num_warps * lanes, registers, shared_bytes) * num_warps / max_warps
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from halfstep.bench.audit import roofline
+from software_gpu import roofline
 
 RECORDED = Path(__file__).parents[2] / "kernels" / "instruction_counts.json"
 

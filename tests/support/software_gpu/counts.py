@@ -25,7 +25,7 @@ from unittest import mock
 import generated
 import torch
 
-from . import gpu, sass
+from . import gpu, roofline, sass
 
 # Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
@@ -373,8 +373,6 @@ def usage(text: str, target: str) -> dict[str, int]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The table of docs/performance.md: the kernel of each case with the most instructions."""
-    from halfstep.bench.audit import roofline
-
     issue = {(one.gpu, one.case, one.kernel): one.issue for one in roofline.ratios(record)}
     lines = [
         f"| Triton {record['triton']} | instructions | bytes | {' | '.join(SHOWN_GPUS)} |",
