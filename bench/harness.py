@@ -114,7 +114,7 @@ class Result:
         launches: kernels and copies per call, on a GPU.
         host_us: time until the call returns, without waiting for the GPU; None on a CPU.
         graph_us: median time to replay a CUDA graph of the call; None if the call cannot be captured.
-        extra_bytes: peak of the memory that a call allocates, including its results.
+        extra_bytes: peak of the memory that a call allocates, including its results, on a GPU.
     """
 
     group: str

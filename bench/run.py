@@ -9,7 +9,6 @@ Exit status: 0, even if a peer failed; 1 if a provider of halfstep was wrong or 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -50,8 +49,6 @@ def _parser() -> Parser:
 def _run(options: argparse.Namespace) -> int:
     if options.out is not None:
         make_folder(options.out)
-    # Before torch is imported. Otherwise its allocator warns about memory that was allocated before the memory profile.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     from halfstep.bench import run_report

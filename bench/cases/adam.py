@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -41,9 +42,8 @@ TYPICAL = 1e-2  # root mean square of weights and gradients
 FACTORS = (1.0, -0.5, 2.0)  # factors of the gradients in the checked steps; powers of two, which do not round
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.1}
 EXACT, ROUNDED = 1e-4, 0.1
+OF_FULL = "halfstep full master"
 CODED_FROM = 4096  # elements of the smallest tensor whose moments all providers keep in 8 bits
-
-
 RULE = partial(torch.optim.AdamW, **HYPER)
 
 Parameters = list[torch.nn.Parameter]
@@ -56,7 +56,7 @@ class OptimizerInputs:
 
     weights: torch.Tensor
     grads: torch.Tensor
-    rule: Optimizer = RULE
+    rule: Optimizer
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
         """The weights after a step in float64 with each multiple of the gradients."""
@@ -95,10 +95,10 @@ def rows_and_columns(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, **rule: Any) -> OptimizerInputs:
+def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, rule: Optimizer) -> OptimizerInputs:
     """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
     weights, grads = (TYPICAL * normal(device, 2, *shape)).to(dtype)
-    return OptimizerInputs(weights, grads, **rule)
+    return OptimizerInputs(weights, grads, rule)
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
@@ -232,20 +232,20 @@ def _bitsandbytes(sizes: Sizes, inputs: OptimizerInputs, masters: bool = True) -
 
 
 class Job(NamedTuple):
-    """A job: the layout of `halfstep.numerics.planning` whose bytes count, and the layouts of other providers."""
+    """A job of an optimizer: bytes that its step moves per element, and those of providers with another layout."""
 
     name: str
     dtype: torch.dtype
-    layout: str
+    moved: Fraction | int
     bound: float
     providers: Providers
-    other_layouts: Mapping[str, str]
+    others: Mapping[str, Fraction | int] = {}
     smallest: int = 1  # elements of the smallest tensor
 
-    def bytes_moved(self, layout_name: str, elements: int) -> int:
-        """The bytes that a step of a layout reads and writes."""
-        precision = "fp32" if self.dtype == torch.float32 else "bf16"
-        return int(layout(layout_name, precision).moved_per_step() * elements)
+
+def _moved(name: str, precision: str = "bf16") -> Fraction:
+    """The bytes per element that a step of a layout of `halfstep.numerics.planning` reads and writes."""
+    return Fraction(layout(name, precision).moved_per_step())
 
 
 def _jobs(sizes: Sizes) -> tuple[Job, ...]:
@@ -269,7 +269,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=None),
         "torchao": partial(_torchao, sizes, "_AdamW"),
     }
-    full = {"halfstep full master": partial(_halfstep, master_weights="full")}
+    full = {OF_FULL: partial(_halfstep, master_weights="full")}
     of_bf16: Providers = {
         **ours(bf16),
         **fused,
@@ -290,22 +290,25 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "bitsandbytes": partial(_bitsandbytes, sizes, masters=False),
     }
     # flashoptim's, too, has a byte of remainder and bf16 moments.
-    of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16")
-    of_24_coded = {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"}
-    bare = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
+    of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), _moved("halfstep-split24-bf16"))
+    of_24_coded = {"halfstep split24": _moved("halfstep-split24-8bit"), "flashoptim": _moved("flashoptim-24")}
+    bare = {"torch fused": _moved("torch-fused")} | {
+        name: _moved(f"{name}-8bit") for name in ("torchao", "bitsandbytes")
+    }
     split: Providers = {"halfstep": _halfstep, **full, **of_torch}
+    coded = _moved("halfstep-split-8bit"), _moved("halfstep-stochastic-8bit")
     return (
-        Job("fp32", fp32, "halfstep", EXACT, of_fp32, {}),
-        Job("bf16, fp32 master", bf16, "halfstep-split", EXACT, split, {"halfstep full master": "halfstep-full"}),
-        Job("bf16, bf16 moments", bf16, "halfstep-split-bf16", ROUNDED, of_bf16, of_24),
-        Job("bf16, 8-bit moments", bf16, "halfstep-split-8bit", ROUNDED, of_8_bits, of_24_coded, CODED_FROM),
-        Job("bf16, 8-bit, no master", bf16, "halfstep-stochastic-8bit", ROUNDED, of_no_master, bare, CODED_FROM),
+        Job("fp32", fp32, _moved("halfstep", "fp32"), EXACT, of_fp32),
+        Job("bf16, fp32 master", bf16, _moved("halfstep-split"), EXACT, split, {OF_FULL: _moved("halfstep-full")}),
+        Job("bf16, bf16 moments", bf16, _moved("halfstep-split-bf16"), ROUNDED, of_bf16, of_24),
+        Job("bf16, 8-bit moments", bf16, coded[0], ROUNDED, of_8_bits, of_24_coded, CODED_FROM),
+        Job("bf16, 8-bit, no master", bf16, coded[1], ROUNDED, of_no_master, bare, CODED_FROM),
     )
 
 
-def cases(sizes: Sizes) -> Iterator[Case]:
+def optimizer_cases(group: str, operation: str, jobs: Iterable[Job], rule: Optimizer, sizes: Sizes) -> Iterator[Case]:
     """Every job with each number of tensors, then with the large tensor."""
-    for job in _jobs(sizes):
+    for job in jobs:
         numbers = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
         for tensors, numel in [*numbers, *[(1, sizes.large)] * bool(sizes.large)]:
             if numel < job.smallest:
@@ -314,18 +317,21 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             shape = (tensors, *rows_and_columns(numel))
             elements = math.prod(shape)
             yield Case(
-                group="adam",
-                operation="adamw of one large tensor" if large else "adamw",
+                group=group,
+                operation=f"{operation} of one large tensor" if large else operation,
                 dtype=job.name,
                 size={"tensors": tensors, "elements": elements},
                 axis="elements" if large else "tensors",
-                bytes_moved=job.bytes_moved(job.layout, elements),
-                layout_bytes={
-                    name: job.bytes_moved(layout_name, elements) for name, layout_name in job.other_layouts.items()
-                },
+                bytes_moved=int(job.moved * elements),
+                layout_bytes={name: int(moved * elements) for name, moved in job.others.items()},
                 bound=job.bound,
                 error_unit="as a share of the update",
-                prepare=partial(prepare, shape=shape, dtype=job.dtype),
+                prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule),
                 providers=job.providers,
                 error=update_error,
             )
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """The cases of AdamW."""
+    return optimizer_cases("adam", "adamw", _jobs(sizes), RULE, sizes)

@@ -1,12 +1,11 @@
-"""SGD with momentum over many tensors, for three jobs; checked as the Adam cases.
+"""SGD with momentum over many tensors and over one large tensor, for three jobs, checked as the Adam cases.
 
-torch does the jobs with fp32 masters and a momentum buffer in fp32, and copies between the masters and the bf16 weights
-and gradients; it is measured by the bytes of the job.
+Bytes per weight: 20 with fp32 weights and momentum buffer, 18 with bf16 weights and exact fp32 masters, 14 with a bf16
+buffer too. torch does the jobs with fp32 masters and buffer, and copies as in the Adam cases.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,23 +14,16 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.adam import EXACT, ROUNDED, OptimizerInputs, prepare, rows_and_columns, stepping, update_error
+from halfstep.bench.cases.adam import EXACT, ROUNDED, Job, OptimizerInputs, optimizer_cases, stepping
 from halfstep.bench.harness import Case, Prepared
-from halfstep.numerics.state_layout import StateLayout
 
 HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 RULE = partial(torch.optim.SGD, **HYPER)
-# Name, dtype, formats of weights, master and momentum buffer, and the bound.
-JOBS = (
-    ("fp32", torch.float32, "fp32", None, "fp32", EXACT),
-    ("bf16, fp32 master", torch.bfloat16, "bf16", "split", "fp32", EXACT),
-    ("bf16, bf16 momentum", torch.bfloat16, "bf16", "split", "bf16", ROUNDED),
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def _halfstep(state: str, inputs: OptimizerInputs) -> Prepared:
-    return stepping(partial(halfstep.SGD, **HYPER, state_dtype=DTYPES[state]), inputs)
+def _halfstep(state: torch.dtype, inputs: OptimizerInputs) -> Prepared:
+    return stepping(partial(halfstep.SGD, **HYPER, state_dtype=state), inputs)
 
 
 def _torch(option: str, inputs: OptimizerInputs) -> Prepared:
@@ -39,26 +31,12 @@ def _torch(option: str, inputs: OptimizerInputs) -> Prepared:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Every job with each number of tensors."""
-    for name, dtype, param, master, state, bound in JOBS:
-        for tensors in sizes.tensors:
-            shape = (tensors, *rows_and_columns(sizes.elements // tensors))
-            elements = math.prod(shape)
-            moved = sum(StateLayout(param, master, state, ("momentum_buffer",)).moved()) + dtype.itemsize
-            yield Case(
-                group="sgd",
-                operation="sgd",
-                dtype=name,
-                size={"tensors": tensors, "elements": elements},
-                axis="tensors",
-                bytes_moved=int(moved * elements),
-                bound=bound,
-                error_unit="as a share of the update",
-                prepare=partial(prepare, shape=shape, dtype=dtype, rule=RULE),
-                providers={
-                    "halfstep": partial(_halfstep, state),
-                    "torch fused": partial(_torch, "fused"),
-                    "torch foreach": partial(_torch, "foreach"),
-                },
-                error=update_error,
-            )
+    """The cases of SGD."""
+    torchs = {f"torch {option}": partial(_torch, option) for option in ("fused", "foreach")}
+    fp32, bf16 = ({"halfstep": partial(_halfstep, state), **torchs} for state in (FP32, BF16))
+    jobs = (
+        Job("fp32", FP32, 20, EXACT, fp32),
+        Job("bf16, fp32 master", BF16, 18, EXACT, fp32),
+        Job("bf16, bf16 momentum", BF16, 14, ROUNDED, bf16),
+    )
+    return optimizer_cases("sgd", "sgd", jobs, RULE, sizes)

@@ -24,6 +24,7 @@ import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.adam import (
     HYPER,
+    RULE,
     TYPICAL,
     OptimizerInputs,
     Weights,
@@ -65,7 +66,7 @@ class StepInputs(OptimizerInputs):
 
 
 def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
-    return StepInputs(**vars(prepare(device, shape, dtype)))
+    return StepInputs(**vars(prepare(device, shape, dtype, RULE)))
 
 
 def _stepping(
