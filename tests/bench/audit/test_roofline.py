@@ -56,10 +56,6 @@ def test_the_machine_code_decides_where_it_was_counted() -> None:
     assert counted.issue == pytest.approx(0.8 * weighted.issue)
 
 
-def test_a_kernel_that_moves_nothing_is_left_out() -> None:
-    assert list(roofline.ratios(counts(sectors=0.03, fresh=0.03))) == []
-
-
 def test_the_recorded_kernels_are_within_the_limits() -> None:
     """Issue at most 60 % of the time of memory on an H100 and 85 % on a B200, shared memory at most 20 %; what is
     beyond is named above, and may not get worse."""
