@@ -342,9 +342,9 @@ class Trainer:
         history["scale"] += scales[:-1]
         # The scale falls exactly when a step was skipped.
         history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
-        for step_ms, optimizer_ms in self._clock.take():
-            history["step_ms"].append(step_ms)
-            history["optimizer_ms"].append(optimizer_ms)
+        times = self._clock.take()
+        history["step_ms"] += [step_ms for step_ms, _ in times]
+        history["optimizer_ms"] += [optimizer_ms for _, optimizer_ms in times]
         self._losses, self._scales = [], []
         return values[count:]
 
@@ -449,9 +449,8 @@ class Trainer:
         """The run's entry in report.json. Collective; waits for the device."""
         options, history, world = self.options, self.history, self.world
         skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
-        validated = trouble is None and bool(history["validation"])
         size, step_ms = SIZES[options.size], median(history["step_ms"])
-        flops = training_flops(shape_of(size), options.batch, size.context, 0)
+        flops = training_flops(shape_of(size), options.batch, size.context)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
@@ -467,7 +466,7 @@ class Trainer:
             "optimizer": self.run.optimizer,
             "steps": self.step,
             "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
-            "final_val_loss": history["validation"][-1][1] if validated else None,
+            "final_val_loss": history["validation"][-1][1] if history["validation"] and not trouble else None,
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},

@@ -84,9 +84,10 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
         text, usage = (Path(file).read_text() for file in kept)
         return text, usage
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        text = machine_code.sass(cubin, triton.knobs.nvidia.nvdisasm.path, Path(folder))
-        cuobjdump = triton.knobs.nvidia.cuobjdump.path
-        usage = machine_code.output_of(cuobjdump, "--dump-resource-usage", Path(folder, "kernel.cubin"))
+        file, tools = Path(folder, "kernel.cubin"), triton.knobs.nvidia
+        file.write_bytes(cubin)
+        text = machine_code.output_of(tools.nvdisasm.path, "-g", "-c", file)
+        usage = machine_code.output_of(tools.cuobjdump.path, "--dump-resource-usage", file)
     cache.put(text, "kernel.sass", binary=False)
     cache.put(usage, "kernel.usage", binary=False)
     return text, usage

@@ -114,10 +114,9 @@ def update_error(inputs: OptimizerInputs, got: list[torch.Tensor]) -> float:
 
 
 class Weights:
-    """The parameters that a provider steps, and the gradients that it is given.
+    """The parameters that a provider steps, and its gradients.
 
-    With `masters`, those of bf16 weights are fp32 copies, for optimizers that keep none: `around` copies the gradients
-    to them before a step, and the masters to the weights after it.
+    With `masters`, the parameters of bf16 weights are fp32 copies, for optimizers that keep none.
     """
 
     def __init__(self, inputs: OptimizerInputs, masters: bool = False) -> None:
@@ -128,7 +127,7 @@ class Weights:
         self._visible = [weight.clone() for weight in inputs.weights] if self._copied else []
 
     def around(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """`step` with its copies."""
+        """`step`, with copies of the gradients to the masters before it, and of the masters to the weights after."""
         if not self._copied:
             return step
         masters = [parameter.detach() for parameter in self.parameters]
@@ -217,7 +216,6 @@ def _optimi(inputs: OptimizerInputs) -> Prepared:
 
 
 def _torchao(sizes: Sizes, name: str, inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
-    loops(sizes, len(inputs.weights))
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
     return _peer("torchao.optim", name, inputs, masters, **options)
 
@@ -239,7 +237,7 @@ class Job(NamedTuple):
     moved: Fraction | int
     bound: float
     providers: Providers
-    others: Mapping[str, Fraction | int] = {}
+    other_layouts: Mapping[str, Fraction | int] = {}
     smallest: int = 1  # elements of the smallest tensor
 
 
@@ -323,7 +321,7 @@ def optimizer_cases(group: str, operation: str, jobs: Iterable[Job], rule: Optim
                 size={"tensors": tensors, "elements": elements},
                 axis="elements" if large else "tensors",
                 bytes_moved=int(job.moved * elements),
-                layout_bytes={name: int(moved * elements) for name, moved in job.others.items()},
+                layout_bytes={name: int(moved * elements) for name, moved in job.other_layouts.items()},
                 bound=job.bound,
                 error_unit="as a share of the update",
                 prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule),
