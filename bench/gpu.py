@@ -2,8 +2,8 @@
 
 Each check runs in a process of its own, which is ended if it takes more than a minute, and appends its outcome to
 ``checks.jsonl`` in the folder of results, on the disk. In order: versions, driver and copy bandwidth; the bits of every
-job of ``halfstep bench run`` against the reference, AMP steps also eager, captured and on two streams, none of which
-may wait for the GPU, and the compilation of kernels, several of these at a time where there are processors for it; the
+job of ``halfstep bench run`` against the reference, AMP steps also captured and on two streams, none of which may
+wait for the GPU, and the compilation of kernels, several of these at a time where there are processors for it; the
 times of optimizer steps; the tests marked gpu of a checkout; and the other times, those of the largest tensors first
 and what ``torch.compile`` has to compile last.
 
@@ -11,8 +11,8 @@ The command ends after ``--minutes``, and the next call continues where it ended
 or versions do not count. Two calls of nine minutes are enough. It needs torch, Triton and numpy, and runs in a checkout
 that is not installed: ``PYTHONPATH=src python3 -m halfstep bench gpu``.
 
-The other files are made from ``checks.jsonl``: ``results.json`` and ``table.md`` as of ``halfstep bench run``, and, if
-matplotlib is installed, its pictures. Exit status: 0 if nothing has failed; 1 if something did; 2 without a GPU.
+``results.json``, as of ``halfstep bench run``, is made from ``checks.jsonl``. Exit status: 0 if nothing has failed; 1
+if something did; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -117,17 +116,6 @@ def _run_checks(
             process.kill()
 
 
-def _report(out: Path, about: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
-    """Write and show the times, and say what failed."""
-    results = [Result(**row) for record in records.values() for row in (record.get("detail") or {}).get("results", ())]
-    if results:
-        run_report.write(out, about, results)
-        show(*run_report.tables(about, results))
-    for name, record in records.items():
-        if record["status"] != PASSED:
-            print(f"{name}: {record['status']}: {record['error'].strip().splitlines()[-1]}")
-
-
 def _run(options: argparse.Namespace) -> int:
     end = time.monotonic() + 60 * options.minutes
     if not torch.cuda.is_available():
@@ -153,7 +141,14 @@ def _run(options: argparse.Namespace) -> int:
     records = gpu_checks.records(file)
     rest = sum(name not in records or records[name]["status"] not in DONE for name in checks)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}
-    _report(out, {**about, **machine, "quick": options.quick, "left_out": rest}, records)
+    about |= {**machine, "quick": options.quick, "left_out": rest}
+    results = [Result(**row) for record in records.values() for row in (record.get("detail") or {}).get("results", ())]
+    if results:
+        run_report.write_json(out / "results.json", about, results)
+        show(*run_report.tables(about, results))
+    for name, record in records.items():
+        if record["status"] != PASSED:
+            print(f"{name}: {record['status']}: {record['error'].strip().splitlines()[-1]}")
     if rest:
         print(f"{rest} of {len(checks)} checks and times are left: the same command continues")
     return 1 if any(record["status"] in (FAILED, STOPPED) for record in records.values()) else 0

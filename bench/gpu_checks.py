@@ -10,16 +10,15 @@ import hashlib
 import importlib.util
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +32,12 @@ from halfstep.cli.machine import version_of
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
-# The statuses of a check. One that does not end with one of the first three is tried again by the next call.
-PASSED, FAILED, LEFT_OUT, UNFINISHED, STOPPED = "passed", "failed", "left out", "unfinished", "stopped"
-DONE = (PASSED, FAILED, LEFT_OUT)
+GPU_TESTS = ROOT / "tests" / "support" / "run_gpu_tests.py"
+# The statuses of a check. One that does not end with one of the first two is tried again by the next call.
+PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
+DONE = (PASSED, FAILED)
 LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
+PEERS = ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
 HEADLINE = 8  # times that come before the tests
 COMPILED = ", compiled"  # at the end of the names of times that `torch.compile` compiles for
 CHECKED = Sizes(2**15, (1000, 40_003), (4099,), (1, 7), 0, slow=False)  # of the cases whose bits are compared
@@ -57,10 +58,6 @@ class Check(NamedTuple):
     limit: float = LIMIT
 
 
-class LeftOut(Exception):
-    """A check that this machine or installation cannot run. The message says why."""
-
-
 class Unfinished(Exception):
     """A check has not come to its end, and the next call continues it. The message says why."""
 
@@ -70,27 +67,16 @@ class Unfinished(Exception):
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The environment of the measurements, without the names of the machine and its user, and the copy bandwidth."""
-    import numpy
-
     properties = torch.cuda.get_device_properties(device)
-    peers = {name: version_of(name) for name in ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "apex")}
-    query = ["nvidia-smi", "--format=csv,noheader", "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem"]
-    driver, _, clocks = (_output(query) or "").partition(", ")
+    peers = {name: version_of(name) for name in PEERS}
     return {
         **run_report.environment(device),
-        "system": f"{platform.system()} {platform.machine()}",
-        "processors": os.cpu_count(),
-        "numpy": numpy.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "ptxas": _ptxas(),
-        "driver": driver or None,
-        "clocks": clocks or None,
+        "driver": _output(["nvidia-smi", "--format=csv,noheader", "--query-gpu=driver_version"]),
         "commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]),
         "capability": f"{properties.major}.{properties.minor}",
         "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_bytes": getattr(properties, "L2_cache_size", None),
         "peers": {name: version for name, version in peers.items() if version},
         "copy_gb_per_s": timing.copy_gb_per_s(timing.clock_for(device), run.COPY_BYTES["cuda"]),
     }
@@ -103,75 +89,50 @@ def _output(command: list[str]) -> str | None:
         return None
 
 
-def _ptxas() -> dict[str, str | None]:
-    """The last line of what each ptxas of Triton, or of the system, says of its version."""
-    spec = importlib.util.find_spec("triton")
-    folder = Path(spec.origin or "").parent / "backends" / "nvidia" / "bin" if spec else Path()
-    paths = sorted(folder.glob("ptxas*")) or [Path(path) for path in [shutil.which("ptxas")] if path]
-    return {path.name: (_output([str(path), "--version"]) or "").rpartition("\n")[2] or None for path in paths}
-
-
 # ---------------------------------------------------------------------------------------------------------------- bits
 
 
-def _different(ours: Any, reference: Any) -> list[int]:
-    """The indices of values whose bits differ, among the leaves of what a job returns."""
-    return [
-        index
-        for index, (a, b) in enumerate(zip(tree_leaves(ours), tree_leaves(reference), strict=True))
-        if (a != b if not isinstance(a, torch.Tensor) else not _same_bits(a, b))
-    ]
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether the bits are equal, or both are NaN."""
+def _same_bits(left: Any, right: Any) -> bool:
+    """Whether two values of a job have equal bits, or both are NaN."""
+    if not isinstance(left, torch.Tensor):
+        return bool(left == right)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    left, right = left.reshape(-1), right.reshape(-1)
-    equal = left.view(integers) == right.view(integers)
+    equal = left.reshape(-1).view(integers) == right.reshape(-1).view(integers)
     if left.is_floating_point():
-        equal |= left.float().isnan() & right.float().isnan()
+        equal |= (left.float().isnan() & right.float().isnan()).reshape(-1)
     return left.dtype == right.dtype and bool(equal.all())
 
 
-@contextmanager
-def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Make every synchronization with the GPU an error."""
-    if device.type == "cuda":
+class _RefusingWaits:
+    """A context in which every synchronization with the GPU is an error."""
+
+    def __enter__(self) -> None:
         torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
 
-
-def eager(device: torch.device, call: Callable[[], Any]) -> None:
-    """Four calls, none of which waits."""
-    with _refusing_waits(device):
-        for _ in range(4):
-            call()
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def captured(device: torch.device, call: Callable[[], Any]) -> None:
-    """Eager calls between the replays of a CUDA graph, and a graph that is not replayed."""
+    """Eager calls between the replays of a CUDA graph, and a graph that is not replayed. No capture waits."""
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     for graph in graphs:
         call()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph), _refusing_waits(device):
+        with torch.cuda.graph(graph), _RefusingWaits():
             call()
         graphs[0].replay()
     torch.cuda.synchronize()  # before the graphs and their tables are freed
 
 
 def two_streams(device: torch.device, call: Callable[[], Any]) -> None:
-    """Four calls alternately on two streams, and concurrent checks of tensors on a third stream."""
+    """Four calls alternately on two streams, none of which waits, and concurrent checks on a third stream."""
     tensors = [torch.ones(size, dtype=torch.bfloat16, device=device) for size in (1, 1000, 65_536)]
     *streams, aside = (torch.cuda.Stream(device) for _ in range(3))
     torch.cuda.synchronize()
     sums = []
     try:
-        with _refusing_waits(device):
+        with _RefusingWaits():
             for index in range(4):
                 current, before = streams[index % 2], streams[1 - index % 2]
                 current.wait_stream(before)
@@ -186,7 +147,7 @@ def two_streams(device: torch.device, call: Callable[[], Any]) -> None:
 
 
 Calls = Callable[[torch.device, Callable[[], Any]], None]  # a way to make four calls
-WAYS: dict[str, Calls] = {"eager": eager, "captured": captured, "on two streams": two_streams}
+WAYS: dict[str, Calls] = {"captured": captured, "on two streams": two_streams}
 
 
 def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any]:
@@ -194,7 +155,7 @@ def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any
 
     The values must have the bits of the reference on the CPU, and those of softmax be within their bound.
     """
-    compared = []
+    compared = 0
     for case in cases((group,), CHECKED):
         for provider in filter(harness.ours, case.providers):
             name = f"{case.name}: {provider}"
@@ -206,10 +167,12 @@ def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any
                 error = case.error(case.prepare(CPU), ours[0])
                 if not error <= case.bound:
                     raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")
-            elif wrong := _different(ours, reference):
-                raise AssertionError(f"{name}: the GPU's bits are not the reference's: values {wrong}")
-            compared.append(name)
-    return {"compared": len(compared)}
+            else:
+                pairs = zip(tree_leaves(ours), tree_leaves(reference), strict=True)
+                if wrong := [index for index, pair in enumerate(pairs) if not _same_bits(*pair)]:
+                    raise AssertionError(f"{name}: the GPU's bits are not the reference's: values {wrong}")
+            compared += 1
+    return {"compared": compared}
 
 
 def _four(device: torch.device, call: Callable[[], Any]) -> None:
@@ -237,20 +200,14 @@ def _on_cpu(values: Any) -> Any:
 
 def gpu_tests(folder: Path, device: torch.device) -> dict[str, Any]:
     """The tests marked gpu, of a checkout. What a call leaves to do, the next one does."""
-    program = ROOT / "tests" / "support" / "run_gpu_tests.py"
-    if importlib.util.find_spec("pytest") is None:
-        raise LeftOut("pytest is not installed")
-    if not program.exists():
-        raise LeftOut("this is no checkout: there are no tests")
     folder = folder / f"tests-{fingerprint()}"
-    subprocess.run([sys.executable, str(program), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
+    subprocess.run([sys.executable, str(GPU_TESTS), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
-    detail = {"counts": report["counts"], "collected": report["collected"], "failed": report["failed"]}
     if failed := [test["test"] for test in report["failed"] if test["outcome"] == "failed"]:
         raise AssertionError(f"failed: {failed}; {folder / 'tests.txt'} has their messages")
     if report["not_run"] or report["failed"]:
         raise Unfinished(f"{report['counts']}, {report['not_run']} not run")
-    return detail
+    return {"counts": report["counts"], "collected": report["collected"]}
 
 
 def _measured(case: harness.Case, device: torch.device) -> dict[str, Any]:
@@ -272,11 +229,18 @@ def compiles(provider: str) -> bool:
     return provider == "torch.compile" or provider.startswith("torchao")
 
 
+def largest_first(listed: Sequence[harness.Case]) -> list[harness.Case]:
+    """The largest case of each operation and dtype, then the second largest of each ..."""
+    lines: dict[tuple[str, str], list[harness.Case]] = {}
+    for case in listed:
+        lines.setdefault((case.operation, case.dtype), []).insert(0, case)
+    return [case for turn in zip_longest(*lines.values()) for case in turn if case is not None]
+
+
 def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
-    listed = cases(("adam", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))
     plain, compiled = {}, {}
-    for case in (listed[index] for index in run.largest_first(listed)):
+    for case in largest_first(cases(("adam", "sgd", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))):
         slow = {name: make for name, make in case.providers.items() if compiles(name)}
         quickly = {name: make for name, make in case.providers.items() if name not in slow}
         plain[f"time of {case.name}"] = replace(case, providers=quickly)
@@ -297,11 +261,13 @@ def checks(folder: Path, quick: bool) -> dict[str, Check]:
         **{f"kernels for the times of {group}": partial(_compile, group, quick) for group in GROUPS},
     }
     times = [(name, partial(_measured, case)) for name, case in timings(quick).items()]
+    tests = Check(partial(gpu_tests, folder), "tests", 60 * TEST_MINUTES + 30)
+    runnable = GPU_TESTS.exists() and importlib.util.find_spec("pytest") is not None
     return {
         "machine": Check(machine, "first"),
         **{name: Check(run, "bits") for name, run in before.items()},
         **{name: Check(run, "headline") for name, run in times[:HEADLINE]},
-        "tests marked gpu": Check(partial(gpu_tests, folder), "tests", 60 * TEST_MINUTES + 30),
+        **({"tests marked gpu": tests} if runnable else {}),
         **{name: Check(run, "times") for name, run in times[HEADLINE:]},
     }
 
@@ -352,8 +318,8 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:
             record["detail"] = table[name].run(device)
-        except (LeftOut, Unfinished) as error:
-            record |= {"status": LEFT_OUT if isinstance(error, LeftOut) else UNFINISHED, "error": str(error)}
+        except Unfinished as error:
+            record |= {"status": UNFINISHED, "error": str(error)}
         except Exception:
             record |= {"status": FAILED, "error": traceback.format_exc()}
         record["seconds"] = round(time.monotonic() - start, 2)

@@ -14,7 +14,7 @@ providers that can do it. `measure` runs it. A kernel of one's own is measured i
     )
     results = measure(case, torch.device("cuda"))      # one `Result` per provider, in the case's order
 
-``halfstep bench run --module my_cases`` measures, prints and draws the cases that ``my_cases.cases(sizes)`` returns.
+``halfstep bench run --module my_cases`` measures and prints the cases that ``my_cases.cases(sizes)`` returns.
 
 A provider's values are first compared with float64. If their error exceeds the bound of the case, or the provider
 raises an exception, the result says so and has no time. All providers that passed are timed in interleaved rounds
@@ -23,7 +23,7 @@ in each round. Bytes are the least that the job needs in the layout of the provi
 moves more has a lower `copy_fraction`.
 
 `run_report` writes JSON: ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
-"left_out", "copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
+"copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case:
     """One job at one size.
 
     Attributes:
-        group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"``, ``"step"``, or a name of one's own.
+        group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"``, ``"sgd"``, ``"step"``, or a name of one's own.
         operation: the operation, for example ``"softmax forward"``.
         dtype: the dtypes, for example ``"bf16"`` or ``"fp32 to bf16"``.
         size: the dimensions, for example ``{"columns": 256, "elements": 2**22}``.
@@ -114,7 +114,7 @@ class Result:
         launches: kernels and copies per call, on a GPU.
         host_us: time until the call returns, without waiting for the GPU; None on a CPU.
         graph_us: median time to replay a CUDA graph of the call; None if the call cannot be captured.
-        extra_bytes: peak of the memory that a call allocates, including its results.
+        extra_bytes: peak of the memory that a call allocates, including its results, on a GPU.
     """
 
     group: str

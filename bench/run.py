@@ -1,8 +1,7 @@
 """``halfstep bench run``: the time of every kernel and of the whole AMP step, compared with other libraries.
 
 The command compares each provider with float64, times those that pass and a plain copy in interleaved rounds, and
-prints a table. With ``--out DIR`` it also writes ``results.json``, ``table.md``, ``roofline.png`` and ``step.png``.
-``harness.py`` describes how it measures, ``cases/`` what.
+prints a table. ``harness.py`` describes how it measures, ``cases/`` what.
 
 Exit status: 0, even if a peer failed; 1 if a provider of halfstep was wrong or raised; 2 for wrong arguments.
 """
@@ -10,21 +9,15 @@ Exit status: 0, even if a peer failed; 1 if a provider of halfstep was wrong or 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
 
 from halfstep.bench.cases import GROUPS, cases, sizes_for
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
-from halfstep.cli.numbers import above_zero, whole
+from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, show, text
-
-if TYPE_CHECKING:
-    from halfstep.bench.harness import Result
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
 SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
@@ -44,8 +37,7 @@ def _parser() -> Parser:
         help="also measure what cases() of this module lists, and no group that is not named; may be repeated",
     )  # fmt: skip
     option("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
-    option("--out", type=a_path, metavar="DIR", help="also write JSON, Markdown and pictures to DIR")
-    option("--minutes", type=above_zero, metavar="M", help="start no further case after so long (default: no limit)")
+    option("--out", type=a_path, metavar="DIR", help="also write DIR/results.json")
     option("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
     option(
         "--processor-time", action="store_true",
@@ -54,18 +46,19 @@ def _parser() -> Parser:
     return parser
 
 
-def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
-    """Measure the cases that `options` name. Writes the results so far after each case, in case of an interruption.
-
-    Returns:
-        A description of the environment, and all results. Cases that ``--minutes`` left no time for have none.
-    """
+def _run(options: argparse.Namespace) -> int:
+    if options.out is not None:
+        make_folder(options.out)
     import torch
 
     from halfstep.bench import run_report
-    from halfstep.bench.harness import measure
+    from halfstep.bench.harness import FAILED, WRONG, Result, measure, ours
     from halfstep.bench.timing import CpuClock, clock_for, copy_gb_per_s
 
+    if options.processor_time and (options.threads != 1 or torch.cuda.is_available()):
+        raise UsageError("--processor-time measures one thread on a CPU; add --threads 1, or leave it out")
+    if options.threads:
+        torch.set_num_threads(options.threads)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     groups = list(dict.fromkeys(options.groups)) or (() if options.module else GROUPS)
     listed = cases(groups, sizes_for(device.type, options.quick), options.module or ())
@@ -76,66 +69,29 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Result]]:
             f"--only {options.only!r} is in the name of none of {len(listed)} cases, such as {listed[0].name!r}; use a "
             f"part of a name, which begins with {'; '.join(titles)}"
         )
-    clock, start = CpuClock(time.thread_time) if options.processor_time else clock_for(device), time.monotonic()
-    about = {**run_report.environment(device), "quick": options.quick, "left_out": 0}
+    clock = CpuClock(time.thread_time) if options.processor_time else clock_for(device)
+    about = {**run_report.environment(device), "quick": options.quick}
     if options.processor_time:
         about["processor_time"] = True
     about["copy_gb_per_s"] = copy_gb_per_s(clock, COPY_BYTES[device.type])
-    measured: dict[int, list[Result]] = {}
     results: list[Result] = []
     with Progress(len(chosen)) as progress:
-        for index in range(len(chosen)) if options.minutes is None else largest_first(chosen):
-            if options.minutes is not None and time.monotonic() - start > 60 * options.minutes:
-                about["left_out"] = len(chosen) - len(measured)
-                break
-            measured[index] = measure(
-                chosen[index],
+        for index, case in enumerate(chosen, 1):
+            results += measure(
+                case,
                 device,
                 seconds=SECONDS[options.quick],
                 clock=clock,
                 progress=lambda doing: progress.show(text=doing),
             )
-            results = [result for _, of_case in sorted(measured.items()) for result in of_case]
-            progress.show(len(measured))
-            if options.out is not None:
+            progress.show(index)
+            if options.out is not None:  # after each case, for when the command is interrupted
                 run_report.write_json(options.out / "results.json", about, results)
-    return about, results
-
-
-def largest_first(cases: Sequence[Any]) -> list[int]:
-    """An order for a limited time: the largest case of each operation and dtype, then the second largest of each ..."""
-    lines: dict[tuple[str, str], list[int]] = {}
-    for index, case in enumerate(cases):
-        lines.setdefault((case.operation, case.dtype), []).insert(0, index)
-    turns = zip_longest(*lines.values())
-    return [index for turn in turns for index in turn if index is not None]
-
-
-def _run(options: argparse.Namespace) -> int:
-    if options.out is not None:
-        make_folder(options.out)
-    # Before torch is imported. Otherwise its allocator warns about memory that was allocated before the memory profile.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch
-
-    from halfstep.bench import run_report
-    from halfstep.bench.harness import FAILED, WRONG, ours
-
-    if options.processor_time and (options.threads != 1 or torch.cuda.is_available()):
-        raise UsageError("--processor-time measures one thread on a CPU; add --threads 1, or leave it out")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    about, results = run(options)
     command_line.answer(options, lambda: run_report.as_dict(about, results), lambda: run_report.tables(about, results))
-    notes = []
-    if about["left_out"]:
-        notes.append(f"--minutes {options.minutes:g} were over: {about['left_out']} cases left out")
-    if options.out is not None:
-        notes += run_report.write(options.out, about, results)
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]
-    wrong = [f"{r.operation}, {r.dtype}: {r.provider} {r.status}: {r.reason}" for r in bad]
-    if notes or wrong:
-        show(*(text(note, "note") for note in notes), *(text(line, "bad") for line in wrong), stream=sys.stderr)
+    if bad:
+        lines = [f"{r.operation}, {r.dtype}: {r.provider} {r.status}: {r.reason}" for r in bad]
+        show(*(text(line, "bad") for line in lines), stream=sys.stderr)
     return 1 if bad else 0
 
 

@@ -60,17 +60,7 @@ class CpuClock:
 
     def details(self, call: Call) -> dict[str, Any]:
         """Further measurements, by the names of the attributes of `harness.Result`."""
-        return {"extra_bytes": self.extra_bytes(call)}
-
-    def extra_bytes(self, call: Call) -> int:
-        """The peak of the memory that torch's allocator provides during a call, from the events of the profiler."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-            result = call()
-        del result
-        events = profile.profiler.kineto_results.events()
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        return int(max(np.cumsum([0, *(change for _, change in changes)])))
+        return {}
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more

@@ -1,13 +1,12 @@
-"""Bytes per parameter and time of a step, of halfstep's layouts and other AdamW optimizers, measured on this machine.
+"""Bytes per parameter of halfstep's layouts and other AdamW optimizers, measured on this machine.
 
 python examples/bytes_per_parameter.py                            # every optimizer that is installed
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
 python examples/bytes_per_parameter.py --picture bytes.png --read bytes.json      # draw only
 
-Trains linear layers without biases, whose activations are negligible and keep their size from layer to layer: with the
-usual weights they would vanish, and steps over zero gradients take other paths of some kernels. On a GPU, bytes are the
-allocator's peak over three steps, and times are medians between events around the step alone; a step inside the
-backward has no time. On a CPU, bytes are those of weights, gradients and optimizer states after a backward.
+Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
+three steps; on a CPU, those of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
+measures times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -89,25 +87,9 @@ def _storages(values: Iterable[Any]) -> dict[int, int]:
     return sizes
 
 
-def _timed(call: Callable[[], Any], on_gpu: bool) -> float:
-    """The milliseconds of a call."""
-    if not on_gpu:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def measure(
-    dtype: torch.dtype, make: Make, device: torch.device, layers: int, width: int, steps: int
-) -> tuple[float, float | None]:
-    """Bytes per parameter, and milliseconds of a step."""
-    on_gpu, before = device.type == "cuda", 0
+def measure(dtype: torch.dtype, make: Make, device: torch.device, layers: int, width: int) -> float:
+    """Bytes per parameter."""
+    on_gpu, before, peak = device.type == "cuda", 0, 0
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
@@ -115,24 +97,19 @@ def measure(
         before = torch.cuda.memory_allocated()
     linear = partial(torch.nn.Linear, width, width, bias=False, dtype=dtype, device=device)
     model = torch.nn.Sequential(*(linear() for _ in range(layers)))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=width**-0.5)
-    count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = make(model)
     x = torch.randn(1, width, dtype=dtype, device=device)
-    times, peak = [], 0
-    for step in range(3 + steps):  # the first three compile and create the state
+    for _ in range(3):  # the first one creates the state
         model(x).square().mean().backward()
-        grads = [parameter.grad for parameter in model.parameters() if type(parameter.grad) is torch.Tensor]
-        left_by_backward = bool(grads)
-        if not on_gpu and step < 3:
+        if not on_gpu:
+            grads = [parameter.grad for parameter in model.parameters()]
             peak = max(peak, sum(_storages([*model.parameters(), *grads, dict(optimizer.state)]).values()))
-        del grads  # they would live until the next step's are there
-        times.append(_timed(optimizer.step, on_gpu))
+            del grads  # they would live until the next step's are there
+        optimizer.step()
         optimizer.zero_grad()
-        if on_gpu and step == 2:
-            peak = torch.cuda.max_memory_allocated() - before
-    return peak / count, statistics.median(times[3:]) if left_by_backward else None
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated() - before
+    return peak / sum(parameter.numel() for parameter in model.parameters())
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
@@ -159,7 +136,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=whole(1), help="width of a layer (default: 4,096 on a GPU, else 1,024)")
     parser.add_argument("--layers", type=whole(1), help="number of layers (default: 64 on a GPU, else 8)")
-    parser.add_argument("--steps", type=whole(1), default=10, help="steps that are timed (default: 10)")
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--read", type=a_path, metavar="FILE", help="take the results from such a file")
     parser.add_argument("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
@@ -175,11 +151,11 @@ def main() -> None:
         width, layers = options.width or (4096 if on_gpu else 1024), options.layers or (64 if on_gpu else 8)
         rows = []
         for name, dtype, master, make in track(OPTIMIZERS, "measuring", console=Console(stderr=True)):
-            row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "ms": None, "reason": ""}
+            row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "reason": ""}
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # those of peers
-                    row["bytes"], row["ms"] = measure(dtype, make, device, layers, width, options.steps)
+                    row["bytes"] = measure(dtype, make, device, layers, width)
             except Exception as error:
                 if name.startswith(("halfstep", "torch AdamW")):
                     raise
@@ -195,11 +171,11 @@ def main() -> None:
             "rows": rows,
         }
     table = Table(title=f"{result['parameters']:,} parameters, {result['device']}, torch {result['torch']}")
-    for title in ("optimizer", "master", "bytes per parameter", "ms per step"):
-        table.add_column(title, justify="left" if title in ("optimizer", "master") else "right")
+    table.add_column("optimizer")
+    table.add_column("master")
+    table.add_column("bytes per parameter", justify="right")
     for row in result["rows"]:
-        amount = row["reason"] or f"{row['bytes']:.2f}"
-        table.add_row(row["optimizer"], row["master"], amount, "" if row["ms"] is None else f"{row['ms']:.2f}")
+        table.add_row(row["optimizer"], row["master"], row["reason"] or f"{row['bytes']:.2f}")
     Console().print(table)
     if options.out:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

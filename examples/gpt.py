@@ -9,7 +9,7 @@ tensor core computes the same, except for the order of the sum, so gradients und
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,15 +40,6 @@ SIZES = {
     "small": Size(layers=6, width=256, heads=8, context=256, lr=2e-3),
     "medium": Size(layers=8, width=512, heads=8, context=512, lr=1e-3),
     "base": Size(layers=12, width=768, heads=12, context=1024, lr=6e-4),
-}
-
-# How the matrices are drawn. "scaled" keeps the variance of activations.
-INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
-    "scaled": lambda weight, generator: nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator),
-    "gpt2": lambda weight, generator: nn.init.normal_(weight, std=0.02, generator=generator),
-    "xavier": lambda weight, generator: nn.init.xavier_uniform_(weight, generator=generator),
-    "kaiming": lambda weight, generator: nn.init.kaiming_normal_(weight, generator=generator),
-    "orthogonal": lambda weight, generator: nn.init.orthogonal_(weight, generator=generator),
 }
 
 
@@ -82,28 +73,15 @@ class Precision:
 
 
 class Linear(nn.Module):
-    """W·x, and with an adapter W·x + (alpha / r)·B·A·x (Hu et al., LoRA, 2021, arXiv:2106.09685, equation 3)."""
+    """A matrix product without a bias, in a given precision."""
 
     def __init__(self, columns: int, rows: int, precision: Precision) -> None:
         super().__init__()
         self.precision = precision
-        self.adapter_scale: float | None = None
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=torch.float32))
 
-    def adapt(self, rank: int, alpha: float, generator: torch.Generator) -> None:
-        """Add an adapter. A is normal with a variance of 1 / columns, B is 0: training begins with W·x."""
-        rows, columns = self.weight.shape
-        self.adapter_scale = alpha / rank
-        self.lora_a = nn.Parameter(torch.empty(rank, columns, dtype=torch.float32))
-        self.lora_b = nn.Parameter(torch.zeros(rows, rank, dtype=torch.float32))
-        nn.init.normal_(self.lora_a, std=columns**-0.5, generator=generator)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.precision.product(F.linear, x, self.weight)
-        if self.adapter_scale is None:
-            return result
-        low = self.precision.product(F.linear, x, self.lora_a)
-        return result + self.precision.product(F.linear, low, self.lora_b) * self.adapter_scale
+        return self.precision.product(F.linear, x, self.weight)
 
 
 class Block(nn.Module):
@@ -143,13 +121,10 @@ class GPT(nn.Module):
         size: the shape.
         precision: the arithmetic. The parameters are fp32 until ``.to(precision.dtype)``.
         seed: of the initial weights, which are drawn in fp32 on the CPU, the same in every precision.
-        init: a name of `INITS`.
         recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
     """
 
-    def __init__(
-        self, size: Size, precision: Precision, seed: int, init: str = "scaled", recompute: bool = False
-    ) -> None:
+    def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
         super().__init__()
         self.precision = precision
         self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
@@ -161,10 +136,10 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name in ("bytes", "positions"):
                 # With GPT-2's 0.02, such a short training ends about 0.2 nats higher.
-                nn.init.normal_(parameter, std=0.02 if init == "gpt2" else 0.5, generator=generator)
+                nn.init.normal_(parameter, std=0.5, generator=generator)
             elif parameter.dim() == 2:  # norms keep their 1 and 0
-                INITS[init](parameter, generator)
-                if init in ("scaled", "gpt2") and name.endswith(("out.weight", "down.weight")):
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+                if name.endswith(("out.weight", "down.weight")):
                     # The number of terms that are added to the residual stream, as in GPT-2.
                     parameter.detach().div_(math.sqrt(2 * size.layers))
 
@@ -176,24 +151,3 @@ class GPT(nn.Module):
         if logits_BTV.dtype != torch.float32:  # an fp16 loss of 1 would be infinite with a scale of 65536
             logits_BTV = halfstep.cast(logits_BTV, torch.float32)
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
-
-
-def add_adapters(model: nn.Module, rank: int, alpha: float, seed: int) -> None:
-    """Freeze a model in fp32, and add adapters of `rank` to the matrices of its blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.adapt(rank, alpha, generator)
-
-
-def merged(weights: Mapping[str, torch.Tensor], adapter_scale: float) -> dict[str, torch.Tensor]:
-    """The weights of a model in which each matrix has its adapter added, computed in fp64 and rounded once."""
-    result = {name: weight for name, weight in weights.items() if "lora_" not in name}
-    for name in weights.keys() - result.keys():
-        matrix, _, letter = name.rpartition("lora_")
-        if letter == "a":
-            product = weights[f"{matrix}lora_b"].double() @ weights[name].double() * adapter_scale
-            weight = weights[f"{matrix}weight"]
-            result[f"{matrix}weight"] = (weight.double() + product).to(weight.dtype)
-    return result

@@ -10,9 +10,7 @@ import os
 from pathlib import Path
 
 import torch
-from torch.nn import GELU, Embedding, LayerNorm, Linear, Module, ModuleList
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from gpt import GPT, VOCABULARY, Block, Precision, Size
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
@@ -20,49 +18,17 @@ from halfstep.numerics.planning import Plan, plan, unit
 
 SEQUENCE = 128
 BUCKET = 2**20
+BF16 = Precision("bf16", torch.bfloat16, emulated=False)
 
 
-class Block(Module):
-    def __init__(self, width: int, device: str = "cpu") -> None:
-        super().__init__()
-        factory = {"device": device, "dtype": torch.bfloat16}
-        self.heads = width // 64
-        self.norms = ModuleList([LayerNorm(width, **factory), LayerNorm(width, **factory)])
-        self.qkv, self.out = Linear(width, 3 * width, **factory), Linear(width, width, **factory)
-        self.up, self.down = Linear(width, 4 * width, **factory), Linear(4 * width, width, **factory)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = hidden.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, 64).transpose(1, 2)
-            for part in self.qkv(self.norms[0](hidden)).chunk(3, dim=-1)
-        )
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(hidden.shape)
-        hidden = hidden + self.out(attended)
-        return hidden + self.down(GELU()(self.up(self.norms[1](hidden))))
-
-
-class GPT(Module):
-    def __init__(self, width: int, blocks: int) -> None:
-        super().__init__()
-        self.tokens = Embedding(256, width, dtype=torch.bfloat16)
-        self.positions = Embedding(SEQUENCE, width, dtype=torch.bfloat16)
-        self.blocks = ModuleList(Block(width) for _ in range(blocks))
-        self.norm = LayerNorm(width, dtype=torch.bfloat16)
-        for table in (self.tokens, self.positions):
-            torch.nn.init.normal_(table.weight, std=0.02)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.tokens(tokens) + self.positions.weight
-        for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=False)
-        logits = self.norm(hidden) @ self.tokens.weight.t()
-        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+def size_of(width: int, blocks: int) -> Size:
+    return Size(blocks, width, heads=width // 64, context=SEQUENCE, lr=1e-3)
 
 
 def planned(width: int, blocks: int) -> Plan:
-    shapes = [parameter.shape for parameter in Block(width, "meta").parameters()]
-    root = [(256, width), (SEQUENCE, width), (width,), (width,)]
+    with torch.device("meta"):
+        shapes = [parameter.shape for parameter in Block(size_of(width, 1), BF16, recompute=True).parameters()]
+    root = [(VOCABULARY, width), (SEQUENCE, width), (width,), (width,), (VOCABULARY, width)]
     units = [unit("root", root, root=True), unit("block", shapes, count=blocks)]
     return plan(units=units, optimizer="halfstep-split-8bit", precision="bf16", step_in_backward=BUCKET)
 
@@ -76,9 +42,9 @@ def fitting(width: int, memory: int) -> int:
 
 
 def train(width: int, blocks: int, steps: int, batch: int) -> list[float]:
-    torch.manual_seed(0)
-    model = GPT(width, blocks)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-3, state_dtype="8bit", max_grad_norm=1.0)
+    size = size_of(width, blocks)
+    model = GPT(size, BF16, seed=0, recompute=True).to(BF16.dtype)
+    optimizer = halfstep.AdamW(model.parameters(), lr=size.lr, state_dtype="8bit", max_grad_norm=1.0)
     step_in_backward(model, optimizer, bucket_bytes=BUCKET, clipping="previous")
     text = torch.tensor(list(Path(os.__file__).read_bytes()))
     losses = []

@@ -11,12 +11,10 @@ skips counts as a step, so that all runs see the same data at the same learning 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import os
 import signal
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,12 +29,11 @@ if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Read by torch: OpenMP's threads spin less between operations. On busy cores, a step took 86 ms instead of 254 ms.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import numpy as np
-import numpy.typing as npt
 import report
 import torch
 import torch.distributed as dist
-from gpt import GPT, INITS, SIZES, VOCABULARY, Precision, Size, add_adapters, merged
+from corpus import Corpus, read_corpus
+from gpt import GPT, SIZES, VOCABULARY, Precision, Size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -48,7 +45,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import halfstep
 from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
 from halfstep.cli.numbers import number, whole
-from halfstep.cli.terminal import Progress, say
+from halfstep.cli.terminal import say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
@@ -57,13 +54,10 @@ from halfstep.numerics.planning.work import training_flops
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
-Weights = dict[str, torch.Tensor]
 
 FORMAT = "train_gpt 1"
 STRATEGIES = ("single", "ddp", "fsdp", "zero1")
 STATE_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
-VALIDATION_SHARE = 0.1  # of the text
 VALIDATION_ROWS = 128
 FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps, since single batches are noisy
 BETAS = (0.9, 0.95)  # as usual for GPTs
@@ -73,7 +67,7 @@ WORST = 5  # number of parameters in the report
 # The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
 SETTINGS = (
     *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
-    *("state_dtype", "master_weights", "init", "base", "lora", "lora_alpha", "validate_every", "patience"),
+    *("state_dtype", "master_weights", "validate_every"),
 )
 
 
@@ -93,85 +87,6 @@ RUNS["compare"] = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------------------ the text
-
-
-class Corpus(NamedTuple):
-    """The bytes for training and for validation, of a text of `files` files.
-
-    A batch is a pure function of ``(seed, step, row)``: a resumed run uses the batches of an uninterrupted one with no
-    state to save, and the ranks of a distributed run the rows of the batch of one process.
-    """
-
-    name: str
-    files: int
-    train: Bytes
-    val: Bytes
-    sha256: str
-    unigram_entropy: float  # nats per byte: the loss of the best model that ignores context
-
-    def batch(self, seed: int, step: int, rows: range, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the given rows of training step `step`: two int64 tensors of len(rows) × context."""
-        of_step = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(step))
-        starts = _mix(of_step ^ np.arange(rows.start, rows.stop, dtype=np.uint64))
-        return _windows(self.train, (starts % np.uint64(len(self.train) - context)).astype(np.int64), context)
-
-    def validation(self, rows: range, total: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The given rows of the fixed validation set: `total` windows at equal distances in the validation bytes."""
-        starts = np.arange(rows.start, rows.stop, dtype=np.int64) * (len(self.val) - context) // total
-        return _windows(self.val, starts, context)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64. Unlike numpy.random, it gives the same numbers with every version of NumPy."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _windows(data: Bytes, starts: npt.NDArray[np.int64], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    table = torch.from_numpy(data[starts[:, None] + np.arange(context + 1)].astype(np.int64))
-    return table[:, :-1].contiguous(), table[:, 1:].contiguous()
-
-
-def unigram_entropy(data: Bytes) -> float:
-    """−Σ p·ln p over the byte frequencies of `data`, in nats."""
-    counts = np.bincount(data, minlength=256)
-    p = counts[counts > 0] / len(data)
-    return float(-(p * np.log(p)).sum())
-
-
-def read_corpus(path: Path | None, context: int) -> Corpus:
-    """Read a file, a folder, or, for None, the .py files of this Python's standard library without its tests.
-
-    Files are read in the order of the hashes of their relative names. In the order of names, the last tenth, which is
-    for validation, would be of a few packages.
-
-    Raises:
-        UsageError: there are no files, or not `context` + 1 bytes for each part.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if path is None else path
-    if not root.exists():
-        raise UsageError(f"--data {root} does not exist; pass a file, or a folder with files, of any kind")
-    files = [root] if root.is_file() else [file for file in root.rglob("*" if path else "*.py") if file.is_file()]
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"} if path is None else ()
-    names = {file: file.relative_to(root if root.is_dir() else root.parent) for file in files}
-    files = [file for file in files if not any(part in left_out or part[0] == "." for part in names[file].parts)]
-    files.sort(key=lambda file: hashlib.sha256(os.fsencode(names[file].as_posix())).digest())
-    parts = [part for file in files if len(part := np.fromfile(file, dtype=np.uint8))]
-    data = np.concatenate([*parts, np.empty(0, np.uint8)])
-    if len(data) < 2 * (context + 1):
-        raise UsageError(
-            f"expected at least {2 * (context + 1)} bytes (a window of {context} + 1 bytes to train on and one to "
-            f"validate on), but got {len(data)} in {root}: pass more text with --data, or a smaller --size"
-        )
-    kept = max(int(len(data) * VALIDATION_SHARE), context + 1)
-    name = "Python standard library" if path is None else str(path)
-    digest = hashlib.sha256(data.tobytes()).hexdigest()
-    return Corpus(name, len(parts), data[:-kept], data[-kept:], digest, unigram_entropy(data))
-
-
 # ------------------------------------------------------------------------------------------- processes and strategies
 
 
@@ -186,6 +101,11 @@ class World(NamedTuple):
         """This rank's rows of a global batch."""
         share = batch // self.size
         return range(self.rank * share, (self.rank + 1) * share)
+
+    def note(self, text: str) -> None:
+        """Print a line, on the first rank. What is not printable, in names of files for example, is escaped."""
+        if self.rank == 0:
+            say(text)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
@@ -211,7 +131,7 @@ def restarts() -> int:
 
 def connect(options: argparse.Namespace) -> World:
     """Connect to the other processes: with NCCL on GPUs, with Gloo on CPUs."""
-    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if options.strategy == "single":
         return World(device)
@@ -302,21 +222,14 @@ class Interrupt:
 class Trainer:
     """The model, optimizer and scaler of a run, and the steps taken."""
 
-    def __init__(
-        self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World, base: Weights | None = None
-    ) -> None:
+    def __init__(self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World) -> None:
         self.run, self.options, self.corpus, self.world = run, options, corpus, world
         torch.manual_seed(options.seed)
         self.precision = Precision.on(run.precision, world.device)
         size = SIZES[options.size]
-        self.plain = GPT(size, self.precision, options.seed, options.init, options.checkpointing == "full")
-        if base is not None:
-            checkpoint.load_model(self.plain, {name: weight.float() for name, weight in base.items()})
-        if options.lora:
-            add_adapters(self.plain, options.lora, options.lora_alpha, options.seed)
+        self.plain = GPT(size, self.precision, options.seed, options.checkpointing)
         self.plain.to(world.device, self.precision.dtype)
         self.parameters = sum(p.numel() for p in self.plain.parameters())
-        self.trained = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
         self.model = wrap(self.plain, world, options.strategy)
         self.zero = options.strategy == "zero1"
         self.optimizer = self._optimizer()
@@ -359,10 +272,11 @@ class Trainer:
         if options.master_weights != "auto":
             chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
         adamw: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
-        trained = [p for p in self.plain.parameters() if p.requires_grad]
-        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": options.weight_decay}]
-        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []
+        parameters = list(self.plain.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
         if self.zero:
             return ZeroRedundancyOptimizer(groups, optimizer_class=adamw, **chosen)
         return adamw(groups, **chosen)
@@ -428,9 +342,9 @@ class Trainer:
         history["scale"] += scales[:-1]
         # The scale falls exactly when a step was skipped.
         history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
-        for step_ms, optimizer_ms in self._clock.take():
-            history["step_ms"].append(step_ms)
-            history["optimizer_ms"].append(optimizer_ms)
+        times = self._clock.take()
+        history["step_ms"] += [step_ms for step_ms, _ in times]
+        history["optimizer_ms"] += [optimizer_ms for _, optimizer_ms in times]
         self._losses, self._scales = [], []
         return values[count:]
 
@@ -501,8 +415,7 @@ class Trainer:
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
-        trained = (parameter for parameter in self.plain.parameters() if parameter.requires_grad)
-        mine = [self.world.rank == 0 or isinstance(parameter, DTensor) for parameter in trained]
+        mine = [self.world.rank == 0 or isinstance(parameter, DTensor) for parameter in self.plain.parameters()]
         ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
@@ -522,20 +435,22 @@ class Trainer:
             "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
         }
 
-    def best(self) -> tuple[int, float, int]:
-        """Step and loss of the best validation, and the number of validations since."""
-        points = self.history["validation"]
-        at = min(range(len(points)), key=lambda number: points[number][1])
-        return (*points[at], len(points) - 1 - at)
+    def line(self) -> str:
+        """The line that is printed after a validation."""
+        history, options = self.history, self.options
+        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
+        line = f"{self.run.name}: step {self.step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
+        line += f"  validation {history['validation'][-1][1]:.4f}  {speed:,.0f} tokens/s"
+        if self.scaler is not None:
+            line += f"  scale {history['scale'][-1]:,.0f}  skipped {sum(history['skipped']):.0f}"
+        return line
 
-    def row(self, trouble: str | None = None, early: bool = False) -> dict[str, Any]:
+    def row(self, trouble: str | None = None) -> dict[str, Any]:
         """The run's entry in report.json. Collective; waits for the device."""
         options, history, world = self.options, self.history, self.world
         skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
-        validated = trouble is None and bool(history["validation"])
-        best_step, best_loss, _ = self.best() if validated else (None, None, None)
         size, step_ms = SIZES[options.size], median(history["step_ms"])
-        flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
+        flops = training_flops(shape_of(size), options.batch, size.context)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
@@ -551,10 +466,7 @@ class Trainer:
             "optimizer": self.run.optimizer,
             "steps": self.step,
             "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
-            "final_val_loss": history["validation"][-1][1] if validated else None,
-            "best_val_loss": best_loss,
-            "best_step": best_step,
-            "stopped_early": early,
+            "final_val_loss": history["validation"][-1][1] if history["validation"] and not trouble else None,
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},
@@ -566,7 +478,6 @@ class Trainer:
             "mfu": None if peak is None else flops / world.size / (step_ms / 1000) / peak,
             "peak_flops": peak,
             "parameters": self.parameters,
-            "trained_parameters": self.trained,
             "findings": halfstep.doctor(self.model, self.optimizer, self.scaler).as_dict()["findings"],
             "trouble": trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history["train_loss"]],
@@ -604,48 +515,7 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def read_base(path: Path, size: str) -> Weights:
-    """The weights of a model of `size`: a checkpoint, or that of the ``--out`` of a run, its adapters added.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or of another size.
-    """
-    if path.is_dir() and not (path / "manifest.json").is_file():
-        newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
-        if len(newest) != 1:
-            raise CheckpointError(f"--base {path} holds checkpoints of {len(newest)} runs; pass one checkpoint")
-        (path,) = newest
-    state = read_checkpoint(path, {"size": size})
-    return merged(state["model"], state["plan"]["lora_alpha"] / (state["plan"]["lora"] or 1))
-
-
 # ------------------------------------------------------------------------------------------------------------- command
-
-
-class Display:
-    """The output of the first rank: a progress bar on a terminal, otherwise a line after each validation."""
-
-    def __init__(self, steps: int, quiet: bool) -> None:
-        self.quiet, self.progress = quiet, Progress(steps, stream=sys.stdout)
-
-    def watch(self, trainer: Trainer, validated: bool) -> None:
-        history, options, step = trainer.history, trainer.options, trainer.step
-        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
-        line = f"{trainer.run.name}: step {step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
-        line += f"  validation {history['validation'][-1][1]:.4f}" if history["validation"] else ""
-        line += f"  {speed:,.0f} tokens/s"
-        if trainer.scaler is not None:
-            line += f"  scale {history['scale'][-1]:,.0f}  skipped {sum(history['skipped']):.0f}"
-        if sys.stdout.isatty() and not self.quiet:
-            self.progress.show(step, line)
-        elif validated:
-            self.note(line)
-
-    def note(self, text: str) -> None:
-        """Print a line. What is not printable, in names of files for example, is escaped."""
-        self.progress.clear()
-        if not self.quiet:
-            say(text)
 
 
 def train(
@@ -653,20 +523,18 @@ def train(
     options: argparse.Namespace,
     corpus: Corpus,
     world: World,
-    display: Display,
     interrupt: Interrupt,
     resumed: dict[str, Any] | None,
-    base: Weights | None,
 ) -> dict[str, Any] | None:
-    """Train one run to its last step, or until its loss stays non-finite or no longer falls.
+    """Train one run to its last step, or until its loss stays non-finite.
 
     Returns:
         Its entry in report.json; None if it was interrupted.
     """
-    trainer = Trainer(run, options, corpus, world, base)
+    trainer = Trainer(run, options, corpus, world)
     if resumed is not None:
         trainer.restore(resumed)
-        display.note(f"{run.name}: continuing after step {trainer.step}")
+        world.note(f"{run.name}: continuing after step {trainer.step}")
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
     while trainer.step < options.steps:
@@ -684,30 +552,23 @@ def train(
                 f"the loss was not finite for {NON_FINITE} steps in a row, the last of them step {trainer.step}; use a "
                 f"smaller --lr than {options.lr:g}, or --precision fp32 to see whether precision is the cause"
             )
-            display.note(f"{run.name}: given up: {trouble}")
+            world.note(f"{run.name}: given up: {trouble}")
             return trainer.row(trouble=trouble)
         if validate_now:
             trainer.validate()
-        display.watch(trainer, validate_now)
+            world.note(trainer.line())
         if save_now or (stop and options.save_every):
             state = trainer.state()
             if world.rank == 0:
-                display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
+                world.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
         if stop and not last:
             interrupt.signal = interrupt.signal or signal.SIGTERM
             saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
             name = signal.Signals(interrupt.signal).name
-            display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
+            world.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
             return None
-        if validate_now and not last and options.patience:
-            step, loss, since = trainer.best()
-            if since >= options.patience:
-                best = f"the best validation loss is {loss:.4f}, at step {step}"
-                display.note(f"{run.name}: ended early at step {trainer.step}; {best}")
-                return trainer.row(early=True)
     if not trainer.history["validation"]:
         trainer.validate()
-    display.progress.clear()
     return trainer.row()
 
 
@@ -754,11 +615,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
     add("--size", choices=list(SIZES), default="tiny", help="size of the model")
     add("--data", type=a_path, metavar="PATH", help="file or folder to read (default: Python's standard library)")
-    add("--init", choices=list(INITS), help="how the matrices of the blocks are drawn (default: scaled)")
-    add("--base", type=a_path, metavar="PATH", help="begin with the weights of a run: a checkpoint, or its --out")
-    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R of the frozen --base")
-    add("--lora-alpha", type=rate, metavar="X", help="adapters count X / R times (default: 2 R)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto chooses a GPU if there is one")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
@@ -768,13 +624,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
     add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
-    add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     add = parser.add_argument_group("memory").add_argument
     add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
-    again = "none, or full: save only the inputs of blocks (default: none; full if no KIND is given)"
-    checkpointing = {"nargs": "?", "const": "full", "choices": ("none", "full"), "metavar": "KIND"}
-    add("--checkpointing", **checkpointing, default="none", help=again)
+    add("--checkpointing", action="store_true", help="save only the inputs of blocks, and recompute the rest")
     add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the moments")
     add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
     add = parser.add_argument_group("output and checkpoints").add_argument
@@ -784,11 +637,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
     options = parser.parse(argv)
     check(options)
-    options.init = options.init or "scaled"
     options.lr = options.lr or SIZES[options.size].lr
     options.warmup = options.steps // 10 if options.warmup is None else options.warmup
     options.validate_every = options.validate_every or max(1, options.steps // 10)
-    options.lora_alpha = options.lora_alpha or 2.0 * options.lora
     return options
 
 
@@ -808,7 +659,6 @@ def check(options: argparse.Namespace) -> None:
         (strategy != "single" and not launched, f"--strategy {strategy} needs several processes; type: {command} ..."),
         (strategy == "single" and size > 1, f"{size} processes with --strategy single; pass ddp, fsdp or zero1"),
         (options.batch % parts, f"expected --batch, the global batch, to be {of_parts}, but got {options.batch}"),
-        (options.device == "cuda" and not torch.cuda.is_available(), "--device cuda, but no GPU is found; pass cpu"),
         ((options.warmup or 0) >= options.steps, f"--warmup {options.warmup} is not below --steps {options.steps}"),
         (
             precision == "compare" and layout != "--state-dtype fp32 --master-weights auto",
@@ -818,9 +668,6 @@ def check(options: argparse.Namespace) -> None:
             masters.startswith("split") and precision != "bf16",
             f"expected --precision bf16 with --master-weights {masters}, but got {precision}",
         ),
-        (options.lora and not options.base, f"--lora {options.lora} without --base, whose frozen weights it adapts"),
-        (options.lora_alpha and not options.lora, "--lora-alpha without --lora; pass both, or neither"),
-        (options.init and options.base, "--init with --base, whose weights replace those drawn; pass one of them"),
         (options.resume and precision == "compare", "--resume PATH with --precision compare; pass --resume alone"),
     ):
         if wrong:
@@ -830,8 +677,6 @@ def check(options: argparse.Namespace) -> None:
 def command(options: argparse.Namespace) -> int:
     """Train all runs, and report. Returns the exit status."""
     runs = RUNS[options.precision]
-    base = None if options.base is None else read_base(options.base, options.size)
-    options.base = str(options.base or "")
     corpus = read_corpus(options.data, SIZES[options.size].context)
     make_folder(options.out)
     files = {run: file for run in runs if (file := resumed_from(run, options))}
@@ -842,15 +687,14 @@ def command(options: argparse.Namespace) -> int:
         )
     resumed = {run: read_checkpoint(file, plan(run, options, corpus)) for run, file in files.items()}
     world, rows = connect(options), []
-    display = Display(options.steps, quiet=world.rank != 0)
     size = len(corpus.train) + len(corpus.val)
-    display.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
+    world.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
     if restarts():
         begun = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
-        display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
+        world.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
     with Interrupt().listening() as interrupt:
         for run in runs:
-            row = train(run, options, corpus, world, display, interrupt, resumed.get(run), base)
+            row = train(run, options, corpus, world, interrupt, resumed.get(run))
             if row is None:
                 break
             rows.append(row)
@@ -871,7 +715,7 @@ def command(options: argparse.Namespace) -> int:
             "runs": rows,
         }
         report.show_table(content)
-        display.note("report: " + ", ".join(map(str, report.write(options.out, content))))
+        world.note("report: " + ", ".join(map(str, report.write(options.out, content))))
     if world.size > 1:
         dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     if len(rows) < len(runs):

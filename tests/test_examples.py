@@ -18,7 +18,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGEST = ROOT / "examples" / "largest.py"
 BYTES = ROOT / "examples" / "bytes_per_parameter.py"
 # train_gpt.py and its modules have tests of their own, in tests/examples.
-OTHERS = {LARGEST, BYTES, *(ROOT / "examples" / f"{name}.py" for name in ("train_gpt", "gpt", "report", "ranks"))}
+OTHERS = {
+    LARGEST,
+    BYTES,
+    *(ROOT / "examples" / f"{name}.py" for name in ("train_gpt", "corpus", "gpt", "report", "ranks")),
+}
 EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - OTHERS)
 
 
@@ -82,12 +86,12 @@ def test_it_fails_where_training_does_not_work(tmp_path: Path) -> None:
 def test_the_largest_model_takes_what_is_planned() -> None:
     assert "\npython examples/largest.py --memory 4\n" in LARGEST.read_text().partition('"""\n')[0]
     # Few elements: a CPU without instructions for bf16 takes a hundred times as long for its products.
-    words = [sys.executable, str(LARGEST), "--memory", "0.1", "--width", "256", "--steps", "2", "--batch", "1"]
+    words = [sys.executable, str(LARGEST), "--memory", "0.1", "--width", "256", "--steps", "6", "--batch", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.fullmatch(
-        r"17 blocks, 13,524,736 parameters; planned: (\d+) MiB\n"
+        r"17 blocks, 13,551,104 parameters; planned: (\d+) MiB\n"
         r"the process took (\d+) MiB, with activations\n"
         r"largest: loss ([0-9.]+) before, ([0-9.]+) after\n",
         done.stdout,
@@ -99,7 +103,7 @@ def test_the_largest_model_takes_what_is_planned() -> None:
 
 def test_bytes_per_parameter_are_those_of_the_layouts(tmp_path: Path) -> None:
     results, picture = tmp_path / "bytes.json", tmp_path / "bytes.png"
-    arguments = ["--width", "256", "--layers", "2", "--steps", "1", "--out", str(results), "--picture", str(picture)]
+    arguments = ["--width", "256", "--layers", "2", "--out", str(results), "--picture", str(picture)]
     subprocess.run([sys.executable, str(BYTES), *arguments], check=True, capture_output=True, timeout=300)
     measured = {row["optimizer"]: row["bytes"] for row in json.loads(results.read_text())["rows"]}
     expected = {"torch AdamW, fp32 weights": 16.0, "torch AdamW": 8.0, "halfstep AdamW": 14.0}

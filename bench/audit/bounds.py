@@ -38,8 +38,8 @@ def key(row: dict[str, Any]) -> str:
 
 def entry(row: dict[str, Any]) -> Entry:
     """The measures of a row that the file contains. Integral numbers of bytes are written without a fraction."""
-    kept = {measure: row[measure] for measure in MEASURES}
-    return {name: int(value) if value is not None and value == int(value) else value for name, value in kept.items()}
+    values = ((measure, row[measure]) for measure in MEASURES)
+    return {name: int(value) if value is not None and value == int(value) else value for name, value in values}
 
 
 def load(path: Path) -> Bounds:
@@ -90,13 +90,8 @@ def departures(
 ) -> list[str]:
     """One sentence for each violation of `bounds`, and for each row or entry without a counterpart.
 
-    Args:
-        rows: the rows of the audit, without those of peers.
-        bounds: the recorded bounds.
-        triton: the version of Triton that compiled the rows.
-        families: the kernel families that were audited; None for all.
-        targets: the targets that were audited.
-        remedy: the command that records bounds.
+    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`. `remedy`
+    is the command that records bounds.
     """
     measures = MEASURES if triton == bounds.triton else EVERYWHERE
     audited = {key(row): row for row in rows}

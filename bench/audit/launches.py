@@ -1,6 +1,6 @@
 """Record the launches of Triton kernels, and what Triton would compile for each, instead of running them.
 
-A call that launches kernels, of halfstep or a peer, runs on CPU or meta tensors. Triton's binder specializes the
+A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the
 arguments for a target that need not exist here. Its decisions are recorded (the types of arguments, which are constants
 or divisible by 16, and all compiler options) and the kernel is not run. The audit therefore needs no copy of a
 launcher's decisions that could become outdated.
@@ -35,7 +35,6 @@ class Variant:
         copies: the number of copies of the bulk path, of which one runs. All must have the same accesses.
         copies_on: targets on which there are more or fewer of them.
         index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
-        peer: the distribution that the kernel belongs to; None for halfstep.
     """
 
     kernel: Any
@@ -48,7 +47,6 @@ class Variant:
     copies: int = 1
     copies_on: Mapping[str, int] = field(default_factory=dict)
     index: int = 0
-    peer: str | None = None
 
 
 @dataclass(frozen=True)

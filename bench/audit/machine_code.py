@@ -44,7 +44,7 @@ class Access(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """The resources of a compiled kernel. Shared memory is not among them: its size is an argument of the launch."""
+    """The resources of a compiled kernel, without shared memory, whose size is an argument of the launch."""
 
     registers: int  # per thread
     spills: int
@@ -126,22 +126,11 @@ _SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "2
 
 
 def output_of(*command: str | Path) -> str:
-    """What a program prints.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+    """What a program prints. A failure is a RuntimeError."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()}")
     return done.stdout
-
-
-def sass(cubin: bytes, nvdisasm: str, scratch: Path) -> str:
-    """Disassemble `cubin`, which is written to ``kernel.cubin`` in `scratch`, with source lines."""
-    file = scratch / "kernel.cubin"
-    file.write_bytes(cubin)
-    return output_of(nvdisasm, "-g", "-c", file)
 
 
 def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:

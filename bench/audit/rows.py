@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from halfstep.bench.audit import families, machine_code
+from halfstep.bench.audit.gpus import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
-from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.modules import listed
 
-PEERS = "halfstep.bench.audit.peers"
 FAMILIES = tuple(f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 _GPU_OF = {gpu.target: gpu for gpu in GPUS.values()}
@@ -40,8 +39,7 @@ class AuditRow:
         shared_bytes: shared memory per block, without the bytes that the driver reserves.
         spills: instructions that access local memory (NVIDIA), or spilled registers (AMD).
         occupancy: share of the warps of a multiprocessor that registers, shared memory and block limits allow.
-        peer: the distribution that the kernel belongs to; None for halfstep.
-        problems: why the variant fails the audit; empty if it passes. Problems of peers do not fail the audit.
+        problems: why the variant fails the audit; empty if it passes.
     """
 
     kernel: str
@@ -59,7 +57,6 @@ class AuditRow:
     barriers: int | None = None
     layout_conversions: int | None = None
     occupancy: float | None = None
-    peer: str | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -73,8 +70,7 @@ def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) ->
     if target not in _GPU_OF:
         return None
     max_warps, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
-    launch = {"threads": num_warps * lanes, "registers": registers, "shared_bytes": shared_bytes}
-    return resident(_GPU_OF[target], launch) * num_warps / max_warps
+    return resident(_GPU_OF[target], num_warps * lanes, registers, shared_bytes) * num_warps / max_warps
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:
@@ -88,9 +84,10 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
         text, usage = (Path(file).read_text() for file in kept)
         return text, usage
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        text = machine_code.sass(cubin, triton.knobs.nvidia.nvdisasm.path, Path(folder))
-        cuobjdump = triton.knobs.nvidia.cuobjdump.path
-        usage = machine_code.output_of(cuobjdump, "--dump-resource-usage", Path(folder, "kernel.cubin"))
+        file, tools = Path(folder, "kernel.cubin"), triton.knobs.nvidia
+        file.write_bytes(cubin)
+        text = machine_code.output_of(tools.nvdisasm.path, "-g", "-c", file)
+        usage = machine_code.output_of(tools.cuobjdump.path, "--dump-resource-usage", file)
     cache.put(text, "kernel.sass", binary=False)
     cache.put(usage, "kernel.usage", binary=False)
     return text, usage
@@ -151,16 +148,8 @@ def _audit_one(job: tuple[str, int, str]) -> dict[str, Any]:
     """Launch, compile and inspect one variant for one target; runs in a worker process."""
     module, index, target = job
     variant = _listed(module)[index]
-    # The name of a peer's kernel begins with its package: liger_kernel, not liger_kernel.ops.softmax.
-    home = variant.kernel.__module__.partition(".")[0] if variant.peer else module.rpartition(".")[2]
-    row = AuditRow(
-        kernel=f"{home}.{variant.kernel.__name__}",
-        variant=variant.name,
-        target=target,
-        floor_read=variant.bytes_read,
-        floor_written=variant.bytes_written,
-        peer=variant.peer,
-    )
+    kernel = f"{module.rpartition('.')[2]}.{variant.kernel.__name__}"
+    row = AuditRow(kernel, variant.name, target, floor_read=variant.bytes_read, floor_written=variant.bytes_written)
     try:
         launch = recorded(variant, target)
         _inspect(row, variant, launch, launch.compile(target))

@@ -14,7 +14,7 @@ from halfstep.bench.modules import listed
 if TYPE_CHECKING:
     from halfstep.bench.harness import Case
 
-GROUPS = ("softmax", "cast", "unscale", "adam", "step")
+GROUPS = ("softmax", "cast", "unscale", "adam", "sgd", "step")
 
 
 @dataclass(frozen=True)

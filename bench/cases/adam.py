@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -41,20 +42,26 @@ TYPICAL = 1e-2  # root mean square of weights and gradients
 FACTORS = (1.0, -0.5, 2.0)  # factors of the gradients in the checked steps; powers of two, which do not round
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.1}
 EXACT, ROUNDED = 1e-4, 0.1
+OF_FULL = "halfstep full master"
 CODED_FROM = 4096  # elements of the smallest tensor whose moments all providers keep in 8 bits
+RULE = partial(torch.optim.AdamW, **HYPER)
+
+Parameters = list[torch.nn.Parameter]
+Optimizer = Callable[[Parameters], Any]  # makes one of parameters
 
 
 @dataclass
-class AdamInputs:
-    """Weights and gradients of all tensors, of shape (tensors, rows, columns)."""
+class OptimizerInputs:
+    """Weights and gradients of all tensors, of shape (tensors, rows, columns), and torch's optimizer for the job."""
 
     weights: torch.Tensor
     grads: torch.Tensor
+    rule: Optimizer
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
-        """The weights after a step of torch's AdamW in float64 with each multiple of the gradients."""
+        """The weights after a step in float64 with each multiple of the gradients."""
         weights = torch.nn.Parameter(self.weights.double())
-        optimizer = torch.optim.AdamW([weights], **HYPER)
+        optimizer = self.rule([weights])
         for factor in factors:
             weights.grad = self.grads.double() * factor
             optimizer.step()
@@ -70,7 +77,7 @@ class AdamInputs:
         """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
 
-    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    def parameters(self, dtype: torch.dtype) -> Parameters:
         """A separate parameter for each row, with a separate gradient."""
         result = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
         for parameter, grad in zip(result, self.grads, strict=True):
@@ -88,10 +95,10 @@ def rows_and_columns(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> AdamInputs:
+def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, rule: Optimizer) -> OptimizerInputs:
     """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
     weights, grads = (TYPICAL * normal(device, 2, *shape)).to(dtype)
-    return AdamInputs(weights, grads)
+    return OptimizerInputs(weights, grads, rule)
 
 
 def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
@@ -101,18 +108,18 @@ def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> 
     return float(((weights - truth).flatten(1).norm(dim=1) / update).max())
 
 
-def _error(inputs: AdamInputs, got: list[torch.Tensor]) -> float:
+def update_error(inputs: OptimizerInputs, got: list[torch.Tensor]) -> float:
+    """The error of the exact weights after the checked steps."""
     return error(inputs.weights, got, inputs.truth)
 
 
 class Weights:
-    """The parameters that a provider steps, and the gradients that it is given.
+    """The parameters that a provider steps, and its gradients.
 
-    With `masters`, those of bf16 weights are fp32 copies, for optimizers that keep none: `around` copies the gradients
-    to them before a step, and the masters to the weights after it.
+    With `masters`, the parameters of bf16 weights are fp32 copies, for optimizers that keep none.
     """
 
-    def __init__(self, inputs: AdamInputs, masters: bool = False) -> None:
+    def __init__(self, inputs: OptimizerInputs, masters: bool = False) -> None:
         self._copied = masters and inputs.low
         self.parameters = inputs.parameters(torch.float32 if self._copied else inputs.weights.dtype)
         self._wide = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
@@ -120,7 +127,7 @@ class Weights:
         self._visible = [weight.clone() for weight in inputs.weights] if self._copied else []
 
     def around(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """`step` with its copies."""
+        """`step`, with copies of the gradients to the masters before it, and of the masters to the weights after."""
         if not self._copied:
             return step
         masters = [parameter.detach() for parameter in self.parameters]
@@ -136,16 +143,14 @@ class Weights:
 
 # ---------------------------------------------------------------------------------------------------------- providers
 
-Providers = Mapping[str, Callable[[AdamInputs], Prepared]]
+Providers = Mapping[str, Callable[[OptimizerInputs], Prepared]]
 
 
-def exact_weights(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+def exact_weights(optimizer: Any, parameters: Parameters) -> list[torch.Tensor]:
     """The weights with all digits that an optimizer keeps: in masters, in remainders, or in the parameters alone."""
     if hasattr(optimizer, "masters"):  # halfstep
         masters = optimizer.masters()
         return [masters[parameter] for parameter in parameters]
-    if groups := getattr(optimizer, "param_groups_master", None):  # apex
-        return [master for group in groups for master in group["params"]]
     return [_exact(parameter, optimizer.state[parameter]) for parameter in parameters]
 
 
@@ -155,15 +160,11 @@ def _exact(parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> torch.Ten
         return exact
     if state.get("kahan_comp") is not None:  # optimi
         return parameter.float() + state["kahan_comp"]
-    master: torch.Tensor = state.get("master_param", parameter)  # transformer-engine
-    return master
+    return parameter
 
 
-def _stepping(
-    make: Callable[[list[torch.nn.Parameter]], Any],
-    inputs: AdamInputs,
-    masters: bool = False,
-    wrap: Callable[..., Any] = lambda step: step,
+def stepping(
+    make: Optimizer, inputs: OptimizerInputs, masters: bool = False, wrap: Callable[..., Any] = lambda step: step
 ) -> Prepared:
     """The job of an optimizer that `make` creates, with masters around it where it keeps none."""
     weights = Weights(inputs, masters)
@@ -179,83 +180,70 @@ def _stepping(
     return Prepared(step, values)
 
 
-def _halfstep(inputs: AdamInputs, **options: Any) -> Prepared:
-    return _stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
+def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
+    return stepping(partial(halfstep.AdamW, **HYPER, **options), inputs)
 
 
-def torch_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
+def torch_adamw(parameters: Parameters, **options: Any) -> torch.optim.AdamW:
     """torch's AdamW; on a GPU, with its step counts there."""
     capturable = parameters[0].device.type == "cuda"
     return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
 
 
-def _torch(inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
-    return _stepping(partial(torch_adamw, **options), inputs, masters)
+def _torch(inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
+    return stepping(partial(torch_adamw, **options), inputs, masters)
 
 
-def _compiled(sizes: Sizes, inputs: AdamInputs) -> Prepared:
+def _compiled(sizes: Sizes, inputs: OptimizerInputs) -> Prepared:
     wrap = partial(compiled, sizes=sizes, tensors=len(inputs.weights))
-    return _stepping(partial(torch_adamw, foreach=True), inputs, masters=True, wrap=wrap)
-
-
-def _loop(sizes: Sizes, inputs: AdamInputs) -> Prepared:
-    loops(sizes, len(inputs.weights))
-    return _torch(inputs, foreach=False, fused=False)
+    return stepping(partial(torch_adamw, foreach=True), inputs, masters=True, wrap=wrap)
 
 
 def _peer(
-    module: str, name: str, inputs: AdamInputs, masters: bool = False, gpu: bool = False, **options: Any
+    module: str, name: str, inputs: OptimizerInputs, masters: bool = False, gpu: bool = False, **options: Any
 ) -> Prepared:
     """The AdamW of another library: where it is, what it is called, and its options."""
     if gpu:
         needs_gpu(inputs.weights.device)
-    return _stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
+    return stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
 
 
-def _optimi(inputs: AdamInputs) -> Prepared:
+def _optimi(inputs: OptimizerInputs) -> Prepared:
     on_gpu = inputs.weights.device.type == "cuda"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
         return _peer("optimi", "AdamW", inputs, kahan_sum=inputs.low, triton=on_gpu, foreach=not on_gpu)
 
 
-def _torchao(sizes: Sizes, name: str, inputs: AdamInputs, masters: bool = True, **options: Any) -> Prepared:
-    loops(sizes, len(inputs.weights))
+def _torchao(sizes: Sizes, name: str, inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
     compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
     return _peer("torchao.optim", name, inputs, masters, **options)
 
 
-def _bitsandbytes(sizes: Sizes, inputs: AdamInputs, masters: bool = True) -> Prepared:
+def _bitsandbytes(sizes: Sizes, inputs: OptimizerInputs, masters: bool = True) -> Prepared:
     if inputs.weights.device.type == "cpu":  # on a GPU it launches one kernel per tensor
         loops(sizes, len(inputs.weights))
     return _peer("bitsandbytes.optim", "AdamW8bit", inputs, masters)
-
-
-def _fused_adam(module: str, inputs: AdamInputs) -> Prepared:
-    """apex or transformer-engine, which have the same interface and create masters of 16-bit parameters."""
-    # Both support master weights only together with capturable.
-    options = {"capturable": True, "master_weights": True} if inputs.low else {}
-    return _peer(module, "FusedAdam", inputs, gpu=True, adam_w_mode=True, **options)
 
 
 # --------------------------------------------------------------------------------------------------------------- jobs
 
 
 class Job(NamedTuple):
-    """A job: the layout of `halfstep.numerics.planning` whose bytes count, and the layouts of other providers."""
+    """A job of an optimizer: bytes that its step moves per element, and those of providers with another layout."""
 
     name: str
     dtype: torch.dtype
-    layout: str
+    moved: Fraction | int
     bound: float
     providers: Providers
-    other_layouts: Mapping[str, str]
+    other_layouts: Mapping[str, Fraction | int] = {}
     smallest: int = 1  # elements of the smallest tensor
 
-    def bytes_moved(self, layout_name: str, elements: int) -> int:
-        """The bytes that a step of a layout reads and writes."""
-        precision = "fp32" if self.dtype == torch.float32 else "bf16"
-        return int(layout(layout_name, precision).moved_per_step() * elements)
+
+def _moved(name: str, precision: str = "bf16") -> Fraction:
+    """The bytes per element that a step of a layout of `halfstep.numerics.planning` reads and writes."""
+    return Fraction(layout(name, precision).moved_per_step())
 
 
 def _jobs(sizes: Sizes) -> tuple[Job, ...]:
@@ -266,11 +254,6 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         **fused,
         "torch foreach": partial(_torch, foreach=True),
         "torch.compile": partial(_compiled, sizes),
-        "torch naive": partial(_loop, sizes),
-    }
-    fused_adams: Providers = {
-        "apex": partial(_fused_adam, "apex.optimizers"),
-        "transformer-engine": partial(_fused_adam, "transformer_engine.pytorch.optimizers"),
     }
 
     def ours(state_dtype: Any) -> Providers:
@@ -283,9 +266,8 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "torch-optimi": _optimi,
         "flashoptim": partial(flashoptim, quantize=False, master_weight_bits=None),
         "torchao": partial(_torchao, sizes, "_AdamW"),
-        **fused_adams,
     }
-    full = {"halfstep full master": partial(_halfstep, master_weights="full")}
+    full = {OF_FULL: partial(_halfstep, master_weights="full")}
     of_bf16: Providers = {
         **ours(bf16),
         **fused,
@@ -306,22 +288,25 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "bitsandbytes": partial(_bitsandbytes, sizes, masters=False),
     }
     # flashoptim's, too, has a byte of remainder and bf16 moments.
-    of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), "halfstep-split24-bf16")
-    of_24_coded = {"halfstep split24": "halfstep-split24-8bit", "flashoptim": "flashoptim-24"}
-    bare = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
-    split: Providers = {"halfstep": _halfstep, **full, **of_torch, **fused_adams}
+    of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), _moved("halfstep-split24-bf16"))
+    of_24_coded = {"halfstep split24": _moved("halfstep-split24-8bit"), "flashoptim": _moved("flashoptim-24")}
+    bare = {"torch fused": _moved("torch-fused")} | {
+        name: _moved(f"{name}-8bit") for name in ("torchao", "bitsandbytes")
+    }
+    split: Providers = {"halfstep": _halfstep, **full, **of_torch}
+    coded = _moved("halfstep-split-8bit"), _moved("halfstep-stochastic-8bit")
     return (
-        Job("fp32", fp32, "halfstep", EXACT, of_fp32, {}),
-        Job("bf16, fp32 master", bf16, "halfstep-split", EXACT, split, {"halfstep full master": "halfstep-full"}),
-        Job("bf16, bf16 moments", bf16, "halfstep-split-bf16", ROUNDED, of_bf16, of_24),
-        Job("bf16, 8-bit moments", bf16, "halfstep-split-8bit", ROUNDED, of_8_bits, of_24_coded, CODED_FROM),
-        Job("bf16, 8-bit, no master", bf16, "halfstep-stochastic-8bit", ROUNDED, of_no_master, bare, CODED_FROM),
+        Job("fp32", fp32, _moved("halfstep", "fp32"), EXACT, of_fp32),
+        Job("bf16, fp32 master", bf16, _moved("halfstep-split"), EXACT, split, {OF_FULL: _moved("halfstep-full")}),
+        Job("bf16, bf16 moments", bf16, _moved("halfstep-split-bf16"), ROUNDED, of_bf16, of_24),
+        Job("bf16, 8-bit moments", bf16, coded[0], ROUNDED, of_8_bits, of_24_coded, CODED_FROM),
+        Job("bf16, 8-bit, no master", bf16, coded[1], ROUNDED, of_no_master, bare, CODED_FROM),
     )
 
 
-def cases(sizes: Sizes) -> Iterator[Case]:
+def optimizer_cases(group: str, operation: str, jobs: Iterable[Job], rule: Optimizer, sizes: Sizes) -> Iterator[Case]:
     """Every job with each number of tensors, then with the large tensor."""
-    for job in _jobs(sizes):
+    for job in jobs:
         numbers = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
         for tensors, numel in [*numbers, *[(1, sizes.large)] * bool(sizes.large)]:
             if numel < job.smallest:
@@ -330,18 +315,21 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             shape = (tensors, *rows_and_columns(numel))
             elements = math.prod(shape)
             yield Case(
-                group="adam",
-                operation="adamw of one large tensor" if large else "adamw",
+                group=group,
+                operation=f"{operation} of one large tensor" if large else operation,
                 dtype=job.name,
                 size={"tensors": tensors, "elements": elements},
                 axis="elements" if large else "tensors",
-                bytes_moved=job.bytes_moved(job.layout, elements),
-                layout_bytes={
-                    name: job.bytes_moved(layout_name, elements) for name, layout_name in job.other_layouts.items()
-                },
+                bytes_moved=int(job.moved * elements),
+                layout_bytes={name: int(moved * elements) for name, moved in job.other_layouts.items()},
                 bound=job.bound,
                 error_unit="as a share of the update",
-                prepare=partial(prepare, shape=shape, dtype=job.dtype),
+                prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule),
                 providers=job.providers,
-                error=_error,
+                error=update_error,
             )
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """The cases of AdamW."""
+    return optimizer_cases("adam", "adamw", _jobs(sizes), RULE, sizes)

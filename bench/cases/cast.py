@@ -14,7 +14,7 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.installed import compiled, loops
+from halfstep.bench.cases.installed import compiled
 from halfstep.bench.harness import Case, Prepared, normal
 
 DTYPES = {
@@ -61,12 +61,6 @@ def _into(function: Callable[..., Any], dtype: torch.dtype, sources: list[torch.
 
 def _foreach_cast(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     halfstep.foreach_cast(sources, targets[0].dtype, out=targets)
-
-
-def _copy_each(sizes: Sizes, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    loops(sizes, len(sources))
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
 
 
 def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
@@ -116,7 +110,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     functions: dict[str, Callable[..., Any]] = {
         "halfstep": _foreach_cast,
         "torch foreach": torch._foreach_copy_,
-        "torch naive": partial(_copy_each, sizes),
     }
     providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:

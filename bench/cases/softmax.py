@@ -44,12 +44,6 @@ def _prepare(device: torch.device, rows: int, columns: int, dtype: torch.dtype) 
     return SoftmaxInputs((2 * x).to(dtype).requires_grad_(), grad.to(dtype))
 
 
-def _textbook(x: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    powers = torch.exp(wide - wide.amax(-1, keepdim=True))
-    return (powers / powers.sum(-1, keepdim=True)).to(x.dtype)
-
-
 def _torch(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x, -1)
 
@@ -120,7 +114,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                         "halfstep": partial(prepare, halfstep.softmax),
                         "torch eager": partial(prepare, _torch),
                         "torch.compile": partial(_compiled, prepare, sizes),
-                        "torch naive": partial(prepare, _textbook),
                         "liger-kernel": partial(prepare, _liger),
                     },
                     error=error,

@@ -24,8 +24,9 @@ import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.adam import (
     HYPER,
+    RULE,
     TYPICAL,
-    AdamInputs,
+    OptimizerInputs,
     Weights,
     error,
     exact_weights,
@@ -43,7 +44,7 @@ NEVER = 2**30  # steps until the scale grows, so that it is the same in all time
 
 
 @dataclass
-class StepInputs(AdamInputs):
+class StepInputs(OptimizerInputs):
     """The inputs of the Adam cases, and the norm to clip to."""
 
     @cached_property
@@ -65,7 +66,7 @@ class StepInputs(AdamInputs):
 
 
 def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
-    return StepInputs(**vars(prepare(device, shape, dtype)))
+    return StepInputs(**vars(prepare(device, shape, dtype, RULE)))
 
 
 def _stepping(

@@ -21,7 +21,7 @@ import torch
 import halfstep
 from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.cast import normal_tensors
-from halfstep.bench.cases.installed import compiled, loops, needs, needs_gpu
+from halfstep.bench.cases.installed import compiled
 from halfstep.bench.harness import Case, Prepared
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -78,19 +78,6 @@ def _foreach_check(grads: Grads, inverse: torch.Tensor) -> Summary:
     return (~torch.isfinite(norms)).any(), norms.square().sum()
 
 
-def _naive_check(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Summary:
-    loops(sizes, len(grads))
-    squares = torch.stack([grad.float().square().sum() for grad in grads])
-    return (~torch.isfinite(squares)).any(), squares.sum()
-
-
-def _apex_check(grads: Grads, inverse: torch.Tensor) -> Summary:
-    needs_gpu(inverse.device)
-    amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
-    norm, _ = amp.multi_tensor_l2norm(65536, flag, [grads], True)
-    return ~torch.isfinite(norm).all(), norm.square().sum()
-
-
 def _halfstep_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
     answer = halfstep.foreach_unscale_(grads, inverse)
     return answer.found_inf, answer.norm
@@ -102,35 +89,15 @@ def _amp_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
     return flag, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
 
 
-def _naive_unscale(sizes: Sizes, grads: Grads, inverse: torch.Tensor) -> Summary:
-    loops(sizes, len(grads))
-    for grad in grads:
-        grad.mul_(inverse)
-    flag, squares = _naive_check(sizes, grads, inverse)
-    return flag, squares.sqrt()
-
-
-def _apex_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
-    needs_gpu(inverse.device)
-    amp, flag = needs("amp_C"), torch.zeros(1, dtype=torch.int32, device=inverse.device)
-    amp.multi_tensor_scale(65536, flag, [grads, grads], float(inverse))
-    norm, _ = amp.multi_tensor_l2norm(65536, flag, [grads], False)
-    return flag, norm
-
-
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Both jobs in each dtype, with each number of tensors."""
     checks: dict[str, Function] = {
         "halfstep": _halfstep_check,
         "torch foreach": _foreach_check,
-        "torch naive": partial(_naive_check, sizes),
-        "apex": _apex_check,
     }
     unscales: dict[str, Function] = {
         "halfstep": _halfstep_unscale,
         "torch amp + foreach norm": _amp_unscale,
-        "torch naive": partial(_naive_unscale, sizes),
-        "apex": _apex_unscale,
     }
     compiled_check = {"torch.compile": partial(_compiled, _foreach_check, sizes)}
     jobs: tuple[tuple[str, dict[str, Function], dict[str, Any], Callable[..., float], int], ...] = (

@@ -31,7 +31,7 @@ def test_every_provider_here_agrees_with_float64_twice(case: Case) -> None:
     assert [(r.provider, r.reason) for r in found if r.status not in (OK, UNAVAILABLE)] == []
     measured = {result.provider for result in found if result.status == OK}
     assert "halfstep" in measured and len(measured) > 1
-    assert {r.reason for r in found if r.provider in ("liger-kernel", "flashoptim", "apex")} <= {"needs a GPU"}
+    assert {r.reason for r in found if r.provider in ("liger-kernel", "flashoptim")} <= {"needs a GPU"}
 
 
 def _status(operation: str, provider: str = "halfstep") -> str:
@@ -61,6 +61,7 @@ def _status(operation: str, provider: str = "halfstep") -> str:
         ("adamw", "AdamW", lambda good: lambda p, **options: good(p, **{**options, "weight_decay": 0.0})),
         ("adamw", "AdamW", lambda good: lambda p, **options: good(p, **{**options, "betas": (0.9, 0.99)})),
         ("adamw", "AdamW", lambda good: lambda p, **options: good(p[:-1] or p, **{**options, "lr": 0.0})),
+        ("sgd", "SGD", lambda good: lambda p, **options: good(p, **{**options, "momentum": 0.8})),
         ("AMP step", "AdamW", lambda good: lambda p, max_grad_norm, **options: good(p, **options)),
         ("AMP step", "GradScaler", lambda good: lambda *args, **options: good(*args, **options, hysteresis=2)),
     ],
@@ -106,6 +107,9 @@ HALFSTEP24, FLASH, INT8 = 8 + 4 + 6 / 32, 7 + 5 + 2 * 2 * 2 / 32, 2 + 2 * 2 + 2 
         ("adamw", "bf16, bf16 moments", 18, {"halfstep split24": 16, "flashoptim": 16}),
         ("adamw", "bf16, 8-bit moments", 14 + 6 / 32, {"halfstep split24": HALFSTEP24, "flashoptim": FLASH}),
         ("adamw", "bf16, 8-bit, no master", 10 + 6 / 32, {"torch fused": 14, "torchao": INT8, "bitsandbytes": INT8}),
+        ("sgd", "fp32", 20, {}),
+        ("sgd", "bf16, fp32 master", 18, {}),
+        ("sgd", "bf16, bf16 momentum", 14, {}),
         ("AMP step", "bf16, fp32 master", 28, {}),
         ("AMP step", "fp32", 32, {}),
     ],

@@ -22,6 +22,7 @@ from halfstep.kernels import backend
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+SOFTMAX = Sizes(2**10, (16, 64), (), (), 0, slow=False)
 PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
 
 
@@ -91,13 +92,10 @@ def test_the_largest_come_first_and_what_compiles_last() -> None:
     assert 0 < sum(compiled) < len(cases) and next(iter(cases)).startswith("time of adamw")
 
 
-def test_kernels_are_compiled_by_doing_every_job_of_a_group_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "sizes_for", lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0))
-    done: list[tuple[str, str]] = []
-    monkeypatch.setattr(gpu_checks.harness, "check", lambda case, inputs, name: done.append((case.operation, name)))
-    gpu_checks.checks(Path(), quick=True)["kernels for the times of unscale"].run(torch.device("cpu"))
-    assert set(done) >= {("check", "halfstep"), ("unscale", "halfstep"), ("check", "torch foreach")}
-    assert "torch.compile" not in {name for _, name in done}
+def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
+    order = [(case.operation, case.size["columns"]) for case in gpu_checks.largest_first(cases(("softmax",), SOFTMAX))]
+    forward, backward = "softmax forward", "softmax backward"
+    assert order == [(name, columns) for columns in (64, 16) for name in (forward, forward, backward, backward)]
 
 
 # -------------------------------------------------------------------------------------------------------- on the disk
@@ -147,14 +145,6 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["device"] == "model of a GPU" and results["left_out"] == 0
     assert [result["provider"] for result in results["results"]] == ["halfstep"]
-
-
-@pytest.mark.exhaustive
-def test_the_whole_command_killed_after_each_of_its_steps(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", r"^(?!time of|kernels for)|^time of adamw, fp32, 10 tensors$")
-    assert names[:2] == ["machine", "bits of softmax"]
-    assert "tests marked gpu" in names
-    assert names == list(dict.fromkeys(names))
 
 
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:

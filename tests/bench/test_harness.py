@@ -49,11 +49,19 @@ def test_only_what_passes_its_check_gets_figures() -> None:
     def absent(inputs: torch.Tensor) -> Prepared:
         raise Unavailable("needs a GPU")
 
-    providers = {"right": doubler(2), "wrong": doubler(3), "nan": doubler(math.nan), "raises": raising, "away": absent}
+    called: list[str] = []
+    providers = {
+        "right": doubler(2),
+        "wrong": doubler(3, called, "wrong"),
+        "nan": doubler(math.nan),
+        "raises": raising,
+        "away": absent,
+    }
     right, wrong, nan, raises, away = measure(case_of(providers, _distance), CPU, seconds=0.01)
     assert (right.status, right.reason, right.error) == (OK, "", 0.0)
     assert right.p50_us is not None and right.p50_us > 0
-    assert (wrong.status, wrong.error) == (WRONG, 1.0)
+    assert right.speedup is None and right.copy_fraction is not None, "no other provider passed"
+    assert (wrong.status, wrong.error) == (WRONG, 1.0) and called == ["wrong"], "checked, and never called again"
     assert wrong.reason == "error 1 in all, at most 0.5 is allowed"
     assert nan.status == WRONG
     assert (raises.status, raises.reason) == (FAILED, "RuntimeError: no such kernel")
@@ -62,12 +70,6 @@ def test_only_what_passes_its_check_gets_figures() -> None:
         figures = (result.p20_us, result.p50_us, result.p80_us, result.gb_per_s, result.copy_fraction, result.speedup)
         assert figures == (None,) * 6
         assert result.extra_bytes is None and result.rounds == 0
-
-
-def test_what_failed_its_check_is_never_called_again() -> None:
-    called: list[str] = []
-    measure(case_of({"right": doubler(2), "wrong": doubler(3, called, "wrong")}, _distance), CPU, seconds=0.01)
-    assert called == ["wrong"]
 
 
 def test_figures_from_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +101,6 @@ def test_layouts_of_halfstep_are_no_rivals() -> None:
     case = case_of({name: lambda inputs, job=job: job for name, job in jobs.items()}, _distance)  # type: ignore[misc]
     split, full, fused = measure(case, CPU, seconds=0.0, clock=clock)
     assert (split.speedup, full.speedup, fused.speedup) == (2.0, 8.0, 0.125)
-
-
-def test_one_provider_alone_has_no_ratio() -> None:
-    (alone,) = measure(case_of({"halfstep": doubler(2)}, _distance), CPU, seconds=0.01)
-    assert alone.speedup is None and alone.copy_fraction is not None
 
 
 def test_a_provider_of_another_layout_is_measured_by_its_own_bytes() -> None:

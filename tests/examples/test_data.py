@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import train_gpt
-from train_gpt import Corpus, read_corpus
+from corpus import Corpus, _mix, read_corpus
 
 from halfstep.cli.command_line import UsageError
 
@@ -35,7 +34,7 @@ def test_batches_repeat_differ_and_are_divided_among_ranks(corpus: Corpus) -> No
 
 def test_the_windows_of_a_batch_never_change() -> None:
     # recorded: a checkpoint of today must resume on the same batches with every later version
-    assert int(train_gpt._mix(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF  # splitmix64's published first output
+    assert int(_mix(np.zeros(1, np.uint64))[0]) == 0xE220A8397B1DCDAF  # splitmix64's published first output
     corpus = Corpus("", 1, np.arange(200, dtype=np.uint8), np.arange(40, dtype=np.uint8), "", 0.0)
     assert corpus.batch(0, 0, range(4), 8)[0][:, 0].tolist() == [81, 160, 46, 83]
     assert corpus.batch(2**63 - 1, 10**9, range(2), 8)[0][:, 0].tolist() == [140, 157]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT, INITS, SIZES, Precision
+from gpt import GPT, SIZES, Precision
 from tolerances import ROUNDOFF
+from torch.utils.flop_counter import FlopCounterMode
+from train_gpt import shape_of
+
+from halfstep.numerics.planning.work import training_flops
 
 CPU = torch.device("cpu")
 FP16 = Precision.on("fp16", CPU)
@@ -95,20 +99,35 @@ def test_a_byte_is_predicted_from_earlier_ones_only() -> None:
     assert model(inputs[:, :21], targets[:, :21]) != model(changed[:, :21], targets[:, :21])
 
 
-@pytest.mark.parametrize("init", INITS)
-def test_each_way_of_drawing_weights_has_its_variance(init: str) -> None:
-    up = GPT(SIZES["nano"], Precision.on("fp32", CPU), 0, init).blocks[0].up.weight.detach()
-    rows, columns = up.shape
-    expected = {
-        "scaled": columns**-0.5,
-        "gpt2": 0.02,
-        "xavier": (2 / (rows + columns)) ** 0.5,
-        "kaiming": (2 / columns) ** 0.5,
-        "orthogonal": rows**-0.5,
-    }[init]
-    assert up.std().item() == pytest.approx(expected, rel=0.05)
-    if init == "orthogonal":
-        torch.testing.assert_close(up.T @ up, torch.eye(columns), rtol=0, atol=1e-5)
+class Adapted(torch.nn.Module):
+    """A frozen product with an adapter of low rank beside it, as in LoRA."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.down, self.up = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((rank, columns), (rows, rank)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight) + F.linear(F.linear(x, self.down), self.up)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_planned_flops_are_those_of_the_products(rank: int) -> None:
+    """Counted by torch in forward and backward, in which products for frozen weights do not take place."""
+    model = GPT(SIZES["nano"], Precision.on("fp32", CPU), seed=0)
+    if rank:
+        model.requires_grad_(False)
+        for block in model.blocks:
+            for name in ("qkv", "out", "up", "down"):
+                setattr(block, name, Adapted(getattr(block, name).weight.detach(), rank))
+    tokens = torch.zeros(4, 33, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    expected = training_flops(shape_of(SIZES["nano"]), 4, 32, rank)
+    if rank:  # the input of the first block needs no gradient, and neither do its queries, keys and values
+        expected -= 2 * 4 * 32 * 96 * 32 + 2 * 4 * 32 * rank * 32
+    assert counter.get_total_flops() == expected
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -154,10 +154,10 @@ def test_only_rank_0_prints_and_says_how_the_run_was_laid_out(runs: tuple[Runs, 
     assert first.count("report: ") == len(TWO) + len(RESUMED) + len(CONTINUED) and second == ""
     layout = json.loads((made.out("zero1, bf16") / "report.json").read_text())["layout"]
     assert layout == {
-        "strategy": "zero1", "processes": 2, "accumulate": 4, "checkpointing": "full", "restarts": 0,
+        "strategy": "zero1", "processes": 2, "accumulate": 4, "checkpointing": True, "restarts": 0,
     }  # fmt: skip
     page = (made.out("zero1, bf16") / "report.html").read_text()
-    assert "<td>strategy</td><td>zero1</td>" in page and "<td>checkpointing</td><td>full</td>" in page
+    assert "<td>strategy</td><td>zero1</td>" in page and "<td>checkpointing</td><td>yes</td>" in page
 
 
 # ------------------------------------------------------------------------------------------------------ one process

@@ -17,11 +17,13 @@ import report as reports
 import torch
 import train_gpt
 from browser import chromium
+from corpus import read_corpus
 from gpt import GPT, SIZES, Precision
 from train_runs import options, report, train
 
 import halfstep
 from halfstep.integrations import checkpoint
+from halfstep.numerics.planning import plan
 from halfstep.numerics.statistics.counts import Statistics
 
 CPU = torch.device("cpu")
@@ -108,7 +110,7 @@ def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(compared: Pa
 
 
 def _trainer(text: Path, precision: str, **settings: Any) -> train_gpt.Trainer:
-    corpus = train_gpt.read_corpus(text, 32)
+    corpus = read_corpus(text, 32)
     return train_gpt.Trainer(train_gpt.Run(precision, precision), options(**settings), corpus, train_gpt.World(CPU))
 
 
@@ -139,6 +141,21 @@ def test_what_is_reported_is_what_the_gradients_were(precision: str, text: Path)
     shown = reports.gradients_of(run)
     assert f"<h2>Gradients, {precision}</h2>" in shown and "Counted in 3 steps" in shown
     assert all(f"<td>{row['name']}</td>" in shown for row in gradients["worst"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_and_flops_are_those_that_are_planned(precision: str, text: Path) -> None:
+    trainer = _trainer(text, precision)
+    trainer.advance()
+    trainer.flush()
+    row, planned = trainer.row(), plan(model=train_gpt.shape_of(SIZES["nano"]), precision=precision, batch=4)
+    parts = {part.name: part.bytes for part in planned.parts}
+    states = sum(parts[name] for name in ("remainder", "exp_avg", "exp_avg_sq") if name in parts)
+    sizes = [row[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
+    expected = [size / planned.parameters for size in (parts["weights"], parts["gradients"], states)]
+    assert row["parameters"] == planned.parameters and sizes == pytest.approx(expected, rel=1e-12)
+    assert planned.work is not None and row["mfu"] is None, "there is no datasheet of a CPU"
+    assert row["flops_per_s"] * row["step_ms_p50"] / 1000 == pytest.approx(planned.work.training)
 
 
 def test_curves_show_their_values_at_the_pointer(compared: Path, tmp_path: Path) -> None:

@@ -253,7 +253,6 @@ def test_bytes_and_widths_come_from_the_machine_code() -> None:
         assert row["layout_conversions"] == conversions
         assert (row["barriers"] > 0) is (row["shared_bytes"] > 0) is synchronises, row
         assert row["spills"] == 0
-        assert row["peer"] is None
         assert 0 < row["registers"] < 100
         assert 0.25 < row["occupancy"] <= 1
     converted = {row["target"]: row for row in rows if row["variant"] == "converted"}

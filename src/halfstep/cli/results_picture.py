@@ -23,7 +23,6 @@ KINDS = {
     "overflow": ("#7b2d8b", "overflow"),
     "not finite": ("#222222", "Inf or NaN before"),
 }
-INK = {"subnormal": "#9a6200", "flushed": "#a84800"}  # for words on the pale colour of their zone
 OUTER = 0.18  # of the rest of the axis: the width of the zones beyond a format's range, at least
 BARS = 16
 
@@ -73,19 +72,15 @@ def draw_exponents(axes: Any, exponents: dict[int, int], total: int, form: Forma
     """
     shift, total = math.log2(scale), total or 1
     limits, low, high = zones(exponents, form, scale)
-    top = 100 * max(exponents.values(), default=0) / total or 1.0
-    axes.set_xlim(low, high)
-    axes.set_ylim(0, top * 1.26)
     for name, (start, end) in limits.items():
         colour = KINDS[name][0]
         bars = {exponent - shift: number for exponent, number in exponents.items() if start <= exponent - shift < end}
         axes.bar([*bars], [100 * n / total for n in bars.values()], width=0.86, align="edge", color=colour)
-        start, end, label = max(start, low), min(end, high), name.replace("flushed", "flushed\nto zero")
-        if start < end:
-            axes.axvspan(start, end, color=colour, alpha=0.10, linewidth=0)
-        if end - start > 0.0155 * max(map(len, label.split("\n"))) * (high - low):
-            style = {"ha": "center", "va": "top", "clip_on": True, "fontsize": 10, "fontweight": "bold"}
-            axes.text((start + end) / 2, top * 1.24, label, color=INK.get(name, colour), **style)
+        if max(start, low) < min(end, high):
+            axes.axvspan(max(start, low), min(end, high), color=colour, alpha=0.10, linewidth=0)
+            axes.bar(0, 0, color=colour, label=KINDS[name][1])
+    axes.set_xlim(low, high)
+    axes.legend(frameon=False, fontsize=9)
     _powers(axes, 9)
     axes.set(
         xlabel=f"magnitude of the {noun}" + (", unscaled" if shift else ""),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-
 import pytest
 
-from halfstep.bench.audit import command, machine_code, roofline, rows
+from halfstep.bench.audit import command, machine_code, rows
 from halfstep.bench.audit.machine_code import Access
-from halfstep.cli.roofline_picture import family
 from halfstep.kernels.block_instructions import EXACT
 
 
@@ -27,26 +23,14 @@ def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture
         ("sm_80", 255, 0, 8, 0.125),
         ("sm_80", 16, 0, 1, 0.5),  # 32 blocks of one warp
         ("sm_80", 32, 81 << 10, 4, 0.125),  # two blocks of 82 KiB fill 164
-        ("sm_80", 32, 82 << 10, 4, 0.0625),
         ("gfx942", 42, 0, 4, 1.0),  # 8 waves per unit, of at most 64 registers
         ("gfx942", 65, 0, 4, 0.875),  # rounded up to 72: 7 waves
         ("gfx942", 42, 16384, 4, 0.5),  # 4 blocks of 4 waves in 64 KiB
-        ("gfx942", 42, 65536, 16, 0.5),
         ("sm_75", 32, 0, 4, None),
     ],
 )
 def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
     assert rows.occupancy(target, registers, shared, warps) == expected
-
-
-def test_what_a_peer_does_wrong_is_shown_and_fails_nothing() -> None:
-    ours = asdict(rows.AuditRow(kernel="cast.kernel", variant="a", target="sm_90"))
-    theirs = asdict(rows.AuditRow("peer.kernel", "b", "sm_90", peer="peer", problems=["2 spills"]))
-    shown = list(map(str, command.shown([ours, theirs], seconds=1)))
-    assert "PEER peer.kernel b on sm_90: 2 spills" in shown
-    assert "all 1 pass, in 1 s." in shown
-    assert command._failing([ours, theirs]) == []
-    assert command._failing([{**theirs, "peer": None}]) != []
 
 
 def test_sass() -> None:
@@ -133,11 +117,8 @@ def test_each_line_of_inline_assembly_may_have_a_debug_line_of_its_own() -> None
     ("line", "found"),
     [
         ("fma.rn.f32 	%r1, %r2, %r3, %r4;", ["1x fma.rn.f32"]),
-        ("fma.rn.bf16x2 	%r1, %r2, %r3, %r4;", ["1x fma.rn.bf16x2"]),
         ("mad.lo.s32 	%r1, %r2, %r3, %r4;", []),
-        ("mad.wide.u32 	%rd2, %r4, 16, %rd8;", []),
         ("div.rn.f32 	%r1, %r2, %r3;", []),
-        ("sqrt.rn.f32 	%r1, %r2;", []),
         ("div.full.f32 	%r1, %r2, %r3;", ["1x div.full.f32"]),
         ("sqrt.approx.ftz.f32 	%r1, %r2;", ["1x sqrt.approx.ftz.f32"]),
         ("ex2.approx.f32 	%r1, %r2;", ["1x ex2.approx.f32"]),
@@ -211,13 +192,10 @@ ROOT_64, FINE = "\tv_rsq_f64_e32 v[0:1], v[2:3]\n", "\t\t.amdhsa_float_denorm_mo
         ("%1 = fdiv float %2, %3", DIVISION + FMA * 5, []),
         ("%1 = fdiv float %2, %3", DIVISION + "\tv_fmac_f32_e32 v1, v2, v3\n" * 6, [f"1x f32 {BEYOND}"]),
         ("%4 = fptosi float %39 to i64, !dbg !34", "\tv_fma_f32 v7, v7, s0, |v0|", []),
-        ("", ROOT_64 + FMA_64 * 7, []),
         ("", ROOT_64 + FMA_64 * 9, [f"2x f64 {BEYOND}"]),
         ("", "\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7]", [f"1x f32 {BEYOND}"]),
         ("", FINE, []),
         ("", "\t\t.amdhsa_float_denorm_mode_32 0\n", ["1x float_denorm_mode_32 0"]),
-        ("", "\t\t.amdhsa_float_denorm_mode_16_64 1\n", ["1x float_denorm_mode_16_64 1"]),
-        ("", "\t\t.amdhsa_float_round_mode_32 3\n", ["1x float_round_mode_32 3"]),
         ("", "\t\t.amdhsa_fp16_overflow 1\n", ["1x fp16_overflow 1"]),
         ("", "\ts_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 4), 0", ["1x s_setreg_imm32_b32"]),
     ],
@@ -282,25 +260,3 @@ def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
         Access(True, 32, wide),
     ]
     assert machine_code.operand_bits(chosen, TTGIR) == {8: 32, 16: 32, 32: 32}
-
-
-def test_the_roofline_is_drawn_before_anything_is_compiled(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the counts that are recorded here: a panel per GPU, a point per case, on its roof or below it."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(command, "audit", lambda *arguments: [])
-    monkeypatch.chdir(Path(__file__).resolve().parents[3])
-    out = tmp_path / "new" / "folder"
-    assert command.main(["--out", str(out)]) == 0
-    assert f"wrote {out / 'roofline.png'}" in capsys.readouterr().err
-    assert (out / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    drawn = roofline.panels(roofline.read())
-    assert [panel.gpu for panel in drawn] == ["A100", "H100", "H200", "B200", "MI300X"]
-    for panel in drawn:
-        assert len(panel.points) >= 49
-        for point in panel.points:
-            assert point.reached <= 1.0001 * min(panel.memory, panel.issue / point.per_byte), (panel.gpu, point)
-    names = [point.name for point in drawn[0].points]
-    assert {family(name) for name in names} == set(range(6))

@@ -25,7 +25,7 @@ from unittest import mock
 import generated
 import torch
 
-from . import gpu, sass
+from . import gpu, roofline, sass
 
 # Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
@@ -274,18 +274,19 @@ def _optimi() -> Made:
 
 
 def _flashoptim(quantized: bool) -> Made:
-    from halfstep.bench.audit.peers import flashoptim_step
-
-    made: dict[int, torch.Tensor] = {}
-
-    def tensor(dtype: torch.dtype, n: int) -> torch.Tensor:
-        """The same tensor in every step, by its position."""
-        place = len(made)
-        return made.setdefault(
-            place, _values(dtype, n).abs() if dtype.is_floating_point else torch.full((n,), 3, dtype=dtype)
-        )
-
-    return SIZE, partial(flashoptim_step, quantized, tensor, SIZE)
+    """A step of flashoptim's AdamW by its launcher, since its optimizer requires a GPU."""
+    step = importlib.import_module("flashoptim.optimizers")._fused_adam_step
+    scales, state, bf16 = (SIZE // 32, torch.float16, BF16) if quantized else (SIZE, BF16, BF16)
+    codes = [torch.full((SIZE,), 3, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
+    mom, var = codes if quantized else [_values(bf16).abs() for _ in range(2)]
+    tensors = {
+        "mom": mom, "mom_scales_f16": _values(state, scales).abs(),
+        "var": var, "var_scales_f16": _values(state, scales).abs(),
+        "param": _values(bf16).abs(), "grad": _values(bf16).abs(),
+        "errors": torch.full((SIZE,), 3, dtype=torch.int8),
+    }  # fmt: skip
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-5, "decoupled": True}
+    return SIZE, partial(step, **tensors, **hyper, step=1000, quantize_optim_states=quantized)
 
 
 def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
@@ -372,8 +373,6 @@ def usage(text: str, target: str) -> dict[str, int]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The table of docs/performance.md: the kernel of each case with the most instructions."""
-    from halfstep.bench.audit import roofline
-
     issue = {(one.gpu, one.case, one.kernel): one.issue for one in roofline.ratios(record)}
     lines = [
         f"| Triton {record['triton']} | instructions | bytes | {' | '.join(SHOWN_GPUS)} |",

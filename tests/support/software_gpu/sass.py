@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from statistics import multimode
 
-from halfstep.bench.audit.machine_code import sass
+from halfstep.bench.audit.machine_code import output_of
 
 _ENDS = ("BRA", "EXIT", "CALL", "RET", "BRX", "JMP")
 # Those of which ptxas makes exactly one, so that more of a line are copies.
@@ -70,7 +70,7 @@ def assembled(ptx: str, target: str) -> str:
         cubin = Path(folder) / "out.cubin"
         command = [tool.path, "-lineinfo", f"--gpu-name={asked[1]}", str(file), "-o", str(cubin)]
         subprocess.run(command, check=True)
-        return sass(cubin.read_bytes(), triton.knobs.nvidia.nvdisasm.path, Path(folder))
+        return output_of(triton.knobs.nvidia.nvdisasm.path, "-g", "-c", cubin)
 
 
 def blocks(listing: str) -> list[Block]:

@@ -1,0 +1,42 @@
+"""SGD with momentum over many tensors and over one large tensor, for three jobs, checked as the Adam cases.
+
+Bytes per weight: 20 with fp32 weights and momentum buffer, 18 with bf16 weights and exact fp32 masters, 14 with a bf16
+buffer too. torch does the jobs with fp32 masters and buffer, and copies as in the Adam cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.cases import Sizes
+from halfstep.bench.cases.adam import EXACT, ROUNDED, Job, OptimizerInputs, optimizer_cases, stepping
+from halfstep.bench.harness import Case, Prepared
+
+HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+RULE = partial(torch.optim.SGD, **HYPER)
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def _halfstep(state: torch.dtype, inputs: OptimizerInputs) -> Prepared:
+    return stepping(partial(halfstep.SGD, **HYPER, state_dtype=state), inputs)
+
+
+def _torch(option: str, inputs: OptimizerInputs) -> Prepared:
+    return stepping(partial(RULE, **{option: True}), inputs, masters=True)
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """The cases of SGD."""
+    torchs = {f"torch {option}": partial(_torch, option) for option in ("fused", "foreach")}
+    fp32, bf16 = ({"halfstep": partial(_halfstep, state), **torchs} for state in (FP32, BF16))
+    jobs = (
+        Job("fp32", FP32, 20, EXACT, fp32),
+        Job("bf16, fp32 master", BF16, 18, EXACT, fp32),
+        Job("bf16, bf16 momentum", BF16, 14, ROUNDED, bf16),
+    )
+    return optimizer_cases("sgd", "sgd", jobs, RULE, sizes)
