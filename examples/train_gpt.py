@@ -45,7 +45,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import halfstep
 from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
 from halfstep.cli.numbers import number, whole
-from halfstep.cli.terminal import say
+from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
@@ -101,11 +101,6 @@ class World(NamedTuple):
         """This rank's rows of a global batch."""
         share = batch // self.size
         return range(self.rank * share, (self.rank + 1) * share)
-
-    def note(self, text: str) -> None:
-        """Print a line, on the first rank. What is not printable, in names of files for example, is escaped."""
-        if self.rank == 0:
-            say(text)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
@@ -435,16 +430,6 @@ class Trainer:
             "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
         }
 
-    def line(self) -> str:
-        """The line that is printed after a validation."""
-        history, options = self.history, self.options
-        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
-        line = f"{self.run.name}: step {self.step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
-        line += f"  validation {history['validation'][-1][1]:.4f}  {speed:,.0f} tokens/s"
-        if self.scaler is not None:
-            line += f"  scale {history['scale'][-1]:,.0f}  skipped {sum(history['skipped']):.0f}"
-        return line
-
     def row(self, trouble: str | None = None) -> dict[str, Any]:
         """The run's entry in report.json. Collective; waits for the device."""
         options, history, world = self.options, self.history, self.world
@@ -518,11 +503,38 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- command
 
 
+class Display:
+    """The output of the first rank: a progress bar on a terminal, otherwise a line after each validation."""
+
+    def __init__(self, steps: int, quiet: bool) -> None:
+        self.quiet, self.progress = quiet, Progress(steps, stream=sys.stdout)
+
+    def watch(self, trainer: Trainer, validated: bool) -> None:
+        history, options, step = trainer.history, trainer.options, trainer.step
+        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
+        line = f"{trainer.run.name}: step {step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
+        line += f"  validation {history['validation'][-1][1]:.4f}" if history["validation"] else ""
+        line += f"  {speed:,.0f} tokens/s"
+        if trainer.scaler is not None:
+            line += f"  scale {history['scale'][-1]:,.0f}  skipped {sum(history['skipped']):.0f}"
+        if sys.stdout.isatty() and not self.quiet:
+            self.progress.show(step, line)
+        elif validated:
+            self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line. What is not printable, in names of files for example, is escaped."""
+        self.progress.clear()
+        if not self.quiet:
+            say(text)
+
+
 def train(
     run: Run,
     options: argparse.Namespace,
     corpus: Corpus,
     world: World,
+    display: Display,
     interrupt: Interrupt,
     resumed: dict[str, Any] | None,
 ) -> dict[str, Any] | None:
@@ -534,7 +546,7 @@ def train(
     trainer = Trainer(run, options, corpus, world)
     if resumed is not None:
         trainer.restore(resumed)
-        world.note(f"{run.name}: continuing after step {trainer.step}")
+        display.note(f"{run.name}: continuing after step {trainer.step}")
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
     while trainer.step < options.steps:
@@ -552,23 +564,24 @@ def train(
                 f"the loss was not finite for {NON_FINITE} steps in a row, the last of them step {trainer.step}; use a "
                 f"smaller --lr than {options.lr:g}, or --precision fp32 to see whether precision is the cause"
             )
-            world.note(f"{run.name}: given up: {trouble}")
+            display.note(f"{run.name}: given up: {trouble}")
             return trainer.row(trouble=trouble)
         if validate_now:
             trainer.validate()
-            world.note(trainer.line())
+        display.watch(trainer, validate_now)
         if save_now or (stop and options.save_every):
             state = trainer.state()
             if world.rank == 0:
-                world.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
+                display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
         if stop and not last:
             interrupt.signal = interrupt.signal or signal.SIGTERM
             saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
             name = signal.Signals(interrupt.signal).name
-            world.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
+            display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
             return None
     if not trainer.history["validation"]:
         trainer.validate()
+    display.progress.clear()
     return trainer.row()
 
 
@@ -687,14 +700,15 @@ def command(options: argparse.Namespace) -> int:
         )
     resumed = {run: read_checkpoint(file, plan(run, options, corpus)) for run, file in files.items()}
     world, rows = connect(options), []
+    display = Display(options.steps, quiet=world.rank != 0)
     size = len(corpus.train) + len(corpus.val)
-    world.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
+    display.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
     if restarts():
         begun = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
-        world.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
+        display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
     with Interrupt().listening() as interrupt:
         for run in runs:
-            row = train(run, options, corpus, world, interrupt, resumed.get(run))
+            row = train(run, options, corpus, world, display, interrupt, resumed.get(run))
             if row is None:
                 break
             rows.append(row)
@@ -715,7 +729,7 @@ def command(options: argparse.Namespace) -> int:
             "runs": rows,
         }
         report.show_table(content)
-        world.note("report: " + ", ".join(map(str, report.write(options.out, content))))
+        display.note("report: " + ", ".join(map(str, report.write(options.out, content))))
     if world.size > 1:
         dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     if len(rows) < len(runs):
