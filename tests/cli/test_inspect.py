@@ -102,21 +102,6 @@ def test_parts_of_one_checkpoint_and_batches(
     assert content["total"]["exponents"] == {"0": 300, "1": 300, "2": 300, "3": 300}
 
 
-def test_values_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an expanded tensor repeats is beyond any memory."""
-    content = {
-        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12),
-        "empty": torch.empty(0, 5),
-    }
-    torch.save(content, tmp_path / "x.pt")
-    assert main([str(tmp_path / "x.pt"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["tensors"]
-    assert [row["elements"] for row in rows] == [2, 0]
-    torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, tmp_path / "x.pt")
-    assert main([str(tmp_path / "x.pt")]) == 2
-    assert "the strides of 'windows' make 1,001,000 elements of 2,000: save a copy" in capsys.readouterr().err
-
-
 def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "\x1b[31mx.pt"
