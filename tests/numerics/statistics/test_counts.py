@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import falling
@@ -204,17 +203,6 @@ def test_the_table_fits_80_columns() -> None:
     assert lines[2].split() == ["t.decoder.embedding", "3", "0", "33.3", "0", "33.3", "0", "1"]
     assert (lines[-3], lines[-1]) == ("... and 11 more that lose no more", "and 1 infinite, 0 NaN before rounding")
     assert "err p99" not in statistics(named, errors=False).table()
-
-
-def test_pictures_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    named = {"a": torch.randn(100) * 1e-6, "b": torch.zeros(3), "c": torch.tensor([NAN, 1e9])}
-    for number, (tensors, name, scale) in enumerate(
-        [(named, "fp16", 2.0**10), (named, "e4m3fn", 1000.0), ({}, "bf16", 1.0)]
-    ):
-        path = tmp_path / f"{number}.png"
-        statistics(tensors, name, scale).picture(path)
-        assert path.read_bytes()[:4] == b"\x89PNG"
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
