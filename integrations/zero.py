@@ -82,6 +82,21 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
 
     Raises:
         CheckpointError: the state has another number of parameters or groups, or is damaged. Nothing was changed.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.optim import ZeroRedundancyOptimizer
+        >>> from halfstep.integrations import zero
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> one_process = halfstep.AdamW([weight], lr=0.5)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> one_process.step()
+        >>> optimizer = ZeroRedundancyOptimizer([weight], halfstep.AdamW)
+        >>> zero.load_state_dict(optimizer, one_process.state_dict())
+        >>> optimizer.param_groups[0]["lr"], zero.state_dict(optimizer)["state"][0]["exp_avg"]
+        (0.5, tensor([0.1000, 0.1000]))
+        >>> dist.destroy_process_group()
     """
     check_optimizer_state(state)
     parameters = _parameters(optimizer.param_groups)
