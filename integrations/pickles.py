@@ -13,7 +13,7 @@ import math
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar
 
 import torch
@@ -78,26 +78,23 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
             self.stack[-1].state = state
 
     def _setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])
-        self.load_setitem()
+        self._check(self.stack[-2:-1], self.load_setitem)
 
     def _setitems(self) -> None:
-        _check_keys(self.stack[::2])
-        self.load_setitems()
+        self._check(self.stack[::2], self.load_setitems)
 
     def _additems(self) -> None:
-        _check_keys(self.stack)
-        self.load_additems()
+        self._check(self.stack, self.load_additems)
+
+    def _check(self, keys: list[Any], load: Callable[[], None]) -> None:
+        """Refuse keys whose hash could take longer than reading them: tuples of tuples of tuples."""
+        for key in keys:
+            if not all(isinstance(item, _KEYS) for item in (key if type(key) is tuple else (key,))):
+                raise PickleError(f"it has a {type(key).__name__} of other containers for a key")
+        load()
 
     dispatch |= {pickle.BUILD[0]: _build, pickle.SETITEM[0]: _setitem}
     dispatch |= {pickle.SETITEMS[0]: _setitems, pickle.ADDITEMS[0]: _additems}
-
-
-def _check_keys(keys: list[Any]) -> None:
-    """Refuse keys whose hash could take longer than reading them: tuples of tuples of tuples."""
-    for key in keys:
-        if not all(isinstance(item, _KEYS) for item in (key if type(key) is tuple else (key,))):
-            raise PickleError(f"it has a {type(key).__name__} of other containers for a key")
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:

@@ -123,11 +123,11 @@ def _installed(machine: Machine) -> Iterator[Finding]:
         parts = version.split("+")[0].split(".")[:2]
         if all(part.isdecimal() for part in parts) and tuple(map(int, parts)) < OLDEST[name]:
             yield find("version-too-old", f"{name} {version}", name=name, least=".".join(map(str, OLDEST[name])))
-    if machine.gpu_files and not machine.gpus and machine.cuda:
-        remedy = f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES"
-        yield find("gpu-not-usable", "torch.cuda", what="cannot use it", remedy=remedy)
-    elif machine.gpu_files and not machine.gpus:
-        yield find("gpu-not-usable", "torch.cuda", what="is a build for the CPU", remedy="install one for the GPU")
+    if machine.gpu_files and not machine.gpus:
+        what, remedy = "is a build for the CPU", "install one for the GPU"
+        if machine.cuda:
+            what, remedy = "cannot use it", f"install a driver for {machine.cuda}, and check CUDA_VISIBLE_DEVICES"
+        yield find("gpu-not-usable", "torch.cuda", what=what, remedy=remedy)
     if machine.gpus and "triton" not in machine.versions:
         yield find("no-triton", "triton")
     if not machine.gpus and not machine.compiler:

@@ -192,6 +192,9 @@ error fused-under-sharded-scaler: ShardedGradScaler does not reduce overflows fo
 error scaler-of-one-mesh: torch.amp.GradScaler reduces overflows over the mesh of the first gradient only
     ranks diverge after an overflow in a shard of another mesh; with plain tensors beside DTensors the first step raises
     use halfstep.GradScaler, whose decision covers all ranks that hold a part of the model
+warning scaler-on-another-device: the loss scale is on {device}, and the weights are on {devices}
+    each step waits for copies of the scale and of the flags; torch's fused optimizers refuse it
+    compute the loss on the device of the weights, or use halfstep.GradScaler
 error scale-collapsed: the loss scale is {scale:g}
     below 1, gradients are made smaller instead of larger; of 0 or Inf, unscaled gradients are NaN, which is not noticed
     repeat the first step that overflows in {first_nonfinite}; halfstep.GradScaler has a smallest scale

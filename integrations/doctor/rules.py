@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,13 +34,12 @@ from halfstep.integrations.doctor.setup import (
 )
 from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
-from halfstep.numerics.formats.table import formats
+from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.state_layout import SCALE_KEYS
-from halfstep.numerics.statistics.updates import UpdateLoss, count_lost
 
 # The moments that torch's optimizers keep, in the parameter's dtype, before their first step shows them.
 _ADAM = ("exp_avg", "exp_avg_sq")
@@ -237,6 +236,31 @@ def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
     return dict.fromkeys(_MOMENTS_OF_TORCH.get(cls.__name__, momentum), entry.parameter)
 
 
+class UpdateLoss(NamedTuple):
+    """The number of updates of one parameter that rounding loses."""
+
+    name: str
+    updates: int  # nonzero ones
+    lost: int  # of these
+
+    @property
+    def share(self) -> float:
+        return self.lost / self.updates if self.updates else 0.0
+
+
+def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> tuple[int, int]:
+    """The numbers of nonzero updates, and of those below half the distance from |w| to the next larger number.
+
+    From a power of two toward zero, half of that would suffice; these updates are counted as lost too.
+    """
+    w, u = weight.double(), update.double().abs()
+    # 2^exponent <= |w| < 2^(exponent + 1). The exponent of 0 is replaced by that of the smallest normal number.
+    exponent = torch.where(w == 0, format.emin, torch.frexp(w)[1] - 1).clamp(min=format.emin)
+    half = torch.ldexp(torch.ones_like(w), exponent - format.mantissa - 1)
+    moves = u != 0
+    return int(moves.sum()), int((moves & (u < half)).sum())
+
+
 def _updates(setup: Setup) -> Iterator[Finding]:
     stepped = any(entry.steps_taken >= 1 for entry in setup.entries)
     losses = map(_lost_next, (entry for entry in setup.entries if entry.is_adam and entry.loses_updates))
@@ -255,7 +279,7 @@ def _lost_next(entry: Entry) -> UpdateLoss:
         m = sample(first).double() / (1 - beta1**steps)
         v = sample(second).double() / (1 - beta2**steps)
         update = entry.lr * m / (v.sqrt() + float(entry.group.get("eps", 0.0)))
-    return UpdateLoss(entry.name, *count_lost(weight, update, formats[dtype_name(weight.dtype)]).tolist())
+    return UpdateLoss(entry.name, *count_lost(weight, update, formats[dtype_name(weight.dtype)]))
 
 
 def lost_updates(losses: Iterable[UpdateLoss], which: str) -> Iterator[Finding]:
@@ -304,16 +328,21 @@ def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
     """What torch's scalers cannot do and that of halfstep can."""
     if not isinstance(setup.scaler, torch.amp.GradScaler) or isinstance(setup.scaler, GradScaler):
         return
+    weights: list[Any] = [entry.parameter for entry in setup.entries]
     sharded = any(cls.__name__ == "ShardedGradScaler" for cls in type(setup.scaler).__mro__)
     fused = [optimizer for optimizer in setup.optimizers if getattr(optimizer, "_step_supports_amp_scaling", False)]
     half = [name for name, parameter in setup.trainable() if parameter.dtype == torch.float16]
     if half and not sharded and not fused:
         yield find("fp16-weights-with-torch-scaler", half)
+    scale = getattr(setup.scaler, "_scale", None)
+    devices = {local(weight).device for weight in weights}
+    if scale is not None and devices and scale.device not in devices and not sharded:
+        on = ", ".join(map(str, devices))
+        yield find("scaler-on-another-device", type(setup.scaler).__name__, device=scale.device, devices=on)
     if setup.is_flat() and not sharded:
         yield find("scaler-not-sharded", "FullyShardedDataParallel")
     if setup.is_flat() and sharded and fused:
         yield find("fused-under-sharded-scaler", ", ".join(type(optimizer).__name__ for optimizer in fused))
-    weights: list[Any] = [entry.parameter for entry in setup.entries]
     meshes = {weight.device_mesh if is_sharded(weight) else None for weight in weights}
     if len(meshes) > 1:
         where = "plain tensors and DTensors" if None in meshes else f"{len(meshes)} meshes"

@@ -16,11 +16,10 @@ from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
-from halfstep.integrations.doctor.rules import doctor, examine, lost_updates
+from halfstep.integrations.doctor.rules import UpdateLoss, doctor, examine, lost_updates
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
 from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.statistics.updates import UpdateLoss
 
 
 class Watched:

@@ -1,4 +1,4 @@
-"""Recommend a loss scale for gradients, name the parameters that limit it, and tell whether 16 bits suffice.
+"""Recommend a loss scale for gradients, and name the parameters that limit it.
 
 The counts of one pass (counts.py) determine the losses at every power of two S. For gradients x:
 
@@ -29,14 +29,10 @@ from halfstep.numerics.messages import percent
 from halfstep.numerics.presentation import shown
 from halfstep.numerics.statistics.counts import Statistics, checked_scale, statistics
 from halfstep.numerics.statistics.named_tensors import named_tensors
-from halfstep.numerics.statistics.updates import UpdateLoss, last_updates, lost_updates
 
 EXPONENTS = np.arange(-126, 127)  # log2 of the scales that are compared: those that GradScaler allows
 _ONE = 126  # the index of the scale 1
-_AS_DICT = (
-    *("format", "scale", "low", "high", "below", "above", "share", "headroom", "lost", "verdict", "needs_master"),
-    *("updates", "notes"),
-)
+_AS_DICT = ("format", "scale", "low", "high", "below", "above", "share", "headroom", "lost", "verdict", "notes")
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,6 @@ class ScaleAdvice:
     # too small, but that of bf16 suffices) or "neither"
     verdict: str
     statistics: Statistics = field(repr=False)  # of the gradients at `scale`
-    # By name of a format, the updates that would be lost if weights were kept in it without a master; empty if no
-    # updates were passed.
-    updates: dict[str, list[UpdateLoss]] = field(repr=False)
     notes: tuple[str, ...]  # about the gradients
     curves: Curves = field(repr=False)
 
@@ -91,28 +84,11 @@ class ScaleAdvice:
         """log2 of the scales of `curves`."""
         return EXPONENTS.tolist()
 
-    def updates_lost(self, format: str) -> float | None:
-        """The share of all updates that weights in a format would lose without a master; None if not measured."""
-        losses = self.updates.get(format)
-        if losses is None:
-            return None
-        return sum(loss.lost for loss in losses) / max(1, sum(loss.updates for loss in losses))
-
-    @property
-    def needs_master(self) -> bool | None:
-        """Whether bf16 weights without an fp32 master lose more than `share` of updates; None if not measured."""
-        lost = self.updates_lost("bf16")
-        return None if lost is None else lost > self.share
-
     def as_dict(self) -> dict[str, Any]:
         """The recommendation as a dict that can be written as JSON."""
-        updates = {
-            name: {"lost": self.updates_lost(name), "parameters": {loss.name: loss.share for loss in losses}}
-            for name, losses in self.updates.items()
-        }
         limits = {"below": self.below and asdict(self.below), "above": self.above and asdict(self.above)}
         plain = {name: getattr(self, name) for name in _AS_DICT}
-        return plain | {"format": self.format.name, **limits, "updates": updates, "notes": list(self.notes)}
+        return plain | {"format": self.format.name, **limits, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         text: str = shown("advice_text", self)
@@ -169,9 +145,6 @@ def advise_scale(
     share: float = 1e-3,
     headroom: int = 2,
     scaled_by: float | torch.Tensor = 1.0,
-    parameters: Any = None,
-    updates: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> ScaleAdvice:
     """Recommend a loss scale, and report whether a format's range and precision suffice. Waits for the device.
 
@@ -179,14 +152,9 @@ def advise_scale(
         gradients: a module (its ``.grad`` are used), gradients in any form that `halfstep.statistics` accepts, its
             result at any power of two, or ``AmpMonitor.statistics()``.
         format: the format of the gradients.
-        share: the largest share of values of a gradient that may be flushed to zero, and of updates that may be lost.
+        share: the largest share of values of a gradient that may be flushed to zero.
         headroom: bits by which gradients may grow before they overflow.
         scaled_by: the scale that the gradients are already multiplied by, such as ``scaler.get_scale()``.
-        parameters, updates: weights, and what a step subtracts from them (including the learning rate), by the same
-            names. If given, the result reports how many updates weights in bf16, and in the format, would lose without
-            a master.
-        optimizer: alternatively, an optimizer after a step, from whose parameters and state both are computed; see
-            `halfstep.numerics.statistics.updates.last_updates`.
 
     Returns:
         `ScaleAdvice`; print it.
@@ -208,10 +176,6 @@ def advise_scale(
         raise ValueError(f"Expected share to be a number from 0 to below 1, but got {share!r}")
     if isinstance(headroom, bool) or not isinstance(headroom, int) or headroom < 0:
         raise ValueError(f"Expected headroom to be an integer of at least 0, but got {headroom!r}")
-    if optimizer is not None and (updates is not None or parameters is not None):
-        raise ValueError("Expected optimizer, or parameters and updates, but got both")
-    if (updates is None) != (parameters is None):
-        raise ValueError("Expected both parameters and updates, or neither, but got one of them")
     counted = _counted(gradients, chosen, scaled_by)
     curves = _curves(counted, chosen)
     if not curves.numbers.sum():
@@ -229,15 +193,6 @@ def advise_scale(
         verdict = "unscaled" if first <= _ONE <= last - headroom else "scaled"
     elif chosen.name != "bf16" and _fits_bf16(counted, share):
         verdict = "bf16"
-    measured: dict[str, list[UpdateLoss]] = {}
-    if optimizer is not None or updates is not None:
-        if optimizer is not None:
-            names = gradients.named_parameters() if isinstance(gradients, torch.nn.Module) else ()
-            weights, changes = last_updates(optimizer, names)
-        else:
-            weights, changes = named_tensors(parameters, "parameters"), named_tensors(updates, "updates")
-        names_of_formats = dict.fromkeys(("bf16", chosen.name)) if changes else ()
-        measured = {name: lost_updates(weights, changes, formats[name]) for name in names_of_formats}
     return ScaleAdvice(
         *(chosen, scale, low, high),
         below=_limit(counted.names, curves.flushed, curves.numbers, first - 1),
@@ -247,7 +202,6 @@ def advise_scale(
         lost=int(curves.flushed[:, best].sum()) / int(curves.numbers.sum()),
         verdict=verdict,
         statistics=counted.at(scale),
-        updates=measured,
         notes=_notes(counted),
         curves=curves,
     )

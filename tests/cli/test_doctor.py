@@ -26,14 +26,11 @@ def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[:4] == ["this environment: 2 findings", "", "error: ranks-not-set", "  where   SLURM_NTASKS=2"]
     assert "warning: little-shared-memory" in lines and "  torch       2.13.0" in lines
     assert all(any(line.startswith(f"  {name}") for line in lines) for name, _ in DEBUGGING)
-
-
-@pytest.mark.usefixtures("machine")
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["facts"]["torch"] == "2.13.0"
-    assert [one["name"] for one in found["diagnoses"][0]["findings"]] == ["ranks-not-set", "little-shared-memory"]
+    content = json.loads(capsys.readouterr().out)
+    assert content["facts"]["torch"] == "2.13.0"
+    names = [finding["name"] for finding in content["diagnoses"][0]["findings"]]
+    assert names == ["ranks-not-set", "little-shared-memory"]
 
 
 @pytest.mark.usefixtures("machine")

@@ -13,7 +13,6 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.offload import OffloadedSGD
 from halfstep.integrations.release import step_in_backward
-from halfstep.numerics.statistics.updates import last_updates
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
 
@@ -182,13 +181,3 @@ def test_a_scheduler_moves_momentum_as_with_torch() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         halfstep.SGD(net().parameters(), **options)
-
-
-@layouts
-def test_advice_reads_the_buffer_in_every_format(layout: str) -> None:
-    model = net()
-    optimizer = halfstep.SGD(model.parameters(), **OPTIONS, **LAYOUTS[layout])
-    train(model, optimizer)
-    _, updates = last_updates(optimizer)
-    for update, state in zip(updates.values(), optimizer.canonical_state_dict()["state"].values(), strict=True):
-        assert torch.equal(update, 0.1 * state["momentum_buffer"])

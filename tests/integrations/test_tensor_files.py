@@ -108,18 +108,10 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 # Headers of safetensors with 8 bytes of data.
 HEADERS: dict[str, Any] = {
     "no entry": {"a": 3},
-    "dtype": {"a": {**ENTRY, "dtype": "F31"}},
-    "negative": {"a": {**ENTRY, "shape": [-2]}},
-    "overflow": {"a": {**ENTRY, "shape": [2**32, 2**32, 2]}},
-    "shape": {"a": {**ENTRY, "shape": [3]}},
     "beyond": {"a": {**ENTRY, "data_offsets": [0, 12]}},
-    "reversed": {"a": {**ENTRY, "data_offsets": [8, 0]}},
     "two in one place": {"a": ENTRY, "b": ENTRY},
-    "hole": {"a": {**ENTRY, "shape": [1], "data_offsets": [4, 8]}},
     "deep": b'{"__metadata__":' + b"[" * 10**6 + b"]" * 10**6 + b"}",
     "no JSON": b"{x",
-    "no text": b"\xff\xfe",
-    "a list": b"[]",
     "100 MB": b"{" + b" " * 10**8 + b"}",
 }
 

@@ -34,7 +34,6 @@ from halfstep.kernels import unscale
 from halfstep.kernels.rounding import ROUNDINGS
 from halfstep.kernels.unscale import Factor, Tally
 from halfstep.numerics.formats import codec
-from halfstep.numerics.statistics.updates import last_updates
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -241,8 +240,7 @@ def training(data: Data) -> Iterator[Any]:
         if kind is torch.optim.SGD:
             continue
         yield list(optimizer.masters().values())
-        yield last_updates(optimizer, model.named_parameters())
-        yield halfstep.advise_scale(model, "fp16", scaled_by=scaler.get_scale(), optimizer=optimizer).as_dict()
+        yield halfstep.advise_scale(model, "fp16", scaled_by=scaler.get_scale()).as_dict()
         with tempfile.TemporaryDirectory() as folder:
             one = checkpoint.save(
                 Path(folder) / "one", 3, {"model": model.state_dict(), "half": optimizer.state_dict()}

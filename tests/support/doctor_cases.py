@@ -436,6 +436,8 @@ amp: AssertionError # by torch's scaler
 amp: fp16-weights-with-torch-scaler # pytorch/pytorch#74739
     Net() -> Net().half()
     torch.optim.AdamW -> torch.optim.SGD
+amp: scaler-on-another-device
+    # ready -> scaler.scale(torch.ones(1)); model.to("meta"); optimizer = torch.optim.AdamW(model.parameters())
 plain: gradients-not-cleared # meta-pytorch/torchforge#71, wenet-e2e/wekws#73
     without zero_grad
 plain: steps-without-gradients

@@ -117,11 +117,6 @@ def advice_text(advice: ScaleAdvice) -> str:
         f"{headroom:.0f} bits of headroom"
     )
     lines.append(_VERDICTS[advice.verdict].format(name=name))
-    for format_name, (worst, *_) in advice.updates.items():
-        lost_share = advice.updates_lost(format_name) or 0.0
-        need = "keep fp32 masters" if lost_share > advice.share else "no master is needed"
-        lines.append(f"weights in {format_name} without a master lose {percent(lost_share)} % of updates: {need}")
-        lines.append(f"  most of {worst.name}: {percent(worst.share)} %")
     return "\n".join([*lines, *advice.notes])
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import falling
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ import halfstep
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.statistics.advice import EXPONENTS, advise_scale
 from halfstep.numerics.statistics.counts import statistics
-from halfstep.numerics.statistics.updates import lost_updates
 
 INF = math.inf
 
@@ -119,62 +116,6 @@ def test_gradients_of_every_source_say_the_same() -> None:
     assert json.loads(json.dumps(plain, allow_nan=False))["format"] == "fp16"
 
 
-def expected_loss(weights: np.ndarray, updates: np.ndarray, name: str) -> tuple[int, int]:
-    form = formats[name]
-    moves = updates != 0
-    lost = [abs(float(u)) < form.ulp(float(w)) / 2 for w, u in zip(weights, updates, strict=True)]
-    return int(moves.sum()), int((moves & np.array(lost)).sum())
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_lost_updates_against_the_definition(name: str) -> None:
-    weights = torch.cat([spread(-30, 3, 500, 1), torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0, 2.0**-14, 2.0**-20])])
-    half = formats[name].eps / 2
-    edge = torch.tensor([1e-9, half, half * (1 - 2**-20), 0.0, half * 0.99, half * 2.0**-14, half * 2.0**-14])
-    updates = torch.cat([spread(-25, -5, 500, 2), edge])
-    (found,) = lost_updates({"w": weights}, {"w": updates}, formats[name])
-    assert (found.updates, found.lost) == expected_loss(weights.numpy(), updates.numpy(), name)
-    assert found.updates == 506 and 0 < found.lost < 506
-
-
-@pytest.mark.parametrize("kind", ["torch", "halfstep", "sgd"])
-def test_updates_from_an_optimizer(kind: str) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(200, 30)
-    options = {"lr": 1e-3, "weight_decay": 0.0}
-    optimizer: torch.optim.Optimizer = {
-        "torch": lambda: torch.optim.AdamW(model.parameters(), **options),
-        "halfstep": lambda: halfstep.AdamW(model.parameters(), **options),
-        "sgd": lambda: torch.optim.SGD(model.parameters(), momentum=0.9, **options),
-    }[kind]()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(50, 200)).square().mean().backward()
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        optimizer.step()
-    # The state after a step is that of the step itself: what was subtracted is what is found.
-    changes = {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
-    advice = advise_scale(model, optimizer=optimizer)
-    given_by_hand = advise_scale(model, parameters=dict(model.named_parameters()), updates=changes)
-    assert set(advice.updates) == {"bf16", "fp16"}
-    for name in advice.updates:
-        assert advice.updates_lost(name) == pytest.approx(given_by_hand.updates_lost(name), abs=2e-3)
-    assert advice.updates_lost("bf16") > advice.updates_lost("fp16") > 0
-    assert advice.needs_master is True
-    assert {one.name for one in advice.updates["bf16"]} == {"weight", "bias"}
-    assert "weights in bf16 without a master lose" in str(advice)
-    assert "keep fp32 masters" in str(advice)
-
-
-def test_no_master_where_updates_are_large() -> None:
-    weights, updates = {"w": torch.ones(4)}, {"w": torch.full((4,), 0.25)}
-    advice = advise_scale([torch.ones(1)], parameters=weights, updates=updates)
-    assert (advice.needs_master, advice.updates_lost("bf16")) == (False, 0.0)
-    assert "no master is needed" in str(advice)
-    unknown = advise_scale([torch.ones(1)])
-    assert (unknown.needs_master, unknown.updates_lost("bf16")) == (None, None)
-
-
 def test_the_text() -> None:
     gradients = {"small": torch.tensor([2.0**-40] * 99 + [2.0**-44]), "large": torch.tensor([2.0**-10, -1.5 * 2.0**-5])}
     assert str(advise_scale(gradients, share=0.01)).splitlines() == [
@@ -193,14 +134,6 @@ def test_the_text() -> None:
     assert "50.0 % of the elements of float16 tensors are 0; what was flushed before cannot be told from these" in text
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for number, gradients in enumerate(([torch.tensor([1.0, 1e-40])], [spread(-40, -10, 999, 0)])):
-        path = tmp_path / f"{number}.png"
-        advise_scale(gradients, share=0.01).picture(path)
-        assert path.read_bytes()[:4] == b"\x89PNG"
-
-
 def test_scales_considered_are_those_the_scaler_allows() -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=2.0 ** int(EXPONENTS[-1]))
     assert scaler.get_scale() == 2.0**126
@@ -215,16 +148,7 @@ NOTHING = r"gradients hold no finite number but 0.*after backward\(\)"
 ONE = [torch.ones(1)]
 
 
-def stepped(kind: type[torch.optim.Optimizer], gradient: bool) -> torch.optim.Optimizer:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1) if gradient else None
-    optimizer = kind([parameter])
-    optimizer.step()
-    return optimizer
-
-
 def test_errors_name_the_argument() -> None:
-    adam, adagrad = stepped(torch.optim.AdamW, True), stepped(torch.optim.Adagrad, True)
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (ONE, {"share": True}, ValueError, A_SHARE),
         (ONE, {"headroom": 1.5}, ValueError, A_HEADROOM),
@@ -232,12 +156,6 @@ def test_errors_name_the_argument() -> None:
         (ONE, {"scaled_by": 0.0}, ValueError, r"Expected scaled_by to be a number from 2\^-126 to 2\^126, or a tensor"),
         (statistics(ONE, "bf16"), {}, ValueError, "Expected statistics for fp16, but got statistics for bf16: count"),
         (statistics(ONE, "fp16", 3.0), {}, ValueError, "at a power of two as scale, but got scale 3.0"),
-        (ONE, {"optimizer": stepped(torch.optim.AdamW, False)}, ValueError, "an optimizer that has taken a step"),
-        (ONE, {"optimizer": adagrad}, TypeError, "optimizer is a Adagrad, whose state for"),
-        (ONE, {"optimizer": adam, "updates": {}}, ValueError, "updates, but got both"),
-        (ONE, {"updates": {}}, ValueError, "Expected both parameters and updates, or neither, but got one of them"),
-        (ONE, {"parameters": {}, "updates": {"a": ONE[0]}}, ValueError, "the same names, but got 'a' in updates only"),
-        (ONE, {"parameters": {"a": ONE[0]}, "updates": {"a": torch.ones(2)}}, ValueError, r"weight, \(1,\), but got"),
     ]
     for gradients, arguments, error, message in cases:
         with pytest.raises(error, match=message):
