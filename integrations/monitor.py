@@ -20,7 +20,7 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.wrappers import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
-from halfstep.numerics.statistics.named_tensors import countable, named_tensors
+from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
 
 
 @dataclass(frozen=True)
@@ -172,21 +172,25 @@ class AmpMonitor:
 
     @torch.no_grad()
     def _collect(self, scale: torch.Tensor | None) -> None:
-        groups: dict[torch.device, dict[int, torch.Tensor]] = {}  # gradients by row
+        groups: dict[tuple[torch.device, bool], dict[int, torch.Tensor]] = {}  # by device and whether in fp64
         for row, (name, parameter) in enumerate(self._parameters.items()):
             grad = gradient_of(parameter)
             if grad is not None:
                 values = countable(f"the gradient of {name}", grad, self.format)
-                groups.setdefault(values.device, {})[row] = values
-        if any(map(capturing, groups)):
+                groups.setdefault((values.device, values.dtype == torch.float64), {})[row] = values
+        if any(capturing(device) for device, _ in groups):
             return
-        for device in groups.keys() - self._latest.keys():
+        for device in {device for device, _ in groups} - self._latest.keys():
             self._latest[device] = self._zeros(device), HostCopy()
         for latest, _ in self._latest.values():
             latest.zero_()
-        for device, rows in groups.items():
-            divisor, latest = None if scale is None else to_device(scale, device), self._latest[device][0]
-            foreach_count_(list(rows.values()), latest, self._grid, scale=divisor, inverted=True, rows=list(rows))
+        for (device, wide), rows in groups.items():
+            divisor, tensors = None if scale is None else to_device(scale, device), list(rows.values())
+            if wide:  # unscaled before it becomes fp32
+                factor = 1.0 if divisor is None else divisor.double().reciprocal()
+                divisor, tensors = None, [scaled_to_odd(values, factor) for values in tensors]
+            latest = self._latest[device][0]
+            foreach_count_(tensors, latest, self._grid, scale=divisor, inverted=True, rows=list(rows))
         for device, (latest, copy) in self._latest.items():
             self._counts.setdefault(device, self._zeros(device)).add_(latest)
             copy.take(latest)

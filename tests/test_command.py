@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import halfstep
 from halfstep.__main__ import main
@@ -172,11 +174,14 @@ def test_a_shell_completes_the_command_through_argcomplete(line: str, completed:
 
 @pytest.mark.parametrize(
     "words", ["format", "encode 500 --rounding stochastic --seed 1", "decode 0x4100", "why 1.0001 fp16 e4m3",
-              "compare fp16 bf16", "encode nonsense", "plan --params 7e9 --gpus 8", "--help", "--version", "plam"],
+              "compare fp16 bf16", "encode nonsense", "plan --params 7e9 --gpus 8", "--help", "--version", "plam",
+              "inspect x.safetensors"],
 )  # fmt: skip
 def test_answers_that_need_no_torch_do_not_import_it(words: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors")
     heavy = {"torch", "numpy", "ml_dtypes", "matplotlib", "triton", "halfstep.numerics.formats.codec"}
     heavy |= {"rich"} if words == "--version" else set()
+    heavy -= {"numpy"} if "inspect" in words else set()
     code = f"import sys; from halfstep.__main__ import main; main({words.split()}); print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()")

@@ -9,31 +9,33 @@ ties to even. Any other scale is multiplied in fp32 first, as in a training loop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from halfstep.kernels.cells import (
     CELLS,
     CLASSES,
     ERROR_BINS,
+    HIGHEST,
+    INFINITE,
     LOWEST,
+    NOT_A_NUMBER,
     PER_OCTAVE,
     ROWS,
     ZERO,
     Grid,
     width,
 )
-from halfstep.kernels.statistics import foreach_count_
-from halfstep.kernels.streams import to_device
 from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.presentation import shown
-from halfstep.numerics.statistics.named_tensors import countable, named_tensors
+
+if TYPE_CHECKING:  # torch takes longer to import than many a checkpoint to count
+    import torch
 
 LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126  # as for GradScaler, so that 1 / scale is finite too
 QUANTILES = (0.5, 0.9, 0.99)
@@ -243,7 +245,7 @@ class Statistics(Sequence[Row]):
         """The statistics at another scale, computed from these counts, without errors.
 
         They are exact for all elements that are within fp32's range at this scale. At a scale of 1, these are all
-        elements.
+        elements, except of fp64 tensors.
 
         Raises:
             ValueError: `scale` is out of range or is not this one times a power of two.
@@ -316,6 +318,43 @@ class Statistics(Sequence[Row]):
         shown("picture", self, None, path)
 
 
+def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: float = 1.0) -> Statistics:
+    """What `statistics` counts, by NumPy: slower, but without torch.
+
+    Args:
+        arrays: for each name the name of a dtype, and the numbers in fp32.
+        format, scale: as for `statistics`.
+    """
+    chosen, scale = formats[format], checked_scale("scale", scale)
+    rows = [_count(numbers.reshape(-1), grid_of(chosen), scale) for _, numbers in arrays.values()]
+    return Statistics([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
+
+
+def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
+    """The counts of flat fp32 numbers, as `reference` in kernels/statistics.py makes them."""
+    dropped, emin, emax, overflow = grid
+    power, shift = math.frexp(scale)
+    factor, shift = (1.0, shift - 1) if power == 0.5 else (scale, 0)
+    unscaled, infinity = x.view(np.int32) & 0x7FFFFFFF, 0x7F800000
+    with np.errstate(all="ignore"):
+        magnitude = (x * np.float32(factor)).view(np.int32) & 0x7FFFFFFF
+    small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
+    key = np.where(small, magnitude.astype(np.float32).view(np.int32), magnitude)
+    exponent, fraction = (key >> 23) - np.where(small, 127 + 149, 127) + shift, key & 0x7FFFFF
+    cell = (exponent.clip(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0) + (fraction >= overflow)
+    special = [ZERO * CLASSES, INFINITE * CLASSES, NOT_A_NUMBER * CLASSES]
+    cell = np.select([unscaled == 0, unscaled == infinity, unscaled > infinity], special, cell)
+    significand = fraction | 0x800000
+    unit = 1 << (dropped + (emin - exponent).clip(0)).clip(max=25)
+    rest = significand & (unit - 1)
+    error = np.minimum(rest, unit - rest)
+    relative = (error.astype(np.float32) / significand.astype(np.float32)).view(np.int32)
+    octave = np.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
+    counted = (cell < special[0]) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
+    bins = np.bincount(octave[counted], minlength=ERROR_BINS)
+    return np.concatenate([np.bincount(cell, minlength=CELLS), bins, [relative[counted].max(initial=0)]])
+
+
 # -------------------------------------------------------------------------------------------------------------- public
 
 
@@ -332,9 +371,8 @@ def statistics(
     Args:
         tensors: a tensor, a dict of tensors (nested ones get dotted names), a list of tensors or of (name, tensor)
             pairs, or a module. fp64, fp32, fp16, bf16 and FP8, on any devices, of any strides. fp64 and FP8 are copied
-            to fp32 first, fp64 with rounding to odd: within fp32's range the counts are still exact for a power of two
-            as `scale`, and the errors are accurate to 2^-23. For a DTensor, this rank's shard is counted; for a sparse
-            tensor, its stored values.
+            to fp32 first; for fp64 the counts are still exact, and the errors are accurate to 2^-23. For a DTensor,
+            this rank's shard is counted; for a sparse tensor, its stored values.
         format: a name or dtype that `halfstep.formats` knows, with at least one mantissa bit and within fp32's range.
         scale: the factor to multiply by: a number from 2^-126 to 2^126, or a one-element tensor, such as the scale of a
             loss scaler.
@@ -357,6 +395,12 @@ def statistics(
         >>> found.total.share("flushed")
         0.2
     """
+    import torch
+
+    from halfstep.kernels.statistics import foreach_count_
+    from halfstep.kernels.streams import to_device
+    from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
+
     chosen = formats[format]
     grid = grid_of(chosen)
     named = named_tensors(tensors, of=of)
@@ -379,7 +423,13 @@ def statistics(
             local_scale = to_device(factor, device)
         elif factor != 1:
             local_scale = torch.full((), factor, dtype=torch.float32, device=device)
-        foreach_count_([values[row] for row in local], counts, grid, scale=local_scale)
+        for double in (False, True):  # fp64 is scaled before it becomes fp32
+            indices = [index for index, row in enumerate(local) if (values[row].dtype == torch.float64) is double]
+            listed = [values[local[index]] for index in indices]
+            if double:
+                exact_scale = 1.0 if local_scale is None else local_scale.double()
+                listed = [scaled_to_odd(tensor, exact_scale) for tensor in listed]
+            foreach_count_(listed, counts, grid, scale=None if double else local_scale, rows=indices)
         counted.append((counts, local))
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
     return Statistics(list(named), dtypes, chosen, factor, counted)

@@ -60,8 +60,6 @@ def named_tensors(tensors: Any, argument: str = "tensors", of: str = "parameters
 def _to_odd(x: torch.Tensor) -> torch.Tensor:
     """Convert fp64 to fp32 with rounding to odd, so that rounding again gives the result of a single rounding.
 
-    Finite numbers beyond fp32's range become its largest or smallest number.
-
     Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
     """
     nearest = x.float()
@@ -71,8 +69,18 @@ def _to_odd(x: torch.Tensor) -> torch.Tensor:
     return torch.where(inexact, bits | 1, bits).view(torch.float32)
 
 
+def scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """fp64 numbers times `scale` as fp32, such that the counts are those of the exact products.
+
+    Products beyond the range of fp64 stay finite, and products below its smallest number do not become zero.
+    """
+    y = x * scale
+    y = torch.where((y == 0) & (x != 0), 5e-324, y)
+    return _to_odd(torch.where(y.isinf() & x.isfinite(), torch.finfo(torch.float64).max, y))
+
+
 def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
-    """The values of a tensor to count, as a dense fp32, fp16 or bf16 tensor.
+    """The values of a tensor to count, as a dense fp64, fp32, fp16 or bf16 tensor.
 
     Raises:
         TypeError: the tensor has no values, or its dtype or layout is not supported.
@@ -91,7 +99,7 @@ def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:
                 f"Expected a format of up to 21 mantissa bits for {name} of dtype torch.float64, but got "
                 f"{format.name}: convert the tensor with .float()"
             )
-        return _to_odd(values)
+        return values
     if values.dtype in _FP8:
         return values.float()
     if values.dtype not in DTYPE_CODES:

@@ -8,6 +8,7 @@ from pathlib import Path
 import damaged_files
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from halfstep.cli import inspect as command
 from halfstep.cli.inspect import main
@@ -68,12 +69,14 @@ def test_json_is_what_statistics_says(checkpoint: Path, capsys: pytest.CaptureFi
     assert content["advice"]["verdict"] == "unscaled"
 
 
-def test_sorting_and_limits(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for sort, first in dict(size="weight", lost="bias", zero="bias", name="bias", file="weight").items():
-        assert main([str(checkpoint), "--sort", sort, "--limit", "1"]) == 0
-        lines = lines_of(capsys)
-        assert [row[0].split(".")[-1] for row in rows_of(lines)] == [first, "total"]
-        assert "2 more tensors: --limit 0 shows all" in lines
+@pytest.mark.parametrize(
+    ("sort", "first"), [("size", "weight"), ("lost", "bias"), ("zero", "bias"), ("name", "bias"), ("file", "weight")]
+)
+def test_sorting_and_limits(sort: str, first: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(checkpoint), "--sort", sort, "--limit", "1"]) == 0
+    lines = lines_of(capsys)
+    assert [row[0].split(".")[-1] for row in rows_of(lines)] == [first, "total"]
+    assert "2 more tensors: --limit 0 shows all" in lines
     assert main([str(checkpoint), "--limit", "0"]) == 0
     assert len(rows_of(lines_of(capsys))) == 4
 
@@ -98,6 +101,40 @@ def test_parts_of_one_checkpoint_and_batches(
     content = json.loads(capsys.readouterr().out)
     assert [row["elements"] for row in content["tensors"]] == [100] * 12
     assert content["total"]["exponents"] == {"0": 300, "1": 300, "2": 300, "3": 300}
+
+
+def test_small_safetensors_are_counted_without_torch_as_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.cat([torch.randn(500) * 10.0**power for power in range(-44, 38, 2)])
+    values = torch.cat([values, torch.tensor([0.0, -0.0, 1e-45, float("inf"), float("nan"), 65520, 65519, 6e-8, 2e-8])])
+    tensors = {str(dtype): values.to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    tensors["none"] = torch.zeros(0, 2)
+    file = str(tmp_path / "x.safetensors")
+    save_file(tensors, file)
+    for options in ("", "-f bf16 --scale 2^-20", "-f e4m3fn --scale 3", "-f e5m2 --scale 2^100", "--scale 1e30"):
+        found = []
+        for small in (1 << 20, 0):
+            monkeypatch.setattr(command, "SMALL", small)
+            assert main([file, "--json", *options.split()]) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        order = {row["name"]: row for row in found[0].pop("tensors")}
+        assert order == {row["name"]: row for row in found[1].pop("tensors")} and found[0] == found[1]
+
+
+def test_values_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an expanded tensor repeats is beyond any memory."""
+    content = {
+        "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12),
+        "empty": torch.empty(0, 5),
+    }
+    torch.save(content, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [row["elements"] for row in rows] == [2, 0]
+    torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, tmp_path / "x.pt")
+    assert main([str(tmp_path / "x.pt")]) == 2
+    assert "the strides of 'windows' make 1,001,000 elements of 2,000: save a copy" in capsys.readouterr().err
 
 
 def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
