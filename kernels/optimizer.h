@@ -3,7 +3,9 @@
 // A rule is a struct R, made for one tensor and step, with
 //     MOMENTS, MAXIMUM        how many moments there are, and whether the last one is the running maximum of the one before
 //     USUAL                   whether its hyper numbers are known to be the usual ones, so that no branch in the loop asks
-//     Hyper                   a row of the hyper table, whose first number is whether the step is skipped
+//     Usual                   the rule with usual hyper numbers; Usual::fits(hyper) says whether they are
+//     Group, Hyper            rows of the tables; the first number of the latter is whether the step is skipped
+//     numbers(group, count, gscale)  the hyper numbers
 //     R(hyper, largest)       `largest`: the largest second moment
 //     average(w, grad, m)     update the moments m[] but the maximum
 //     weight(w, grad, m)      the new weight; the maximum stands for the moment that it is of
@@ -22,7 +24,7 @@ constexpr float MAX = 3.4028234663852886e38f;
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, MOMENT, STEP = MOMENT + 3, STREAM, BASE, INNER, INNER_WHOLE, SEED, SCALES,
                COLUMNS = SCALES + 3 };
-struct Layout { int32_t param, grad, state, master, stochastic; };
+struct Layout { int32_t param, grad, state, master, stochastic, options; };  // a bit for each option of the rule
 
 struct Table {
     const int64_t* rows;  // see multi_tensor.py
@@ -42,10 +44,10 @@ inline int64_t whole(float step) { return int64_t(step < 1.0f ? 1.0f : (step > 0
 // What every optimizer has in the first columns of its group table.
 struct Group { double lr, decay, maximize, max_norm; };
 
-// Advance the step counts and fill the hyper table with numbers(group, count, gscale).
-template <typename G, typename Hyper, typename Numbers>
-void prepare(const Table& table, const int64_t* tensor_group, const G* groups, Hyper* hyper, const float* grad_scale,
-             const float* found_inf, const double* sum_of_squares, Numbers&& numbers) {
+// Advance the step counts and fill the hyper table.
+template <typename R>
+void prepare(const Table& table, const int64_t* tensor_group, const typename R::Group* groups, typename R::Hyper* hyper,
+             const float* grad_scale, const float* found_inf, const double* sum_of_squares) {
     const float skip = found_inf && *found_inf != 0.0f ? 1.0f : 0.0f;
     const double unscale = grad_scale ? 1.0 / double(*grad_scale) : 1.0;
     const double norm = sum_of_squares ? std::sqrt(*sum_of_squares) + 1e-6 : 0.0;
@@ -58,13 +60,13 @@ void prepare(const Table& table, const int64_t* tensor_group, const G* groups, H
             hyper[tensor] = hyper[tensor - 1];
             continue;
         }
-        const G& g = groups[group];
+        const auto& g = groups[group];
         double scale = unscale;
         if (sum_of_squares) {
             const double clip = g.max_norm / norm;
             scale = scale * (clip > 1.0 ? 1.0 : clip);
         }
-        hyper[tensor] = numbers(g, count, g.maximize != 0.0 ? -scale : scale);
+        hyper[tensor] = R::numbers(g, count, g.maximize != 0.0 ? -scale : scale);
         hyper[tensor].skip = skip;
         last_group = group;
         last_count = count;
@@ -440,9 +442,10 @@ template <typename F> bool with_usual(const Layout& layout, F&& f) {
     return true;
 }
 
-// Update all tensors: by Usual where the layout and the hyper numbers are the usual ones, else by R.
-template <typename R, typename Usual>
+// Update all tensors: by R::Usual where the layout and the hyper numbers are the usual ones, else by R.
+template <typename R>
 void run(const Layout& layout, const Table& table, const typename R::Hyper* hyper, int32_t threads) {
+    using Usual = typename R::Usual;
     const int64_t size = layout.state == CODED || layout.stochastic ? LONG_CHUNK : CHUNK;
     const auto spread = [&](auto&& work) {  // work(rule's numbers, column, first element, elements) for every chunk
         spread_evenly(table.chunks, 2, threads, [&](int64_t chunk) {
@@ -469,6 +472,19 @@ void run(const Layout& layout, const Table& table, const typename R::Hyper* hype
         else if (layout.stochastic && layout.state == BF16) staged_step<R, true>(R(h, MAX), layout, column, start, n);
         else staged_step<R, false>(R(h, MAX), layout, column, start, n);
     });
+}
+
+// A step by Rule<options of the layout>. OPTIONS are all that occur.
+template <template <int> class Rule, int... OPTIONS>
+void step(const Table& table, const Layout& layout, const int64_t* tensor_group, const void* groups, void* hyper,
+          const float* grad_scale, const float* found_inf, const double* sum_of_squares, int32_t threads) {
+    const auto with = [&](auto* rule) {
+        using R = std::remove_pointer_t<decltype(rule)>;
+        const auto filled = (typename R::Hyper*)hyper;
+        prepare<R>(table, tensor_group, (const typename R::Group*)groups, filled, grad_scale, found_inf, sum_of_squares);
+        if (!found_inf || *found_inf == 0.0f) run<R>(layout, table, filled, threads);
+    };
+    ((layout.options == OPTIONS ? with((Rule<OPTIONS>*)nullptr) : void()), ...);
 }
 
 }  // namespace halfstep

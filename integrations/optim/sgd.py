@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -39,7 +39,6 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
     """
 
     _kernels = sgd
-    _operands: ClassVar[dict[str, int]] = {"momentum_buffer": sgd.M}
 
     def __init__(
         self,
@@ -61,11 +60,7 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        options |= {"nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable}
-        options |= {"fused": fused, "master_weights": master_weights, "state_dtype": state_dtype}
-        options |= {"rounding": rounding, "seed": seed}
-        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+        LayoutOptimizer.__init__(self, locals())
 
     @staticmethod
     def _check(group: Group) -> None:
@@ -83,11 +78,6 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
     def _variant(group: Group) -> dict[str, bool]:
         decays = bool(group["weight_decay"] != 0)
         return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
-
-    @staticmethod
-    def _columns(group: Group) -> dict[int, Any]:
-        columns = {sgd.LR: group["lr"], sgd.DECAY: group["weight_decay"], sgd.MAXIMIZE: bool(group["maximize"])}
-        return {**columns, sgd.MOMENTUM: group["momentum"], sgd.DAMPENING: group["dampening"]}
 
     @staticmethod
     def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

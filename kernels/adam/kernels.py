@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from halfstep.kernels import block_codes
-from halfstep.kernels.adam.rule import Hyper
+from halfstep.kernels.adam.rule import Group, Hyper
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import AVERAGES, UPDATES, UPDATES_OPERANDS, constraints, entry
 from halfstep.kernels.optimizer import blocks as tensor_blocks
@@ -17,11 +17,8 @@ from halfstep.kernels.optimizer.layout import MAX
 from halfstep.kernels.optimizer.tiles import load, store
 from halfstep.kernels.rounding import from_float32, join_float32, to_float32
 
-GROUP = range(4, 8)  # columns of the group table, behind those of every optimizer: beta1, beta2, eps, decoupled
-GROUP_COLUMNS = GROUP.stop
-
 if tl is not None:  # what stands above, as kernels read it
-    _BETA1, _BETA2, _EPS, _DECOUPLED, _COLUMNS = map(tl.constexpr, (*GROUP, GROUP_COLUMNS))
+    _GROUP, _HYPER = tl.constexpr(Group), tl.constexpr(Hyper)
     _MAX, _LARGEST_POSITIVE, _SPAN = map(tl.constexpr, (MAX, block_codes.LARGEST_POSITIVE, block_codes.SPAN))
     _HALF, _UP = map(tl.constexpr, (block_codes.HALF, block_codes.UP))
 
@@ -43,39 +40,23 @@ def _factor(beta):
 
 
 @jit
-def _numbers(group, mask, lr, decay, count, gscale):
+def _numbers(group, count, gscale):
     """`rule.numbers`."""
-    beta1 = tl.load(group + _BETA1, mask=mask, other=0.0)
-    beta2 = tl.load(group + _BETA2, mask=mask, other=0.0)
-    eps = tl.load(group + _EPS, mask=mask, other=0.0)
-    decoupled = tl.load(group + _DECOUPLED, mask=mask, other=0.0)
-    decay = tl.where(decoupled != 0, lr * decay, decay)
-    root = tl.full(lr.shape, 1.0, tl.float64) / tl.sqrt(1.0 - _power(beta2, count))
-    return Hyper(gscale, decay, _factor(beta1), _factor(beta2), root, eps, lr / (1.0 - _power(beta1, count)))
+    lr, decay = group.lr, group.weight_decay
+    decay = tl.where(group.decoupled_weight_decay != 0, lr * decay, decay)
+    root = tl.full(lr.shape, 1.0, tl.float64) / tl.sqrt(1.0 - _power(group.beta2, count))
+    step_size = lr / (1.0 - _power(group.beta1, count))
+    return Hyper(gscale, decay, _factor(group.beta1), _factor(group.beta2), root, group.eps, step_size)
 
 
 @partial(jit, do_not_specialize=["tensors"])
 def prepare_kernel(
-    rows,
-    tensors,
-    tensor_group,
-    groups,
-    hyper,
-    grad_scale,
-    found_inf,
-    sum_of_squares,
-    FLAGS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    rows, tensors, tensor_group, groups, hyper, grad_scale, found_inf, sum_of_squares,
+    FLAGS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Advance the step counts and fill `hyper`; see `tiles.prepare`."""
     scalars = grad_scale, found_inf, sum_of_squares
-    tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _COLUMNS, _numbers)
-
-
-@jit
-def _load_hyper(at):
-    gscale, decay, factor_m, factor_v = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    return Hyper(gscale, decay, factor_m, factor_v, tl.load(at + 4), tl.load(at + 5), tl.load(at + 6))
+    tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _GROUP, _numbers)
 
 
 @jit
@@ -131,7 +112,7 @@ def _update(at, tile, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr):
 @partial(jit, do_not_specialize=["tensors"])
 def adam_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
     """The kernel for moments in fp32 and bf16; see `tiles.walk`."""
-    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _load_hyper, _update)
+    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _update)
 
 
 # ------------------------------------------------------------------------------------------------- moments in 8 bits
@@ -270,4 +251,4 @@ def _update_coded(
 @partial(jit, do_not_specialize=["tensors"])
 def coded_adam_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
     """The kernel for moments in 8 bits; see `blocks.walk_blocks`."""
-    tensor_blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _load_hyper, _update_coded)
+    tensor_blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _update_coded)

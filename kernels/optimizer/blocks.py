@@ -162,7 +162,7 @@ def _walk_rows(
     if HINT:
         start = (start // 16) * 16
     if KEPT:
-        numbers = HYPER(source.hyper)
+        numbers = tiles.load_row(source.hyper, HYPER)
         seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
     row, in_row = _row_and_block(chunk.in_row + tl.arange(0, TILE), chunk.per_row)
     by_rows, by_blocks = _row_and_block(TILE, chunk.per_row)
@@ -183,7 +183,7 @@ def _walk_rows(
         blocks = Blocks(start, offsets.to(tl.uint32), _existing(size, HINT), number.to(tl.uint32), exist, size)
         loaded = _load(at, scales, blocks, FORM, HINT)
         if not KEPT:  # again and again: AMD's scalar registers do not suffice to keep them
-            numbers = HYPER(source.hyper)
+            numbers = tiles.load_row(source.hyper, HYPER)
             seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
         words = 0, 0, 0
         if FORM.STOCHASTIC:
@@ -204,7 +204,7 @@ def walk_blocks(
     tensors,  # number of tensors
     hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
     FORM: tl.constexpr,
-    HYPER: tl.constexpr,  # HYPER(pointer): loads the numbers of a tensor
+    HYPER: tl.constexpr,  # the type of the numbers of a tensor
     RULE: tl.constexpr,  # RULE(loaded, operands, scales, blocks, words, numbers, FORM, HINT, SHORT): updates blocks,
     # of which some may be short if SHORT
 ):
@@ -252,7 +252,7 @@ def walk_blocks(
             number = trips.to(tl.int64) * TRIP
             count = tl.where(part == parts - 1, total - number, 0).to(tl.int32)
             if PACKED:
-                numbers = HYPER(source.hyper)
+                numbers = tiles.load_row(source.hyper, HYPER)
                 seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
             mask = tl.full((TILE, _SPAN), True, tl.int1)
             exist = tl.full((TILE,), True, tl.int1)
@@ -270,7 +270,7 @@ def walk_blocks(
                     later = _load(at, scales, second, FORM, FORM.HINT)
                 for tile in tl.static_range(0, TRIP, TILE):
                     if not PACKED:  # again and again: AMD's scalar registers do not suffice to keep them
-                        numbers = HYPER(source.hyper)
+                        numbers = tiles.load_row(source.hyper, HYPER)
                         seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
                     words = 0, 0, 0
                     if FORM.STOCHASTIC:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -18,23 +18,27 @@ from halfstep.kernels.threads import threads
 LANES = 256  # tensors per program of the prepare kernel
 
 
-@dataclass(frozen=True)
 class Family:
     """The implementations of an optimizer's step.
 
-    Attributes:
+    Args:
         name: of the C++ file, whose function is ``halfstep_<name>``.
-        rule, numbers: the rule and its hyper numbers, as reference.py takes them.
-        prepare_kernel: the Triton kernel that advances the step counts and fills `Batch.hyper`.
-        kernel, coded_kernel: the Triton kernels that update the tensors, the latter with moments in 8 bits.
+        rule: ``rule(layout, w, grad, moments, hyper, largest second moment, second moment as it is stored)``: the new
+            weight and moments. All tensors are fp32.
+        specification: the module with `Group`, the columns of the table of groups, `Hyper`, the hyper numbers of a
+            tensor, and ``numbers(group, count, gscale)``, which computes these in fp64.
+        kernels: the module with the Triton kernels: `prepare_kernel` advances the step counts and fills `Batch.hyper`,
+            ``<name>_kernel`` and ``coded_<name>_kernel`` update the tensors, the latter with moments in 8 bits.
     """
 
-    name: str
-    rule: reference.Rule
-    numbers: reference.Numbers
-    prepare_kernel: Any
-    kernel: Any
-    coded_kernel: Any
+    def __init__(
+        self, name: str, rule: Callable[..., Sequence[torch.Tensor]], specification: ModuleType, kernels: ModuleType
+    ) -> None:
+        self.name, self.rule, self.numbers = name, rule, specification.numbers
+        self.group, self.hyper = specification.Group, specification.Hyper
+        self.group_columns, self.hyper_columns = len(self.group._fields), 1 + len(self.hyper._fields)
+        self.prepare_kernel = kernels.prepare_kernel
+        self.kernel, self.coded_kernel = (getattr(kernels, f"{form}{name}_kernel") for form in ("", "coded_"))
 
     def launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
         """One optimizer step over the tensors of a batch, in place, ready to be called.
@@ -48,12 +52,12 @@ class Family:
             control: device scalars on the same device.
         """
         if batch.table is None:
-            return partial(reference.own_operations_step, self.rule, self.numbers, batch, groups, control)
+            return partial(reference.own_operations_step, self, batch, groups, control)
         implementation = resolve(batch.hyper.device, self.name)
         if implementation == "native":
             return self._native_launch(batch, groups, control)
         if implementation == "reference":
-            return partial(reference.step, self.rule, self.numbers, batch, groups, control)
+            return partial(reference.step, self, batch, groups, control)
         return partial(self._triton_step, batch, groups, control)
 
     def step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:

@@ -9,21 +9,17 @@ from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.rounding import join_float32, to_float32
-from halfstep.kernels.sgd.rule import Hyper
-
-GROUP = range(4, 6)  # columns of the group table, behind those of every optimizer: momentum, dampening
-GROUP_COLUMNS = GROUP.stop
+from halfstep.kernels.sgd.rule import Group, Hyper
 
 if tl is not None:  # what stands above, as kernels read it
-    _MOMENTUM, _DAMPENING, _COLUMNS, _HALF = map(tl.constexpr, (*GROUP, GROUP_COLUMNS, block_codes.HALF))
+    _GROUP, _HYPER, _HALF = map(tl.constexpr, (Group, Hyper, block_codes.HALF))
 
 
 @jit
-def _numbers(group, mask, lr, decay, count, gscale):
+def _numbers(group, count, gscale):
     """`rule.numbers`."""
-    momentum = tl.load(group + _MOMENTUM, mask=mask, other=0.0)
-    add = 1.0 - tl.load(group + _DAMPENING, mask=mask, other=0.0)
-    return Hyper(gscale, decay, lr, momentum, tl.where(count > 1, momentum, 0.0), tl.where(count > 1, add, 1.0))
+    keep, add = tl.where(count > 1, group.momentum, 0.0), tl.where(count > 1, 1.0 - group.dampening, 1.0)
+    return Hyper(gscale, group.weight_decay, group.lr, group.momentum, keep, add)
 
 
 @partial(jit, do_not_specialize=["tensors"])
@@ -33,12 +29,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """Advance the step counts and fill `hyper`; see `tiles.prepare`."""
     scalars = grad_scale, found_inf, sum_of_squares
-    tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _COLUMNS, _numbers)
-
-
-@jit
-def _load_hyper(at):
-    return Hyper(tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4), tl.load(at + 5))
+    tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _GROUP, _numbers)
 
 
 @jit
@@ -105,10 +96,10 @@ def _update_blocks(
 @partial(jit, do_not_specialize=["tensors"])
 def sgd_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
     """The kernel for momentum in fp32 and bf16, and for none; see `tiles.walk`."""
-    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _load_hyper, _update)
+    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _update)
 
 
 @partial(jit, do_not_specialize=["tensors"])
 def coded_sgd_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
     """The kernel for momentum in 8 bits; see `blocks.walk_blocks`."""
-    tensor_blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _load_hyper, _update_blocks)
+    tensor_blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _update_blocks)

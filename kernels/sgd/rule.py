@@ -5,9 +5,13 @@ Sutskever et al., "On the importance of initialization and momentum in deep lear
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+Group = namedtuple("Group", "lr weight_decay maximize max_norm momentum dampening")
 
 
 class Hyper(NamedTuple):
@@ -22,12 +26,12 @@ class Hyper(NamedTuple):
 
 
 def sgd(
+    layout: Any,  # says whether there is momentum, whether it is Nesterov's, and whether weight_decay is not 0
     w: torch.Tensor,  # fp32, any shape: the weight, or its master
     grad: torch.Tensor,  # fp32, shape of w
-    buf: torch.Tensor | None,  # fp32, shape of w: the momentum buffer; None without momentum
+    moments: Sequence[torch.Tensor],  # fp32, shape of w: the momentum buffer, if there is one
     hyper: Hyper,
-    nesterov: bool,
-    decays: bool,  # whether weight_decay is not 0
+    *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The new w and, with momentum, buf. Each operation is a separate IEEE fp32 operation, in this order:
 
@@ -38,23 +42,16 @@ def sgd(
     w    = w - lr * d
     """
     g = grad * hyper.gscale
-    if decays:
+    if layout.decays:
         g = g + hyper.decay * w
-    if buf is None:
+    if not layout.momentum:
         return (w - hyper.lr * g,)
-    buf = hyper.keep * buf + hyper.add * g
-    d = g + hyper.momentum * buf if nesterov else buf
+    buf = hyper.keep * moments[0] + hyper.add * g
+    d = g + hyper.momentum * buf if layout.nesterov else buf
     return w - hyper.lr * d, buf
 
 
-def numbers(
-    lr: torch.Tensor,  # fp64, as all arguments but count: shape (tensors,)
-    decay: torch.Tensor,
-    momentum: torch.Tensor,
-    dampening: torch.Tensor,
-    count: torch.Tensor,  # int64: the step count after this step, at least 1
-    gscale: torch.Tensor,
-) -> Hyper:
-    """The numbers of each tensor, in fp64 and then rounded to fp32 once."""
-    keep, add = torch.where(count > 1, momentum, 0.0), torch.where(count > 1, 1.0 - dampening, 1.0)
-    return Hyper(*(number.float() for number in (gscale, decay, lr, momentum, keep, add)))
+def numbers(group: Any, count: torch.Tensor, gscale: torch.Tensor) -> Hyper:
+    """The numbers of each tensor at step `count`, from 1 on: in fp64, then rounded to fp32 once."""
+    keep, add = torch.where(count > 1, group.momentum, 0.0), torch.where(count > 1, 1.0 - group.dampening, 1.0)
+    return Hyper(*(number.float() for number in (gscale, group.weight_decay, group.lr, group.momentum, keep, add)))

@@ -67,12 +67,12 @@ def _layouts() -> list[Layout]:
     layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
     layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
     layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
-    layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
-    layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
-    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
-    layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, True) for state in (f32, bf16)]
+    layouts += [Layout(param, param, f32, NO_MASTER, False, False, stochastic=True) for param in (f16, bf16)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False, stochastic=True) for master in (NO_MASTER, SPLIT_MASTER)]
+    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, stochastic=True)]
+    layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, stochastic=True) for state in (f32, bf16)]
     layouts += [Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, amsgrad, False) for amsgrad in (False, True)]
-    layouts += [Layout(bf16, bf16, torch.uint8, master, False, False, True) for master in (0, 2, 3)]
+    layouts += [Layout(bf16, bf16, torch.uint8, master, False, False, stochastic=True) for master in (0, 2, 3)]
     layouts += [Layout(f32, f32, torch.uint8, NO_MASTER, False, False)]
     return layouts
 
@@ -82,5 +82,5 @@ def variants() -> Iterator[Variant]:
     for layout in _layouts():
         moments = (*ADAM, "max_exp_avg_sq") if layout.amsgrad else ADAM
         yield variant(adam, layout, moments, name(layout))
-    yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
-    yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare", partial(_amp_step, False))
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare, clip", partial(_amp_step, True))

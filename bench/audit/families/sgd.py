@@ -18,10 +18,10 @@ def variants() -> Iterator[Variant]:
     layouts = [Layout(f32, f32, f32, NO_MASTER, momentum, False, False) for momentum in (False, True)]
     layouts += [Layout(f16, f16, f32, FULL_MASTER, True, False, False)]
     layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, True, True)]
-    layouts += [Layout(bf16, bf16, f32, NO_MASTER, False, False, False, True)]
-    layouts += [Layout(bf16, bf16, bf16, SPLIT_MASTER, True, False, False, True)]
+    layouts += [Layout(bf16, bf16, f32, NO_MASTER, False, False, False, stochastic=True)]
+    layouts += [Layout(bf16, bf16, bf16, SPLIT_MASTER, True, False, False, stochastic=True)]
     layouts += [Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, True, True, True)]
-    layouts += [Layout(bf16, bf16, torch.uint8, SPLIT24_MASTER, True, False, False, True)]
+    layouts += [Layout(bf16, bf16, torch.uint8, SPLIT24_MASTER, True, False, False, stochastic=True)]
     for layout in layouts:
         flags = (*layout.options._asdict().items(), ("STOCHASTIC", layout.stochastic))
         title = ", ".join([dtypes(layout), *(flag.lower() for flag, present in flags if present)])
