@@ -63,10 +63,4 @@ template <int OPTIONS> struct Adam {
 
 }  // namespace
 
-extern "C" void halfstep_adam(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                              const int64_t* tensor_group, const void* groups, void* hyper, const float* grad_scale,
-                              const float* found_inf, const double* sum_of_squares, int32_t param, int32_t grad,
-                              int32_t state, int32_t master, int32_t stochastic, int32_t options, int32_t threads) {
-    step<Adam, 0, 1, 2, 3>({rows, chunk_tensor, tensors, chunks}, {param, grad, state, master, stochastic, options},
-                           tensor_group, groups, hyper, grad_scale, found_inf, sum_of_squares, threads);
-}
+extern "C" void halfstep_adam(const Arguments* call) { step<Adam, 0, 1, 2, 3>(*call); }

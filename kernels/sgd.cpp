@@ -34,10 +34,4 @@ template <int OPTIONS> struct Sgd {
 
 }  // namespace
 
-extern "C" void halfstep_sgd(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                             const int64_t* tensor_group, const void* groups, void* hyper, const float* grad_scale,
-                             const float* found_inf, const double* sum_of_squares, int32_t param, int32_t grad,
-                             int32_t state, int32_t master, int32_t stochastic, int32_t options, int32_t threads) {
-    step<Sgd, 0, 1, 3, 4, 5, 7>({rows, chunk_tensor, tensors, chunks}, {param, grad, state, master, stochastic, options},
-                                tensor_group, groups, hyper, grad_scale, found_inf, sum_of_squares, threads);
-}
+extern "C" void halfstep_sgd(const Arguments* call) { step<Sgd, 0, 1, 3, 4, 5, 7>(*call); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from functools import partial
 from types import ModuleType
 
@@ -68,8 +69,9 @@ class Family:
         assert batch.table is not None
         table, function = batch.table, getattr(native.functions(self.name), f"halfstep_{self.name}")
         addresses = checked_addresses((batch.groups, groups, batch.hyper))
-        scalars = [scalar if scalar is None else address(scalar) for scalar in control.scalars()]
-        return partial(function, *table.addresses, *addresses, *scalars, *batch.codes, threads())
+        scalars = [0 if scalar is None else address(scalar) for scalar in control.scalars()]
+        arguments = *table.addresses, *addresses, *scalars, *batch.codes, threads()
+        return partial(function, (c_int64 * len(arguments))(*arguments))
 
     def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
         table, hyper, device = batch.table, batch.hyper, batch.hyper.device

@@ -154,6 +154,11 @@ def rounded(x, word, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @jit
+def larger(v, top):
+    return tl.where((v > top) | (v != v), v, top)
+
+
+@jit
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
     """The fp32 weights of a tile."""
     if FORM.REMAINDER:
@@ -250,6 +255,33 @@ def indices(position, offsets):
 
 
 @jit
+def _update(
+    at, tile, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr
+):  # fmt: skip
+    """Apply a rule to a tile, whose moments are not in 8 bits."""
+    STATE: tl.constexpr = FORM.STATE
+    w = load_weight(at, tile, FORM, HINT)
+    g = to_float32(load(at.grad, tile, tl.constexpr(FORM.GRAD), HINT))
+    m, v = 0.0, 0.0
+    if FORM.MOMENTS > 0:
+        m = to_float32(load(at.m, tile, STATE, HINT))
+    if FORM.MOMENTS > 1:
+        v = to_float32(load(at.v, tile, STATE, HINT))
+    m, v = AVERAGE(w, g, m, v, hyper, FORM)
+    if FORM.MOMENTS > 0:
+        store(at.m, tile, rounded(m, words[1], STATE, FORM.STOCHASTIC), STATE, HINT)
+    if FORM.MOMENTS > 1:
+        stored = rounded(v, words[2], STATE, FORM.STOCHASTIC)
+        store(at.v, tile, stored, STATE, HINT)
+        if FORM.MOMENTS > 2:
+            if FORM.STOCHASTIC:
+                v = to_float32(stored)
+            v = larger(v, to_float32(load(at.top, tile, STATE, HINT)))
+            store(at.top, tile, from_float32(v, named(STATE)), STATE, HINT)
+    store_weight(at, tile, WEIGHT(w, g, m, v, hyper, FORM), words[0], FORM, HINT)
+
+
+@jit
 def _apply(
     at,
     start,  # of the chunk
@@ -262,7 +294,8 @@ def _apply(
     FORM: tl.constexpr,
     SIZE: tl.constexpr,
     HINT: tl.constexpr,
-    RULE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """Apply a rule to the elements of a chunk from `begin` on: at most SIZE, and none from `end` on."""
     offsets = begin + tl.arange(0, SIZE)
@@ -275,7 +308,7 @@ def _apply(
             words = words_of_runs(firsts, seed, shard.step, shard.stream, DRAWS, EACH, SIZE)
         else:
             words = words_of(indices(position, offsets), seed, shard.step, shard.stream, DRAWS)
-    RULE(at, Tile(start, offsets, offsets < end), words, hyper, FORM, HINT)
+    _update(at, Tile(start, offsets, offsets < end), words, hyper, FORM, HINT, AVERAGE, WEIGHT)
 
 
 @jit
@@ -286,7 +319,8 @@ def walk(
     hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
     FORM: tl.constexpr,
     HYPER: tl.constexpr,  # the type of the numbers of a tensor
-    RULE: tl.constexpr,  # RULE(operands, tile, words by draw, numbers, FORM, HINT): updates a tile
+    AVERAGE: tl.constexpr,  # AVERAGE(weight, gradient, first and second moment, numbers, FORM): the new moments
+    WEIGHT: tl.constexpr,  # WEIGHT with the same arguments, the moments after AVERAGE: the new weight
 ):
     """Apply a rule to a chunk: whole blocks with wide accesses, and what is left or not aligned with narrow ones."""
     chunk = tl.program_id(0)
@@ -306,13 +340,14 @@ def walk(
         if are_aligned(at) & shares_words(position, FORM):
             # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
+            HINT: tl.constexpr = FORM.HINT
             for begin in range(0, bulk, FORM.BLOCK):
-                _apply(at, start, begin, bulk, seed, shard, position, numbers, FORM, FORM.BLOCK, FORM.HINT, RULE)
+                _apply(at, start, begin, bulk, seed, shard, position, numbers, FORM, FORM.BLOCK, HINT, AVERAGE, WEIGHT)
             if bulk < left:
-                _apply(at, start, bulk, left, seed, shard, position, numbers, FORM, 16, 0, RULE)
+                _apply(at, start, bulk, left, seed, shard, position, numbers, FORM, 16, 0, AVERAGE, WEIGHT)
         else:
             for begin in range(0, left, 512):
-                _apply(at, start, begin, left, seed, shard, position, numbers, FORM, 512, 0, RULE)
+                _apply(at, start, begin, left, seed, shard, position, numbers, FORM, 512, 0, AVERAGE, WEIGHT)
 
 
 # ------------------------------------------------------------------------------------------------------------- prepare
