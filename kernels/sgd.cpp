@@ -17,18 +17,15 @@ template <int OPTIONS> struct Sgd {
         return {0.0f, float(gscale), float(g.decay), float(g.lr), float(g.momentum), float(keep), float(add)};
     }
     static bool fits(const Hyper&) { return true; }
-
-    V gscale, decay, lr, momentum, keep, add;
-    Sgd(const Hyper& h, float)
-        : gscale(splat(h.gscale)), decay(splat(h.decay)), lr(splat(h.lr)), momentum(splat(h.momentum)),
-          keep(splat(h.keep)), add(splat(h.add)) {}
-    HALFSTEP_INLINE V gradient(V w, V g) const { return DECAYS ? g * gscale + decay * w : g * gscale; }
+    Hyper h;
+    Sgd(const Hyper& hyper, float) : h(hyper) {}
+    HALFSTEP_INLINE V gradient(V w, V g) const { return DECAYS ? g * h.gscale + h.decay * w : g * h.gscale; }
     HALFSTEP_INLINE void average(V w, V g, V* m) const {
-        if (MOMENTUM) m[0] = keep * m[0] + add * gradient(w, g);
+        if (MOMENTUM) m[0] = h.keep * m[0] + h.add * gradient(w, g);
     }
     HALFSTEP_INLINE V weight(V w, V g, const V* m) const {
-        if (NESTEROV) return w - lr * (gradient(w, g) + momentum * m[0]);
-        return w - lr * (MOMENTUM ? m[0] : gradient(w, g));
+        if (NESTEROV) return w - h.lr * (gradient(w, g) + h.momentum * m[0]);
+        return w - h.lr * (MOMENTUM ? m[0] : gradient(w, g));
     }
 };
 

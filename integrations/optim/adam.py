@@ -74,6 +74,7 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
     # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
 
     _kernels = adam
+    _names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,
@@ -112,10 +113,6 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
             check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
         check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
         check_options(group)
-
-    @staticmethod
-    def _moments(group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
 
     @staticmethod
     def _variant(group: dict[str, Any]) -> dict[str, bool]:

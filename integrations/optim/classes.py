@@ -63,6 +63,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     # The module of the kernels, with their operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
     _kernels: Any
+    _names: tuple[str, ...]  # of the moments, in the order of their operands
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
@@ -91,10 +92,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """Raise unless the options of a group are allowed. It calls `check_options`."""
         raise NotImplementedError
 
-    @staticmethod
-    def _moments(group: Group) -> tuple[str, ...]:
-        """The moments of parameters with these options, in the order of their operands."""
-        raise NotImplementedError
+    def _moments(self, group: Group) -> tuple[str, ...]:
+        """The moments of parameters with these options."""
+        layout = self._kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self._variant(group))
+        return self._names[: layout.moments]
 
     @staticmethod
     def _variant(group: Group) -> dict[str, bool]:

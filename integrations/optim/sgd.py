@@ -16,29 +16,15 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
     """SGD with momentum (Sutskever et al., 2013) and exact fp32 master weights, a drop-in for `torch.optim.SGD`.
 
     Args:
-        params, lr, maximize, foreach, fused, differentiable: as for `halfstep.AdamW`.
         momentum: decay of the momentum buffer, a finite number of at least 0. With 0 there is no buffer.
         dampening: the part of a gradient that does not enter the buffer, after the first step.
         weight_decay: L2 penalty: ``weight_decay`` times the weight is added to the gradient.
         nesterov: step along the gradient plus ``momentum`` times the buffer; needs momentum, and no dampening.
-        master_weights, state_dtype, rounding, seed, max_grad_norm, state_dict_format: as for `halfstep.AdamW`;
-            `state_dtype` is that of the momentum buffer.
-
-    Raises:
-        ValueError, RuntimeError, TypeError: as `halfstep.AdamW`.
-
-    Examples:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> optimizer = halfstep.SGD([weight], lr=1e-4, momentum=0.9)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight.data  # the step is too small for bf16
-        tensor([1., 1., 1.], dtype=torch.bfloat16)
-        >>> optimizer.masters()[weight]  # the fp32 master has taken it
-        tensor([0.9999, 0.9999, 0.9999])
+        state_dtype: dtype of the buffer. The other arguments and the errors are those of `halfstep.AdamW`.
     """
 
     _kernels = sgd
+    _names = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -69,10 +55,6 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         check_options(group)
-
-    @staticmethod
-    def _moments(group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     @staticmethod
     def _variant(group: Group) -> dict[str, bool]:

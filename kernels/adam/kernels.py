@@ -49,12 +49,7 @@ def _numbers(group, count, gscale):
 
 
 @partial(jit, do_not_specialize=["tensors"])
-def prepare_kernel(
-    rows, tensors, tensor_group, groups, hyper, grad_scale, found_inf, sum_of_squares,
-    FLAGS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Advance the step counts and fill `hyper`; see `tiles.prepare`."""
-    scalars = grad_scale, found_inf, sum_of_squares
+def prepare_kernel(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS: tl.constexpr, LANES: tl.constexpr):
     tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _GROUP, _numbers)
 
 
@@ -84,12 +79,6 @@ def _weight(w, g, m, v, hyper, FORM: tl.constexpr):
     if not FORM.OPTIONS.L2:
         d = d + tl.where(tl.abs(w) == float("inf"), 0.0, hyper.decay * w)
     return w - d
-
-
-@partial(jit, do_not_specialize=["tensors"])
-def adam_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
-    """The kernel for moments in fp32 and bf16; see `tiles.walk`."""
-    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _moments, _weight)
 
 
 # ------------------------------------------------------------------------------------------------- moments in 8 bits
@@ -152,6 +141,5 @@ def _update_packed(
 
 
 @partial(jit, do_not_specialize=["tensors"])
-def coded_adam_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
-    """The kernel for moments in 8 bits; see `blocks.walk_blocks`."""
-    tensor_blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _moments, _weight, _update_packed)
+def adam_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
+    tensor_blocks.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _moments, _weight, _update_packed)

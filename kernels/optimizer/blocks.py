@@ -272,7 +272,19 @@ def _walk_rows(
 
 
 @jit
-def walk_blocks(
+def walk(
+    rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr,
+    HYPER: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr = None,
+):  # fmt: skip
+    """`tiles.walk`, or `_walk_blocks` with moments in 8 bits."""
+    if FORM.STATE == "uint8":
+        _walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT, NVIDIA)
+    else:
+        tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT)
+
+
+@jit
+def _walk_blocks(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
@@ -281,8 +293,8 @@ def walk_blocks(
     HYPER: tl.constexpr,  # the type of the numbers of a tensor
     AVERAGE: tl.constexpr,  # the rule, see `tiles.walk`
     WEIGHT: tl.constexpr,
-    NVIDIA: tl.constexpr = None,  # NVIDIA(loaded, operands, scales, blocks, words, numbers, FORM, HINT, SHORT): it
-    # on NVIDIA GPUs, faster. Some blocks may be short if SHORT.
+    NVIDIA: tl.constexpr,  # None, or a faster way there: NVIDIA(loaded, operands, scales, blocks, words, numbers, FORM,
+    # HINT, SHORT). Some blocks may be short if SHORT.
 ):
     """Apply a rule to blocks.
 

@@ -29,7 +29,7 @@ class Family:
         specification: the module with `Group`, the columns of the table of groups, `Hyper`, the hyper numbers of a
             tensor, and ``numbers(group, count, gscale)``, which computes these in fp64.
         kernels: the module with the Triton kernels: `prepare_kernel` advances the step counts and fills `Batch.hyper`,
-            ``<name>_kernel`` and ``coded_<name>_kernel`` update the tensors, the latter with moments in 8 bits.
+            ``<name>_kernel`` updates the tensors.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class Family:
         self.name, self.rule, self.numbers = name, rule, specification.numbers
         self.group, self.hyper = specification.Group, specification.Hyper
         self.group_columns, self.hyper_columns = len(self.group._fields), 1 + len(self.hyper._fields)
-        self.prepare_kernel = kernels.prepare_kernel
-        self.kernel, self.coded_kernel = (getattr(kernels, f"{form}{name}_kernel") for form in ("", "coded_"))
+        self.prepare_kernel, self.kernel = kernels.prepare_kernel, getattr(kernels, f"{name}_kernel")
 
     def launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
         """One optimizer step over the tensors of a batch, in place, ready to be called.
@@ -76,12 +75,12 @@ class Family:
     def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
         table, hyper, device = batch.table, batch.hyper, batch.hyper.device
         assert table is not None
-        tensors = [batch.groups, groups, hyper, *(hyper if scalar is None else scalar for scalar in control.scalars())]
-        offsets = alignments(tensors)
-        programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors)
+        tensors = [batch.groups, groups, hyper]
+        scalars = tuple(hyper if scalar is None else scalar for scalar in control.scalars())
+        offsets = alignments([*tensors, *scalars])
+        programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors, scalars)
         constants = {"FLAGS": tuple(scalar is not None for scalar in control.scalars()), "LANES": LANES, **EXACT}
         launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
         if table.chunks:
-            kernel = self.coded_kernel if batch.layout.coded else self.kernel
             operands = (table.rows, table.chunk_tensor, table.tensors, hyper)
-            launch_kernel(kernel, device, table.chunks, operands, batch.constants, offsets[2])
+            launch_kernel(self.kernel, device, table.chunks, operands, batch.constants, offsets[2])

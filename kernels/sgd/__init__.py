@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 from halfstep.kernels.optimizer.launch import Family
 from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take operands, masters, Batch and Control here)
-from halfstep.kernels.optimizer.layout import KernelLayout
 from halfstep.kernels.sgd import kernels, rule
 
 
 @dataclass(frozen=True)
-class Layout(KernelLayout):
+class Layout(KernelLayout):  # noqa: F405
     """What a kernel is compiled for: a layout of any optimizer, with the options of SGD."""
 
     momentum: bool

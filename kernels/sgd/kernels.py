@@ -14,18 +14,12 @@ if tl is not None:
 
 @jit
 def _numbers(group, count, gscale):
-    """`rule.numbers`."""
     keep, add = tl.where(count > 1, group.momentum, 0.0), tl.where(count > 1, 1.0 - group.dampening, 1.0)
     return Hyper(gscale, group.weight_decay, group.lr, group.momentum, keep, add)
 
 
 @partial(jit, do_not_specialize=["tensors"])
-def prepare_kernel(
-    rows, tensors, tensor_group, groups, hyper, grad_scale, found_inf, sum_of_squares,
-    FLAGS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Advance the step counts and fill `hyper`; see `tiles.prepare`."""
-    scalars = grad_scale, found_inf, sum_of_squares
+def prepare_kernel(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS: tl.constexpr, LANES: tl.constexpr):
     tiles.prepare(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS, LANES, _GROUP, _numbers)
 
 
@@ -55,11 +49,4 @@ def _weight(w, g, m, v, hyper, FORM: tl.constexpr):
 
 @partial(jit, do_not_specialize=["tensors"])
 def sgd_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
-    """The kernel for momentum in fp32 and bf16, and for none; see `tiles.walk`."""
-    tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _buffer, _weight)
-
-
-@partial(jit, do_not_specialize=["tensors"])
-def coded_sgd_kernel(rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr):
-    """The kernel for momentum in 8 bits; see `blocks.walk_blocks`."""
-    blocks.walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _buffer, _weight)
+    blocks.walk(rows, chunk_tensor, tensors, hyper, FORM, _HYPER, _buffer, _weight)

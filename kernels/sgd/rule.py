@@ -6,41 +6,25 @@ Sutskever et al., "On the importance of initialization and momentum in deep lear
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 Group = namedtuple("Group", "lr weight_decay maximize max_norm momentum dampening")
-
-
-class Hyper(NamedTuple):
-    """The numbers of a tensor and step, fp32: 0-dim tensors here, scalars in kernels."""
-
-    gscale: Any  # +-clip / scale: sign (maximize), loss scale and clip factor in one number
-    decay: Any  # weight_decay
-    lr: Any
-    momentum: Any
-    keep: Any  # the factor of the buffer: momentum, or 0 in the first step
-    add: Any  # the factor of the gradient: 1 - dampening, or 1 in the first step
+# The numbers of a tensor and step, fp32. gscale is +-clip / scale. keep and add are the factors of buffer and
+# gradient: momentum and 1 - dampening, in the first step 0 and 1.
+Hyper = namedtuple("Hyper", "gscale decay lr momentum keep add")
 
 
 def sgd(
     layout: Any,  # says whether there is momentum, whether it is Nesterov's, and whether weight_decay is not 0
     w: torch.Tensor,  # fp32, any shape: the weight, or its master
     grad: torch.Tensor,  # fp32, shape of w
-    moments: Sequence[torch.Tensor],  # fp32, shape of w: the momentum buffer, if there is one
+    moments: list[torch.Tensor],  # fp32, shape of w: the momentum buffer, if there is one
     hyper: Hyper,
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """The new w and, with momentum, buf. Each operation is a separate IEEE fp32 operation, in this order:
-
-    g    = grad * gscale
-    g    = g + decay * w                                only with weight decay
-    buf  = keep * buf + add * g                         only with momentum
-    d    = buf; with Nesterov momentum g + momentum * buf; without momentum g
-    w    = w - lr * d
-    """
+    """The new w and, with momentum, buffer. Each operation is a separate IEEE fp32 operation, in this order."""
     g = grad * hyper.gscale
     if layout.decays:
         g = g + hyper.decay * w
