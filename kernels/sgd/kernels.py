@@ -41,9 +41,7 @@ def _buffer(w, g, m, v, hyper, FORM: tl.constexpr):
 
 @jit
 def _weight(w, g, m, v, hyper, FORM: tl.constexpr):
-    d = m
-    if FORM.OPTIONS.NESTEROV:
-        d = _gradient(w, g, hyper, FORM) + hyper.momentum * m
+    d = _gradient(w, g, hyper, FORM) + hyper.momentum * m if FORM.OPTIONS.NESTEROV else m
     return w - hyper.lr * d
 
 
