@@ -304,7 +304,7 @@ class _Offloaded(LayoutOptimizer):
         self._worker: Executor | None = None
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
-        super().__init__(params, *args, **options)
+        super().__init__(params, *args, **options)  # type: ignore[arg-type]  # of the other base
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, of which the optimizer makes copies on the host.

@@ -5,9 +5,6 @@ using namespace halfstep;
 
 namespace {
 
-struct AdamGroup : Group { double beta1, beta2, eps, decoupled; };
-struct AdamHyper { float skip, gscale, decay, factor_m, factor_v, root, eps, step_size; };
-
 double power(double base, int64_t exponent) {
     double result = 1.0;
     for (int bit = 0; bit < 31; ++bit) {
@@ -22,16 +19,23 @@ float factor(double beta) {
     return weight < 0.5f ? weight : -float(beta);
 }
 
-AdamHyper numbers(const AdamGroup& g, int64_t count, double gscale) {
-    return {0.0f, float(gscale), float(g.decoupled != 0.0 ? g.lr * g.decay : g.decay), factor(g.beta1), factor(g.beta2),
-            float(1.0 / std::sqrt(1.0 - power(g.beta2, count))), float(g.eps), float(g.lr / (1.0 - power(g.beta1, count)))};
-}
+struct AdamGroup : Group { double beta1, beta2, eps, decoupled; };
+struct AdamHyper { float skip, gscale, decay, factor_m, factor_v, root, eps, step_size; };
 
 // ALL_NEAR: both moving averages take the form of a beta above 0.5.
-template <bool AMSGRAD, bool L2, bool ALL_NEAR> struct Adam {
-    using Hyper = AdamHyper;
+template <int OPTIONS> struct Adam {
+    static constexpr bool AMSGRAD = OPTIONS & 1, L2 = OPTIONS & 2, ALL_NEAR = OPTIONS & 4;
     static constexpr int MOMENTS = AMSGRAD ? 3 : 2;
     static constexpr bool MAXIMUM = AMSGRAD, USUAL = ALL_NEAR;
+    using Group = AdamGroup;
+    using Hyper = AdamHyper;
+    using Usual = Adam<OPTIONS | 4>;
+    static Hyper numbers(const Group& g, int64_t count, double gscale) {
+        const double decay = g.decoupled != 0.0 ? g.lr * g.decay : g.decay;
+        const double root = 1.0 / std::sqrt(1.0 - power(g.beta2, count)), step_size = g.lr / (1.0 - power(g.beta1, count));
+        return {0.0f, float(gscale), float(decay), factor(g.beta1), factor(g.beta2), float(root), float(g.eps),
+                float(step_size)};
+    }
     static bool fits(const Hyper& h) { return h.factor_m > 0.0f && h.factor_v > 0.0f; }
 
     V gscale, decay, factor_m, factor_v, root_factor, eps, step_size, largest;
@@ -57,23 +61,6 @@ template <bool AMSGRAD, bool L2, bool ALL_NEAR> struct Adam {
     }
 };
 
-template <bool AMSGRAD, bool L2>
-void run_adam(const Layout& layout, const Table& table, const AdamHyper* hyper, int32_t threads) {
-    run<Adam<AMSGRAD, L2, false>, Adam<AMSGRAD, L2, true>>(layout, table, hyper, threads);
-}
-
 }  // namespace
 
-extern "C" void halfstep_adam(const int64_t* rows, const int32_t* chunk_tensor, int64_t tensors, int64_t chunks,
-                              const int64_t* tensor_group, const double* groups, float* hyper,
-                              const float* grad_scale, const float* found_inf, const double* sum_of_squares,
-                              int32_t param, int32_t grad, int32_t state, int32_t master, int32_t stochastic,
-                              int32_t amsgrad, int32_t l2, int32_t threads) {
-    const Table table{rows, chunk_tensor, tensors, chunks};
-    AdamHyper* filled = (AdamHyper*)hyper;
-    prepare(table, tensor_group, (const AdamGroup*)groups, filled, grad_scale, found_inf, sum_of_squares, numbers);
-    if (found_inf && *found_inf != 0.0f) return;
-    constexpr decltype(&run_adam<false, false>) RUN[] = {run_adam<false, false>, run_adam<false, true>,
-                                                         run_adam<true, false>, run_adam<true, true>};
-    RUN[2 * bool(amsgrad) + bool(l2)](Layout{param, grad, state, master, stochastic}, table, filled, threads);
-}
+extern "C" void halfstep_adam(const Arguments* call) { step<Adam, 0, 1, 2, 3>(*call); }

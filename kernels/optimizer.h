@@ -3,7 +3,9 @@
 // A rule is a struct R, made for one tensor and step, with
 //     MOMENTS, MAXIMUM        how many moments there are, and whether the last one is the running maximum of the one before
 //     USUAL                   whether its hyper numbers are known to be the usual ones, so that no branch in the loop asks
-//     Hyper                   a row of the hyper table, whose first number is whether the step is skipped
+//     Usual                   the rule with usual hyper numbers; Usual::fits(hyper) says whether they are
+//     Group, Hyper            rows of the tables; the first number of the latter is whether the step is skipped
+//     numbers(group, count, gscale)  the hyper numbers
 //     R(hyper, largest)       `largest`: the largest second moment
 //     average(w, grad, m)     update the moments m[] but the maximum
 //     weight(w, grad, m)      the new weight; the maximum stands for the moment that it is of
@@ -22,12 +24,23 @@ constexpr float MAX = 3.4028234663852886e38f;
 enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
 enum Operand { GRAD, PARAM, EXTRA, MOMENT, STEP = MOMENT + 3, STREAM, BASE, INNER, INNER_WHOLE, SEED, SCALES,
                COLUMNS = SCALES + 3 };
-struct Layout { int32_t param, grad, state, master, stochastic; };
+struct Layout { int64_t param, grad, state, master, stochastic, options; };  // a bit for each option of the rule
 
 struct Table {
     const int64_t* rows;  // see multi_tensor.py
     const int32_t* chunk_tensor;
     int64_t tensors, chunks;
+};
+// A step, as launch.py passes it.
+struct Arguments {
+    Table table;
+    const int64_t* tensor_group;
+    const void* groups;
+    void* hyper;
+    const float *grad_scale, *found_inf;
+    const double* sum_of_squares;
+    Layout layout;
+    int64_t threads;
 };
 // What the table says of one tensor.
 struct Column {
@@ -42,29 +55,29 @@ inline int64_t whole(float step) { return int64_t(step < 1.0f ? 1.0f : (step > 0
 // What every optimizer has in the first columns of its group table.
 struct Group { double lr, decay, maximize, max_norm; };
 
-// Advance the step counts and fill the hyper table with numbers(group, count, gscale).
-template <typename G, typename Hyper, typename Numbers>
-void prepare(const Table& table, const int64_t* tensor_group, const G* groups, Hyper* hyper, const float* grad_scale,
-             const float* found_inf, const double* sum_of_squares, Numbers&& numbers) {
-    const float skip = found_inf && *found_inf != 0.0f ? 1.0f : 0.0f;
-    const double unscale = grad_scale ? 1.0 / double(*grad_scale) : 1.0;
-    const double norm = sum_of_squares ? std::sqrt(*sum_of_squares) + 1e-6 : 0.0;
+// Advance the step counts and fill the hyper table.
+template <typename R> void prepare(const Arguments& call) {
+    const Table& table = call.table;
+    const auto hyper = (typename R::Hyper*)call.hyper;
+    const float skip = call.found_inf && *call.found_inf != 0.0f ? 1.0f : 0.0f;
+    const double unscale = call.grad_scale ? 1.0 / double(*call.grad_scale) : 1.0;
+    const double norm = call.sum_of_squares ? std::sqrt(*call.sum_of_squares) + 1e-6 : 0.0;
     int64_t last_group = -1, last_count = -1;
     for (int64_t tensor = 0; tensor < table.tensors; ++tensor) {
         float* step = (float*)table.rows[(2 + STEP) * table.tensors + tensor];
         *step = *step + (1.0f - skip);
-        const int64_t count = whole(*step), group = tensor_group[tensor];
+        const int64_t count = whole(*step), group = call.tensor_group[tensor];
         if (group == last_group && count == last_count) {  // most tensors share both: the powers are not computed again
             hyper[tensor] = hyper[tensor - 1];
             continue;
         }
-        const G& g = groups[group];
+        const auto& g = ((const typename R::Group*)call.groups)[group];
         double scale = unscale;
-        if (sum_of_squares) {
+        if (call.sum_of_squares) {
             const double clip = g.max_norm / norm;
             scale = scale * (clip > 1.0 ? 1.0 : clip);
         }
-        hyper[tensor] = numbers(g, count, g.maximize != 0.0 ? -scale : scale);
+        hyper[tensor] = R::numbers(g, count, g.maximize != 0.0 ? -scale : scale);
         hyper[tensor].skip = skip;
         last_group = group;
         last_count = count;
@@ -440,12 +453,15 @@ template <typename F> bool with_usual(const Layout& layout, F&& f) {
     return true;
 }
 
-// Update all tensors: by Usual where the layout and the hyper numbers are the usual ones, else by R.
-template <typename R, typename Usual>
-void run(const Layout& layout, const Table& table, const typename R::Hyper* hyper, int32_t threads) {
+// Update all tensors: by R::Usual where the layout and the hyper numbers are the usual ones, else by R.
+template <typename R> void run(const Arguments& call) {
+    using Usual = typename R::Usual;
+    const Layout& layout = call.layout;
+    const Table& table = call.table;
+    const auto hyper = (const typename R::Hyper*)call.hyper;
     const int64_t size = layout.state == CODED || layout.stochastic ? LONG_CHUNK : CHUNK;
     const auto spread = [&](auto&& work) {  // work(rule's numbers, column, first element, elements) for every chunk
-        spread_evenly(table.chunks, 2, threads, [&](int64_t chunk) {
+        spread_evenly(table.chunks, 2, int32_t(call.threads), [&](int64_t chunk) {
             const int64_t tensor = table.chunk_tensor[chunk], left = table.rows[tensor];
             const int64_t start = (chunk - table.rows[table.tensors + tensor]) * size;
             const Column column{table.rows + 2 * table.tensors + tensor, table.tensors};
@@ -469,6 +485,17 @@ void run(const Layout& layout, const Table& table, const typename R::Hyper* hype
         else if (layout.stochastic && layout.state == BF16) staged_step<R, true>(R(h, MAX), layout, column, start, n);
         else staged_step<R, false>(R(h, MAX), layout, column, start, n);
     });
+}
+
+// A step by Rule<options of the layout>. OPTIONS are all that occur.
+template <template <int> class Rule, int... OPTIONS>
+void step(const Arguments& call) {
+    const auto with = [&](auto* rule) {
+        using R = std::remove_pointer_t<decltype(rule)>;
+        prepare<R>(call);
+        if (!call.found_inf || *call.found_inf == 0.0f) run<R>(call);
+    };
+    ((call.layout.options == OPTIONS ? with((Rule<OPTIONS>*)nullptr) : void()), ...);
 }
 
 }  // namespace halfstep

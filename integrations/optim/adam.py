@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
 
 from halfstep.integrations.optim.classes import LayoutOptimizer
-from halfstep.integrations.optim.options import OPTIONS, check_number, check_options, check_tensor_option
+from halfstep.integrations.optim.options import check_number, check_options, check_tensor_option
 from halfstep.kernels import adam
 
 _ARGUMENTS = """
@@ -74,7 +74,7 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
     # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
 
     _kernels = adam
-    _operands: ClassVar[dict[str, int]] = {"exp_avg": adam.M, "exp_avg_sq": adam.V, "max_exp_avg_sq": adam.TOP}
+    _names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(
         self,
@@ -98,10 +98,7 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        values = (lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused)
-        layout = (master_weights, state_dtype, rounding, seed)
-        options = dict(zip(OPTIONS, (*values, decoupled_weight_decay, *layout), strict=True))
-        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+        LayoutOptimizer.__init__(self, locals())
 
     @staticmethod
     def _check(group: dict[str, Any]) -> None:
@@ -118,22 +115,14 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
         check_options(group)
 
     @staticmethod
-    def _moments(group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-
-    @staticmethod
     def _variant(group: dict[str, Any]) -> dict[str, bool]:
         l2 = not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0)
         return {"amsgrad": bool(group["amsgrad"]), "l2": l2}
 
     @staticmethod
-    def _columns(group: dict[str, Any]) -> dict[int, Any]:
+    def _numbers(group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        return {
-            **{adam.LR: group["lr"], adam.BETA1: beta1, adam.BETA2: beta2, adam.EPS: group["eps"]},
-            **{adam.DECAY: group["weight_decay"], adam.MAXIMIZE: bool(group["maximize"])},
-            adam.DECOUPLED: bool(group["decoupled_weight_decay"]),
-        }
+        return {**group, "beta1": beta1, "beta2": beta2}
 
 
 class AdamW(Adam, torch.optim.AdamW):
@@ -170,6 +159,4 @@ class AdamW(Adam, torch.optim.AdamW):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        values = (lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused)
-        options = dict(zip(OPTIONS, (*values, True, master_weights, state_dtype, rounding, seed), strict=True))
-        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+        LayoutOptimizer.__init__(self, {**locals(), "decoupled_weight_decay": True})

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
@@ -57,26 +57,23 @@ _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
     """An optimizer whose state is held in layouts.
 
-    A subclass says what its rule is: the kernels, the names and the options of its state. It must pass all options of
-    its groups to `__init__`.
+    A subclass says what its rule is: the kernels, the names and the options of its state. The arguments of its
+    `__init__` are all options of its groups.
     """
 
-    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch` (kernels/adam), and the operand
-    # of each moment.
+    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
     _kernels: Any
-    _operands: ClassVar[dict[str, int]]
+    _names: tuple[str, ...]  # of the moments, in the order of their operands
     # Options that a checkpoint does not change, in addition to those of the layout.
     _fixed_options: tuple[str, ...] = ()
 
     state_dict_format: Literal["held", "canonical"]
 
-    def __init__(
-        self,
-        params: ParamsT,
-        options: dict[str, Any],
-        max_grad_norm: float | None,
-        state_dict_format: Literal["held", "canonical"],
-    ) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """`arguments`: the ``locals()`` of the `__init__` of a subclass."""
+        options = {name: value for name, value in arguments.items() if name != "self"}
+        params, max_grad_norm = options.pop("params"), options.pop("max_grad_norm")
+        state_dict_format = options.pop("state_dict_format")
         self._check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
@@ -95,10 +92,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """Raise unless the options of a group are allowed. It calls `check_options`."""
         raise NotImplementedError
 
-    @staticmethod
-    def _moments(group: Group) -> tuple[str, ...]:
-        """The moments of parameters with these options; keys of `_operands`."""
-        raise NotImplementedError
+    def _moments(self, group: Group) -> tuple[str, ...]:
+        """The moments of parameters with these options."""
+        layout = self._kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self._variant(group))
+        return self._names[: layout.moments]
 
     @staticmethod
     def _variant(group: Group) -> dict[str, bool]:
@@ -106,9 +103,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def _columns(group: Group) -> dict[int, Any]:
-        """The columns of the kernels' table of groups but the norm: numbers, or tensors with one element."""
-        raise NotImplementedError
+    def _numbers(group: Group) -> dict[str, Any]:
+        """What the kernels' `Group` has, but the norm, by name: numbers, or tensors with one element."""
+        return group
 
     @staticmethod
     def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -20,11 +20,6 @@ LAYOUT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "state_dtype": (torch.float32, torch.bfloat16, "8bit"),
     "rounding": ("auto", "nearest", "stochastic"),
 }
-# Options that decide about the bits of a step.
-OPTIONS = (
-    *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
-    *("decoupled_weight_decay", *LAYOUT_OPTIONS, "seed"),
-)
 # Options of a group that apex, TransformerEngine and flashoptim have in addition to torch's.
 FOREIGN_OPTIONS = ("step", "bias_correction", "master_bytewidth")
 Group = dict[str, Any]

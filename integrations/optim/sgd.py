@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -16,30 +16,15 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
     """SGD with momentum (Sutskever et al., 2013) and exact fp32 master weights, a drop-in for `torch.optim.SGD`.
 
     Args:
-        params, lr, maximize, foreach, fused, differentiable: as for `halfstep.AdamW`.
         momentum: decay of the momentum buffer, a finite number of at least 0. With 0 there is no buffer.
         dampening: the part of a gradient that does not enter the buffer, after the first step.
         weight_decay: L2 penalty: ``weight_decay`` times the weight is added to the gradient.
         nesterov: step along the gradient plus ``momentum`` times the buffer; needs momentum, and no dampening.
-        master_weights, state_dtype, rounding, seed, max_grad_norm, state_dict_format: as for `halfstep.AdamW`;
-            `state_dtype` is that of the momentum buffer.
-
-    Raises:
-        ValueError, RuntimeError, TypeError: as `halfstep.AdamW`.
-
-    Examples:
-        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        >>> optimizer = halfstep.SGD([weight], lr=1e-4, momentum=0.9)
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight.data  # the step is too small for bf16
-        tensor([1., 1., 1.], dtype=torch.bfloat16)
-        >>> optimizer.masters()[weight]  # the fp32 master has taken it
-        tensor([0.9999, 0.9999, 0.9999])
+        state_dtype: dtype of the buffer. The other arguments and the errors are those of `halfstep.AdamW`.
     """
 
     _kernels = sgd
-    _operands: ClassVar[dict[str, int]] = {"momentum_buffer": sgd.M}
+    _names = ("momentum_buffer",)
 
     def __init__(
         self,
@@ -61,11 +46,7 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        options |= {"nesterov": nesterov, "maximize": maximize, "foreach": foreach, "differentiable": differentiable}
-        options |= {"fused": fused, "master_weights": master_weights, "state_dtype": state_dtype}
-        options |= {"rounding": rounding, "seed": seed}
-        LayoutOptimizer.__init__(self, params, options, max_grad_norm, state_dict_format)
+        LayoutOptimizer.__init__(self, locals())
 
     @staticmethod
     def _check(group: Group) -> None:
@@ -76,18 +57,9 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         check_options(group)
 
     @staticmethod
-    def _moments(group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-    @staticmethod
     def _variant(group: Group) -> dict[str, bool]:
         decays = bool(group["weight_decay"] != 0)
         return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
-
-    @staticmethod
-    def _columns(group: Group) -> dict[int, Any]:
-        columns = {sgd.LR: group["lr"], sgd.DECAY: group["weight_decay"], sgd.MAXIMIZE: bool(group["maximize"])}
-        return {**columns, sgd.MOMENTUM: group["momentum"], sgd.DAMPENING: group["dampening"]}
 
     @staticmethod
     def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:

@@ -296,7 +296,7 @@ class StepPlan:
         self.targets = targets
         self.batches = _batches(optimizer, targets, grads, recording)
         self.limit: float | None = None
-        self._kernels, self._columns = optimizer._kernels, optimizer._columns
+        self._kernels, self._numbers = optimizer._kernels, optimizer._numbers
         self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._grads = _dtypes_and_types(grads)
@@ -346,14 +346,13 @@ class StepPlan:
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
         for row, group in enumerate(groups):
-            columns = [0.0] * self._kernels.GROUP_COLUMNS
-            for column, value in self._columns(group).items():
+            numbers = {**self._numbers(group), "max_norm": limit or 0.0}
+            columns = [numbers[name] for name in self._kernels.FAMILY.group._fields]
+            for column, value in enumerate(columns):
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     late.append((row, column, value))
-                else:
-                    columns[column] = float(value)
-            columns[self._kernels.MAX_NORM] = 0.0 if limit is None else float(limit)
-            values.append(columns)
+                    columns[column] = 0.0
+            values.append(list(map(float, columns)))
         if written != values or table is None:
             if table is not None:
                 self._tables[device] = (None, table)  # content unknown until the upload has ended
@@ -392,12 +391,13 @@ def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
 
 def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:
     """The names of the state tensors of a layout, by operand of the kernel."""
-    kernels, operands = optimizer._kernels, optimizer._operands
-    keys = {kernels.STEP: "step", **{operands[moment]: moment for moment in layout.moments}}
+    kernels = optimizer._kernels
+    moments = dict(enumerate(layout.moments, kernels.M))
+    keys = {kernels.STEP: "step", **moments}
     if layout.master is not None:
         keys[kernels.EXTRA] = "master"
     if layout.coded:
-        keys |= {kernels.SCALES_OF[operands[moment]]: f"{moment}_scale" for moment in layout.moments}
+        keys |= {kernels.SCALES_OF[operand]: f"{moment}_scale" for operand, moment in moments.items()}
     return keys
 
 

@@ -16,26 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from halfstep.kernels.adam import kernels, rule
 from halfstep.kernels.optimizer.launch import Family
 from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take operands, masters, Batch and Control here)
-from halfstep.kernels.optimizer.layout import DECAY, LR, ROWS, KernelLayout
-
-BETA1, BETA2, EPS, DECOUPLED, GROUP_COLUMNS = *kernels.GROUP, kernels.GROUP_COLUMNS
-HYPER_COLUMNS = 1 + len(rule.Hyper._fields)
-
-
-class Options(NamedTuple):
-    AMSGRAD: bool
-    L2: bool
 
 
 @dataclass(frozen=True)
-class Layout(KernelLayout):
+class Layout(KernelLayout):  # noqa: F405
     """What a kernel is compiled for: a layout of any optimizer, with the options of Adam.
 
     Attributes:
@@ -43,41 +34,20 @@ class Layout(KernelLayout):
         l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
     """
 
-    param: torch.dtype
-    grad: torch.dtype
-    state: torch.dtype
-    master: int
     amsgrad: bool
     l2: bool
-    stochastic: bool = False
 
     @property
-    def moments(self) -> tuple[int, ...]:
-        return (ROWS.M, ROWS.V, ROWS.TOP) if self.amsgrad else (ROWS.M, ROWS.V)
-
-    @property
-    def options(self) -> Options:
-        return Options(self.amsgrad, self.l2)
+    def moments(self) -> int:
+        return 3 if self.amsgrad else 2
 
 
 def _rule(
-    of: Layout,
-    w: torch.Tensor,
-    grad: torch.Tensor,
-    moments: Sequence[torch.Tensor],
-    numbers: Sequence[torch.Tensor],
-    largest: float,
-    stored: Any,
+    layout: Layout, w: Any, grad: Any, moments: Sequence[Any], hyper: rule.Hyper, largest: float, stored: Any
 ) -> tuple[torch.Tensor, ...]:
-    m, v, *top = moments
-    return rule.adam(w, grad, m, v, top[0] if top else None, rule.Hyper(*numbers), of.l2, largest, stored)
+    m, v, top = (*moments, None)[:3]
+    return rule.adam(w, grad, m, v, top, hyper, layout.l2, largest, stored)
 
 
-def _numbers(groups: torch.Tensor, count: torch.Tensor, gscale: torch.Tensor) -> rule.Hyper:
-    lr, beta1, beta2, eps, decay, decoupled = groups[:, [LR, BETA1, BETA2, EPS, DECAY, DECOUPLED]].T
-    return rule.numbers(lr, beta1, beta2, eps, decay, decoupled, count, gscale)
-
-
-FAMILY = Family("adam", _rule, _numbers, kernels.prepare_kernel, kernels.adam_kernel, kernels.coded_adam_kernel)
-launch, step = FAMILY.launch, FAMILY.step
-prepare_kernel, adam_kernel, coded_adam_kernel = FAMILY.prepare_kernel, FAMILY.kernel, FAMILY.coded_kernel
+FAMILY = Family("adam", _rule, rule, kernels)
+launch, step, GROUP_COLUMNS, HYPER_COLUMNS = FAMILY.launch, FAMILY.step, FAMILY.group_columns, FAMILY.hyper_columns

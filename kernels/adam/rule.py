@@ -6,6 +6,7 @@ Reddi et al., "On the convergence of Adam and beyond" (2018) for ``amsgrad``.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 
 from halfstep.kernels.optimizer.reference import sqrt_fp64
 from halfstep.kernels.rounding import exact_sqrt
+
+Group = namedtuple("Group", "lr weight_decay maximize max_norm beta1 beta2 eps decoupled_weight_decay")
 
 
 class Hyper(NamedTuple):
@@ -77,16 +80,12 @@ def adam(
 
 
 def numbers(
-    lr: torch.Tensor,  # fp64, as all arguments but count: shape (tensors,)
-    beta1: torch.Tensor,
-    beta2: torch.Tensor,
-    eps: torch.Tensor,
-    decay: torch.Tensor,
-    decoupled: torch.Tensor,  # 0 or 1
+    group: Group,  # fp64, as gscale: each of shape (tensors,)
     count: torch.Tensor,  # int64: t, the step count after this step, at least 1
     gscale: torch.Tensor,
 ) -> Hyper:
     """The numbers of each tensor, in fp64 and then rounded to fp32 once."""
+    lr, decay = group.lr, group.weight_decay
 
     def factor(beta: torch.Tensor) -> torch.Tensor:
         weight = (1.0 - beta).float()
@@ -94,12 +93,12 @@ def numbers(
 
     return Hyper(
         gscale.float(),
-        torch.where(decoupled != 0, lr * decay, decay).float(),
-        factor(beta1),
-        factor(beta2),
-        (1.0 / sqrt_fp64(1.0 - power(beta2, count))).float(),
-        eps.float(),
-        (lr / (1.0 - power(beta1, count))).float(),
+        torch.where(group.decoupled_weight_decay != 0, lr * decay, decay).float(),
+        factor(group.beta1),
+        factor(group.beta2),
+        (1.0 / sqrt_fp64(1.0 - power(group.beta2, count))).float(),
+        group.eps.float(),
+        (lr / (1.0 - power(group.beta1, count))).float(),
     )
 
 

@@ -1,8 +1,8 @@
 """What the kernels of all optimizers share: everything but the rule.
 
-An optimizer's kernel family is a rule (a free function in plain torch), a subclass of `layout.Layout`, Triton kernels
-that apply the rule between `tiles.load_weight` and `tiles.store_weight`, the same in C++ between optimizer.h's loads
-and stores, and one `launch.Family` that names them. `halfstep.kernels.adam` is the example.
+An optimizer's kernel family is a rule (a free function in plain torch), a subclass of `layout.KernelLayout`, the rule
+as Triton functions, which `blocks.walk` applies between its loads and stores, the same in C++ for optimizer.h, and one
+`launch.Family` that names them. `halfstep.kernels.sgd` is the example.
 
 **Step counts** advance by 1 unless the step is skipped: if found_inf != 0, nothing is written, the count included.
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from halfstep.kernels import block_codes
 from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.block_codes import SPAN
 from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named
 from halfstep.kernels.philox import words_of, words_of_groups
+from halfstep.kernels.rounding import join_float32, to_float32
 
 if tl is not None:  # what kernels read of the above
-    _ADDRESSES, _SPAN = tl.constexpr(ADDRESSES), tl.constexpr(SPAN)
+    _ADDRESSES, _SPAN, _HALF, _UP = map(tl.constexpr, (ADDRESSES, SPAN, block_codes.HALF, block_codes.UP))
 
 
 class Scales(NamedTuple):
@@ -105,6 +107,76 @@ def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
 
 
 @jit
+def weight_of(loaded, FORM: tl.constexpr):
+    if FORM.FULL:
+        return loaded.extra
+    elif FORM.REMAINDER:
+        return join_float32(loaded.weight, loaded.extra)
+    else:
+        return to_float32(loaded.weight)
+
+
+@jit
+def store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, MOMENTS: tl.constexpr, HINT: tl.constexpr):
+    tiles.store(at.m, blocks, codes_m, "uint8", HINT)
+    if MOMENTS > 1:
+        tiles.store(at.v, blocks, codes_v, "uint8", HINT)
+    store_scales(scales.m, blocks, scales_m, "uint8", HINT)
+    if MOMENTS > 1:
+        store_scales(scales.v, blocks, scales_v, "int16", HINT)
+
+
+@jit
+def store_largest(at, scales, blocks, codes_v, scales_v, PACKED: tl.constexpr, HINT: tl.constexpr):
+    """Update and store the running maximum of the second moment, which is returned."""
+    codes = tiles.load(at.top, blocks, "uint8", HINT, 0)
+    largest_scales = load_scales(scales.top, blocks, "int16")
+    if PACKED:
+        v = block_codes.decode_positive_packed(codes_v, scales_v[:, None])
+        top = block_codes.decode_positive_packed(codes, largest_scales[:, None])
+    else:
+        v = block_codes.decode_positive_block(codes_v, scales_v[:, None])
+        top = block_codes.decode_positive_block(codes, largest_scales[:, None])
+    top = tiles.larger(v, top)
+    codes, largest_scales = block_codes.encode_positive_block(top, _UP, blocks.mask)
+    tiles.store(at.top, blocks, codes, "uint8", HINT)
+    store_scales(scales.top, blocks, largest_scales, "int16", HINT)
+    return top
+
+
+@jit
+def _update(
+    loaded, at, scales, blocks, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr, SHORT: tl.constexpr,
+    AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Apply a rule to blocks of codes. Elements beyond the end of a short block change no scale."""
+    MOVED: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)  # whether words were moved down
+    if NVIDIA is not None and MOVED:
+        NVIDIA(loaded, at, scales, blocks, words, hyper, FORM, HINT, SHORT)
+    else:
+        DOWN: tl.constexpr = 0 if MOVED else 8
+        w, g, v = weight_of(loaded, FORM), to_float32(loaded.grad), 0.0
+        m = block_codes.decode_signed_block(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
+        if FORM.MOMENTS > 1:
+            v = block_codes.decode_positive_block(loaded.v, loaded.v_scales[:, None])
+        m, v = AVERAGE(w, g, m, v, hyper, FORM)
+        if SHORT:
+            m = tl.where(blocks.mask, m, 0.0)
+        codes_m, scales_m = block_codes.encode_signed_block(m, words[1] >> DOWN if FORM.STOCHASTIC else _HALF)
+        codes_v, scales_v = codes_m, scales_m
+        if FORM.MOMENTS > 1:
+            noise = words[2] >> DOWN if FORM.STOCHASTIC else _HALF
+            codes_v, scales_v = block_codes.encode_positive_block(v, noise, blocks.mask)
+        store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM.MOMENTS, HINT)
+        if FORM.MOMENTS > 2:
+            v = store_largest(at, scales, blocks, codes_v, scales_v, False, HINT)
+        word = words[0]
+        if FORM.STOCHASTIC and MOVED:
+            word = word << (24 if FORM.REMAINDER == 8 else 8)
+        tiles.store_weight(at, blocks, WEIGHT(w, g, m, v, hyper, FORM), word, FORM, HINT)
+
+
+@jit
 def _existing(size, HINT: tl.constexpr):
     """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN).
 
@@ -153,7 +225,9 @@ def _walk_rows(
     TILE: tl.constexpr,  # blocks per trip
     HINT: tl.constexpr,
     HYPER: tl.constexpr,
-    RULE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):
     """Apply a rule to blocks of which some may be short, with masks. With a HINT, all begin and end at multiples of 16
     elements."""
@@ -162,7 +236,7 @@ def _walk_rows(
     if HINT:
         start = (start // 16) * 16
     if KEPT:
-        numbers = HYPER(source.hyper)
+        numbers = tiles.load_row(source.hyper, HYPER)
         seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
     row, in_row = _row_and_block(chunk.in_row + tl.arange(0, TILE), chunk.per_row)
     by_rows, by_blocks = _row_and_block(TILE, chunk.per_row)
@@ -183,7 +257,7 @@ def _walk_rows(
         blocks = Blocks(start, offsets.to(tl.uint32), _existing(size, HINT), number.to(tl.uint32), exist, size)
         loaded = _load(at, scales, blocks, FORM, HINT)
         if not KEPT:  # again and again: AMD's scalar registers do not suffice to keep them
-            numbers = HYPER(source.hyper)
+            numbers = tiles.load_row(source.hyper, HYPER)
             seed = tl.load(source.table + ROW.value.SEED * source.tensors) if FORM.STOCHASTIC else 0
         words = 0, 0, 0
         if FORM.STOCHASTIC:
@@ -194,19 +268,33 @@ def _walk_rows(
                 words = _words_of_blocks(runs, position, seed, shard, FORM)
             else:
                 words = words_of(indices(position, offsets), seed, shard.step, shard.stream, 3)
-        RULE(loaded, at, scales, blocks, words, numbers, FORM, HINT, True)
+        _update(loaded, at, scales, blocks, words, numbers, FORM, HINT, True, AVERAGE, WEIGHT, NVIDIA)
 
 
 @jit
-def walk_blocks(
+def walk(
+    rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr,
+    HYPER: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr = None,
+):  # fmt: skip
+    """`tiles.walk`, or `_walk_blocks` with moments in 8 bits."""
+    if FORM.STATE == "uint8":
+        _walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT, NVIDIA)
+    else:
+        tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT)
+
+
+@jit
+def _walk_blocks(
     rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
     chunk_tensor,  # int32 (chunks,)
     tensors,  # number of tensors
     hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
     FORM: tl.constexpr,
-    HYPER: tl.constexpr,  # HYPER(pointer): loads the numbers of a tensor
-    RULE: tl.constexpr,  # RULE(loaded, operands, scales, blocks, words, numbers, FORM, HINT, SHORT): updates blocks,
-    # of which some may be short if SHORT
+    HYPER: tl.constexpr,  # the type of the numbers of a tensor
+    AVERAGE: tl.constexpr,  # the rule, see `tiles.walk`
+    WEIGHT: tl.constexpr,
+    NVIDIA: tl.constexpr,  # None, or a faster way there: NVIDIA(loaded, operands, scales, blocks, words, numbers, FORM,
+    # HINT, SHORT). Some blocks may be short if SHORT.
 ):
     """Apply a rule to blocks.
 
@@ -252,7 +340,7 @@ def walk_blocks(
             number = trips.to(tl.int64) * TRIP
             count = tl.where(part == parts - 1, total - number, 0).to(tl.int32)
             if PACKED:
-                numbers = HYPER(source.hyper)
+                numbers = tiles.load_row(source.hyper, HYPER)
                 seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
             mask = tl.full((TILE, _SPAN), True, tl.int1)
             exist = tl.full((TILE,), True, tl.int1)
@@ -270,16 +358,16 @@ def walk_blocks(
                     later = _load(at, scales, second, FORM, FORM.HINT)
                 for tile in tl.static_range(0, TRIP, TILE):
                     if not PACKED:  # again and again: AMD's scalar registers do not suffice to keep them
-                        numbers = HYPER(source.hyper)
+                        numbers = tiles.load_row(source.hyper, HYPER)
                         seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
                     words = 0, 0, 0
                     if FORM.STOCHASTIC:
                         runs = tile * (_SPAN // EACH) + tl.arange(0, FORM.BLOCK // EACH)
                         position = Position(shard.base + begin * _SPAN, 0, 0, 1, 0)
                         words = _words_of_blocks(runs, position, seed, shard, FORM)
-                    RULE(
+                    _update(
                         loaded if tile == 0 else later, at, scales, first if tile == 0 else second,
-                        words, numbers, FORM, FORM.HINT, False,
+                        words, numbers, FORM, FORM.HINT, False, AVERAGE, WEIGHT, NVIDIA,
                     )  # fmt: skip
         if count > 0:  # once per program, what the others need is many instructions
             scales = Scales(m_scales + number, v_scales + number * 2, top_scales + number * 2)
@@ -296,6 +384,10 @@ def walk_blocks(
             width = tl.where(full, tl.minimum(columns, 1 << 30), columns).to(tl.int32)
             chunk = Chunk(start, count, in_row, per_row.to(tl.int32), width)
             if wide & tiles.shares_words(position, FORM):
-                _walk_rows(at, scales, source, shard, position, chunk, FORM, TILE, FORM.HINT, HYPER, RULE)
+                _walk_rows(
+                    at, scales, source, shard, position, chunk, FORM, TILE, FORM.HINT, HYPER, AVERAGE, WEIGHT, NVIDIA
+                )
             else:
-                _walk_rows(at, scales, source, shard, position, chunk, FORM, 256 // _SPAN, 0, HYPER, RULE)
+                _walk_rows(
+                    at, scales, source, shard, position, chunk, FORM, 256 // _SPAN, 0, HYPER, AVERAGE, WEIGHT, NVIDIA
+                )

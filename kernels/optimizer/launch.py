@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -18,23 +19,26 @@ from halfstep.kernels.threads import threads
 LANES = 256  # tensors per program of the prepare kernel
 
 
-@dataclass(frozen=True)
 class Family:
     """The implementations of an optimizer's step.
 
-    Attributes:
+    Args:
         name: of the C++ file, whose function is ``halfstep_<name>``.
-        rule, numbers: the rule and its hyper numbers, as reference.py takes them.
-        prepare_kernel: the Triton kernel that advances the step counts and fills `Batch.hyper`.
-        kernel, coded_kernel: the Triton kernels that update the tensors, the latter with moments in 8 bits.
+        rule: ``rule(layout, w, grad, moments, hyper, largest second moment, second moment as it is stored)``: the new
+            weight and moments. All tensors are fp32.
+        specification: the module with `Group`, the columns of the table of groups, `Hyper`, the hyper numbers of a
+            tensor, and ``numbers(group, count, gscale)``, which computes these in fp64.
+        kernels: the module with the Triton kernels: `prepare_kernel` advances the step counts and fills `Batch.hyper`,
+            ``<name>_kernel`` updates the tensors.
     """
 
-    name: str
-    rule: reference.Rule
-    numbers: reference.Numbers
-    prepare_kernel: Any
-    kernel: Any
-    coded_kernel: Any
+    def __init__(
+        self, name: str, rule: Callable[..., Sequence[torch.Tensor]], specification: ModuleType, kernels: ModuleType
+    ) -> None:
+        self.name, self.rule, self.numbers = name, rule, specification.numbers
+        self.group, self.hyper = specification.Group, specification.Hyper
+        self.group_columns, self.hyper_columns = len(self.group._fields), 1 + len(self.hyper._fields)
+        self.prepare_kernel, self.kernel = kernels.prepare_kernel, getattr(kernels, f"{name}_kernel")
 
     def launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
         """One optimizer step over the tensors of a batch, in place, ready to be called.
@@ -48,12 +52,12 @@ class Family:
             control: device scalars on the same device.
         """
         if batch.table is None:
-            return partial(reference.own_operations_step, self.rule, self.numbers, batch, groups, control)
+            return partial(reference.own_operations_step, self, batch, groups, control)
         implementation = resolve(batch.hyper.device, self.name)
         if implementation == "native":
             return self._native_launch(batch, groups, control)
         if implementation == "reference":
-            return partial(reference.step, self.rule, self.numbers, batch, groups, control)
+            return partial(reference.step, self, batch, groups, control)
         return partial(self._triton_step, batch, groups, control)
 
     def step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
@@ -64,18 +68,19 @@ class Family:
         assert batch.table is not None
         table, function = batch.table, getattr(native.functions(self.name), f"halfstep_{self.name}")
         addresses = checked_addresses((batch.groups, groups, batch.hyper))
-        scalars = [scalar if scalar is None else address(scalar) for scalar in control.scalars()]
-        return partial(function, *table.addresses, *addresses, *scalars, *batch.codes, threads())
+        scalars = [0 if scalar is None else address(scalar) for scalar in control.scalars()]
+        arguments = *table.addresses, *addresses, *scalars, *batch.codes, threads()
+        return partial(function, (c_int64 * len(arguments))(*arguments))
 
     def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
         table, hyper, device = batch.table, batch.hyper, batch.hyper.device
         assert table is not None
-        tensors = [batch.groups, groups, hyper, *(hyper if scalar is None else scalar for scalar in control.scalars())]
-        offsets = alignments(tensors)
-        programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors)
+        tensors = [batch.groups, groups, hyper]
+        scalars = tuple(hyper if scalar is None else scalar for scalar in control.scalars())
+        offsets = alignments([*tensors, *scalars])
+        programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors, scalars)
         constants = {"FLAGS": tuple(scalar is not None for scalar in control.scalars()), "LANES": LANES, **EXACT}
         launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
         if table.chunks:
-            kernel = self.coded_kernel if batch.layout.coded else self.kernel
             operands = (table.rows, table.chunk_tensor, table.tensors, hyper)
-            launch_kernel(kernel, device, table.chunks, operands, batch.constants, offsets[2])
+            launch_kernel(self.kernel, device, table.chunks, operands, batch.constants, offsets[2])

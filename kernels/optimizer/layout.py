@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,12 +39,12 @@ STREAM, SEED, COLUMNS = ROWS.STREAM, ROWS.SEED, ROWS.COLUMNS
 OPERANDS, STOCHASTIC_OPERANDS, CODED_OPERANDS = ROWS.STREAM, ROWS.M_SCALES, len(ROWS)
 SCALES_OF = {M: ROWS.M_SCALES, V: ROWS.V_SCALES, TOP: ROWS.TOP_SCALES}
 
-# Columns of the fp64 table of hyperparameters, one row per parameter group, in every family; others follow.
-LR, DECAY, MAXIMIZE, MAX_NORM = range(4)
 
-
+@dataclass(frozen=True)
 class KernelLayout:
     """What a kernel is compiled for: the dtype combination and the options that change the arithmetic.
+
+    The layout of a family adds the options of its rule as fields, all of them booleans.
 
     Attributes:
         param: fp32, fp16 or bf16.
@@ -53,23 +53,24 @@ class KernelLayout:
         master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
             remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
         stochastic: round what `rounds_stochastically` names stochastically.
-        moments: the operands that are moments: a prefix of ``(M, V, TOP)``.
-        options: the options of the rule, as kernels take them.
+        moments: how many moments there are; they are the operands from `M` on.
     """
 
     param: torch.dtype
     grad: torch.dtype
     state: torch.dtype
     master: int
-    stochastic: bool
+    stochastic: bool = field(default=False, kw_only=True)
 
     @property
-    def moments(self) -> tuple[int, ...]:
+    def moments(self) -> int:
         raise NotImplementedError
 
     @property
-    def options(self) -> tuple[bool, ...]:
-        raise NotImplementedError
+    def options(self) -> Any:
+        """The options of the rule as kernels take them: a named tuple, whose names are in capitals."""
+        options = _options_type(type(self))  # type: ignore[arg-type]
+        return options(*(getattr(self, name.lower()) for name in options._fields))
 
     @property
     def coded(self) -> bool:
@@ -97,7 +98,13 @@ class KernelLayout:
     def codes(self) -> tuple[int, ...]:
         """What C++ needs to know of the layout."""
         state = CODED if self.coded else DTYPE_CODES[self.state]
-        return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, *self.options
+        options = sum(option << bit for bit, option in enumerate(self.options))
+        return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, options
+
+
+@cache
+def _options_type(layout: Any) -> Any:
+    return namedtuple("Options", [option.name.upper() for option in fields(layout)[len(fields(KernelLayout)) :]])
 
 
 class Form(NamedTuple):
@@ -125,7 +132,7 @@ def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
     and on GPUs with warps of 64 threads (AMD).
     """
     lanes = MOST_THREADS // most_warps(hyper.device)
-    by_fours = lanes == 64 or (len(layout.moments) > 2 and layout.state == torch.float32)
+    by_fours = lanes == 64 or (layout.moments > 2 and layout.state == torch.float32)
     has_fp32 = torch.float32 in (layout.param, layout.grad, layout.state) or layout.master == FULL_MASTER
     remainder = {SPLIT_MASTER: 16, SPLIT24_MASTER: 8}.get(layout.master, 0)
     form = Form(
@@ -135,7 +142,7 @@ def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
         EXTRA={16: "int16", 8: "int8", 0: "fp32"}[remainder],
         FULL=layout.master == FULL_MASTER,
         REMAINDER=remainder,
-        MOMENTS=len(layout.moments),
+        MOMENTS=layout.moments,
         STOCHASTIC=layout.stochastic,
         OPTIONS=layout.options,
         HINT=8 if has_fp32 or by_fours else 16,

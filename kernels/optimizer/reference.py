@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +16,10 @@ from halfstep.kernels.optimizer.layout import MAX, NO_MASTER, REMAINDERS, ROWS, 
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import FORMATS, STOCHASTIC, join_master, reference_round, split_master
 
+if TYPE_CHECKING:
+    from halfstep.kernels.optimizer.launch import Family
+
 Tensors = Sequence[torch.Tensor | None]  # of one parameter, by operand
-# `numbers(groups of each tensor, count, gscale)`: the hyper numbers of each tensor, behind `skip` in its row.
-Numbers = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
-# `rule(layout, w, grad, moments, hyper row without skip, largest second moment, second moment as it is stored)`
-Rule = Callable[..., Sequence[torch.Tensor]]
 
 
 def sqrt_fp64(x: torch.Tensor) -> torch.Tensor:
@@ -38,7 +37,7 @@ def _count(step: torch.Tensor) -> torch.Tensor:
     return step.clamp(1.0, 2.0**30).long()
 
 
-def _prepare(numbers: Numbers, batch: Batch, groups: torch.Tensor, control: Control) -> None:
+def _prepare(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
     """Advance the step counts and fill `batch.hyper`."""
     device = batch.hyper.device
     skip = torch.zeros((), dtype=torch.float32, device=device)
@@ -47,15 +46,15 @@ def _prepare(numbers: Numbers, batch: Batch, groups: torch.Tensor, control: Cont
     steps = torch.stack([step.reshape(()) for step in batch.lists[ROWS.STEP]]) + (1 - skip)
     for step, value in zip(batch.lists[ROWS.STEP], steps, strict=True):
         step.copy_(value.reshape(step.shape))
-    group = groups[batch.groups]
+    group = family.group(*groups[batch.groups].T)
     scale = torch.ones((), dtype=torch.float64, device=device)
     if control.grad_scale is not None:
         scale = 1.0 / control.grad_scale.reshape(()).double()
     if control.sum_of_squares is not None:
         norm = sqrt_fp64(control.sum_of_squares.reshape(()))
-        scale = scale * torch.clamp(group[:, layouts.MAX_NORM] / (norm + 1e-6), max=1.0)
-    gscale = torch.where(group[:, layouts.MAXIMIZE] != 0, -scale, scale)
-    for column, number in enumerate((skip, *numbers(group, _count(steps), gscale))):
+        scale = scale * torch.clamp(group.max_norm / (norm + 1e-6), max=1.0)
+    gscale = torch.where(group.maximize != 0, -scale, scale)
+    for column, number in enumerate((skip, *family.numbers(group, _count(steps), gscale))):
         batch.hyper[:, column] = number
 
 
@@ -114,8 +113,8 @@ def _store_weight(w: torch.Tensor, layout: KernelLayout, words: torch.Tensor | N
     return {ROWS.PARAM: _rounded(w, layout.param, words)}
 
 
-def _update(rule: Rule, layout: KernelLayout, tensors: Tensors, hyper: torch.Tensor, words: list[Any]) -> None:
-    """One tensor's step; `hyper` is its row, `words` its random bits by draw. All but scales have one shape."""
+def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.Tensor, words: list[Any]) -> None:
+    """One tensor's step; `row` is that of its hyper numbers, `words` are its random bits by draw."""
     grad, largest = tensors[ROWS.GRAD], LARGEST_POSITIVE if layout.coded else MAX
     assert grad is not None
 
@@ -123,30 +122,32 @@ def _update(rule: Rule, layout: KernelLayout, tensors: Tensors, hyper: torch.Ten
         exact = not (layout.coded or layout.stochastic)  # a maximum is then that of fp32 numbers, rounded itself
         return v if exact else _load_moment(_store_moment(v, ROWS.V, tensors, words[2]), ROWS.V)
 
-    skip, *numbers = hyper.unbind()
+    skip, *numbers = row.unbind()
+    operands = range(ROWS.M, ROWS.M + layout.moments)
     before = {operand: tensor for operand, tensor in enumerate(tensors) if tensor is not None}
-    moments = [_load_moment(before, operand) for operand in layout.moments]
-    w, *moments = rule(layout, _load_weight(layout, tensors), grad.float(), moments, numbers, largest, stored)
+    moments = [_load_moment(before, operand) for operand in operands]
+    weight, hyper = _load_weight(layout, tensors), family.hyper(*numbers)
+    w, *moments = family.rule(layout, weight, grad.float(), moments, hyper, largest, stored)
     after = _store_weight(w, layout, words[0])
-    for operand, x in zip(layout.moments, moments, strict=True):
+    for operand, x in zip(operands, moments, strict=True):
         after |= _store_moment(x, operand, tensors, words[min(operand - ROWS.M + 1, 2)])
     for operand, value in after.items():
         before[operand].copy_(torch.where(skip != 0, before[operand], value))
 
 
-def step(rule: Rule, numbers: Numbers, batch: Batch, groups: torch.Tensor, control: Control) -> None:
+def step(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
     """One step over the tensors of a batch, in place."""
-    _prepare(numbers, batch, groups, control)
+    _prepare(family, batch, groups, control)
     for index, row in enumerate(batch.hyper):
         tensors = [tensors[index] if tensors else None for tensors in batch.lists]
         tensors += [None] * (len(ROWS) - len(tensors))
         if batch.table is not None:  # elements in the order of memory, whatever the strides
             tensors[: ROWS.STEP] = [t if t is None else t.as_strided((t.numel(),), (1,)) for t in tensors[: ROWS.STEP]]
         if not (batch.layout.coded and batch.lists[ROWS.PARAM][index].numel() == 0):
-            _update(rule, batch.layout, tensors, row, _random_words(batch, index))
+            _update(family, batch.layout, tensors, row, _random_words(batch, index))
 
 
-def own_operations_step(rule: Rule, numbers: Numbers, batch: Batch, groups: torch.Tensor, control: Control) -> None:
+def own_operations_step(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
     """`step` on tensors without memory. If some are fake, all must be: real ones among them are wrapped."""
     with own_operations([tensor for tensors in batch.lists for tensor in tensors]) as mode:
 
@@ -156,4 +157,4 @@ def own_operations_step(rule: Rule, numbers: Numbers, batch: Batch, groups: torc
 
         lists = [list(map(as_fake, tensors)) for tensors in batch.lists]
         copy = Batch(batch.layout, None, lists, as_fake(batch.groups), as_fake(batch.hyper))
-        step(rule, numbers, copy, as_fake(groups), Control(*map(as_fake, control.scalars())))
+        step(family, copy, as_fake(groups), Control(*map(as_fake, control.scalars())))

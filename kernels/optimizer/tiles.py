@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from halfstep.kernels.backend import constexpr_function, jit, tl
 from halfstep.kernels.multi_tensor import ADDRESSES
-from halfstep.kernels.optimizer.layout import DECAY, LR, MAX_NORM, MAXIMIZE, ROWS
+from halfstep.kernels.optimizer.layout import ROWS
 from halfstep.kernels.philox import words_of, words_of_runs
 from halfstep.kernels.rounding import (
     from_float32,
@@ -21,7 +21,6 @@ from halfstep.kernels.rounding import (
 ROW: Any = None
 if tl is not None:  # what kernels read of the above
     _ADDRESSES, ROW = tl.constexpr(ADDRESSES), tl.constexpr(ROWS)
-    _LR, _DECAY, _MAXIMIZE, _MAX_NORM = map(tl.constexpr, (LR, DECAY, MAXIMIZE, MAX_NORM))
 
 
 class Operands(NamedTuple):
@@ -64,6 +63,15 @@ class Position(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------ tables and operands
+
+
+@jit
+def load_row(at, TYPE: tl.constexpr, mask=None):
+    """Consecutive numbers as a named tuple of TYPE. Where `mask` is False, they are 0."""
+    numbers = ()
+    for column in tl.static_range(len(TYPE.value._fields)):
+        numbers += (tl.load(at + column, mask=mask, other=None if mask is None else 0.0),)  # type: ignore[assignment]
+    return TYPE.value(*numbers)
 
 
 @jit
@@ -143,6 +151,11 @@ def rounded(x, word, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
         return stochastic_float32(x, word, named(TYPE), True)
     else:
         return from_float32(x, named(TYPE))
+
+
+@jit
+def larger(v, top):
+    return tl.where((v > top) | (v != v), v, top)
 
 
 @jit
@@ -242,6 +255,33 @@ def indices(position, offsets):
 
 
 @jit
+def _update(
+    at, tile, words, hyper, FORM: tl.constexpr, HINT: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr
+):  # fmt: skip
+    """Apply a rule to a tile, whose moments are not in 8 bits."""
+    STATE: tl.constexpr = FORM.STATE
+    w = load_weight(at, tile, FORM, HINT)
+    g = to_float32(load(at.grad, tile, tl.constexpr(FORM.GRAD), HINT))
+    m, v = 0.0, 0.0
+    if FORM.MOMENTS > 0:
+        m = to_float32(load(at.m, tile, STATE, HINT))
+    if FORM.MOMENTS > 1:
+        v = to_float32(load(at.v, tile, STATE, HINT))
+    m, v = AVERAGE(w, g, m, v, hyper, FORM)
+    if FORM.MOMENTS > 0:
+        store(at.m, tile, rounded(m, words[1], STATE, FORM.STOCHASTIC), STATE, HINT)
+    if FORM.MOMENTS > 1:
+        stored = rounded(v, words[2], STATE, FORM.STOCHASTIC)
+        store(at.v, tile, stored, STATE, HINT)
+        if FORM.MOMENTS > 2:
+            if FORM.STOCHASTIC:
+                v = to_float32(stored)
+            v = larger(v, to_float32(load(at.top, tile, STATE, HINT)))
+            store(at.top, tile, from_float32(v, named(STATE)), STATE, HINT)
+    store_weight(at, tile, WEIGHT(w, g, m, v, hyper, FORM), words[0], FORM, HINT)
+
+
+@jit
 def _apply(
     at,
     start,  # of the chunk
@@ -254,7 +294,8 @@ def _apply(
     FORM: tl.constexpr,
     SIZE: tl.constexpr,
     HINT: tl.constexpr,
-    RULE: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    WEIGHT: tl.constexpr,
 ):
     """Apply a rule to the elements of a chunk from `begin` on: at most SIZE, and none from `end` on."""
     offsets = begin + tl.arange(0, SIZE)
@@ -267,7 +308,7 @@ def _apply(
             words = words_of_runs(firsts, seed, shard.step, shard.stream, DRAWS, EACH, SIZE)
         else:
             words = words_of(indices(position, offsets), seed, shard.step, shard.stream, DRAWS)
-    RULE(at, Tile(start, offsets, offsets < end), words, hyper, FORM, HINT)
+    _update(at, Tile(start, offsets, offsets < end), words, hyper, FORM, HINT, AVERAGE, WEIGHT)
 
 
 @jit
@@ -277,8 +318,9 @@ def walk(
     tensors,  # number of tensors
     hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
     FORM: tl.constexpr,
-    HYPER: tl.constexpr,  # HYPER(pointer): loads the numbers of a tensor
-    RULE: tl.constexpr,  # RULE(operands, tile, words by draw, numbers, FORM, HINT): updates a tile
+    HYPER: tl.constexpr,  # the type of the numbers of a tensor
+    AVERAGE: tl.constexpr,  # AVERAGE(weight, gradient, first and second moment, numbers, FORM): the new moments
+    WEIGHT: tl.constexpr,  # WEIGHT with the same arguments, the moments after AVERAGE: the new weight
 ):
     """Apply a rule to a chunk: whole blocks with wide accesses, and what is left or not aligned with narrow ones."""
     chunk = tl.program_id(0)
@@ -294,17 +336,18 @@ def walk(
         seed = tl.load(table + ROW.value.SEED * tensors) if FORM.STOCHASTIC else 0
         position = position_of(shard, start, left, FORM)
         # Loaded once, before any store: the compiler must suppose that a store may change them.
-        numbers = HYPER(hyper + 1)
+        numbers = load_row(hyper + 1, HYPER)
         if are_aligned(at) & shares_words(position, FORM):
             # The mask's bound is a multiple of 16, or it would undo the hint.
             bulk = (left // 16) * 16
+            HINT: tl.constexpr = FORM.HINT
             for begin in range(0, bulk, FORM.BLOCK):
-                _apply(at, start, begin, bulk, seed, shard, position, numbers, FORM, FORM.BLOCK, FORM.HINT, RULE)
+                _apply(at, start, begin, bulk, seed, shard, position, numbers, FORM, FORM.BLOCK, HINT, AVERAGE, WEIGHT)
             if bulk < left:
-                _apply(at, start, bulk, left, seed, shard, position, numbers, FORM, 16, 0, RULE)
+                _apply(at, start, bulk, left, seed, shard, position, numbers, FORM, 16, 0, AVERAGE, WEIGHT)
         else:
             for begin in range(0, left, 512):
-                _apply(at, start, begin, left, seed, shard, position, numbers, FORM, 512, 0, RULE)
+                _apply(at, start, begin, left, seed, shard, position, numbers, FORM, 512, 0, AVERAGE, WEIGHT)
 
 
 # ------------------------------------------------------------------------------------------------------------- prepare
@@ -320,8 +363,8 @@ def prepare(
     scalars,  # fp32 grad_scale and found_inf, fp64 sum_of_squares, each read if the flag below says so
     FLAGS: tl.constexpr,  # whether there is a grad_scale, a found_inf, a sum_of_squares
     LANES: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    NUMBERS: tl.constexpr,  # NUMBERS(pointer to the group, mask, lr, decay, count, gscale): the hyper numbers
+    GROUP: tl.constexpr,  # the type of a row of `groups`
+    NUMBERS: tl.constexpr,  # NUMBERS(group, count, gscale): the hyper numbers
 ):
     """Advance the step counts and fill `hyper`; one lane per tensor."""
     tensor = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -334,19 +377,17 @@ def prepare(
     step = tl.load(step_at, mask=mask, other=1.0) + (1.0 - skip)
     tl.store(step_at, step, mask=mask)
     count = tl.minimum(tl.maximum(step, 1.0), 1073741824.0).to(tl.int64)
-    group = groups + tl.load(tensor_group + tensor, mask=mask, other=0) * GROUP_COLUMNS
-    lr = tl.load(group + _LR, mask=mask, other=0.0)
-    decay = tl.load(group + _DECAY, mask=mask, other=0.0)
-    maximize = tl.load(group + _MAXIMIZE, mask=mask, other=0.0)
+    row = tl.load(tensor_group + tensor, mask=mask, other=0)
+    group = load_row(groups + row * len(GROUP.value._fields), GROUP, mask)
     scale = tl.full((LANES,), 1.0, tl.float64)
     if FLAGS[0]:
         scale = scale / tl.load(scalars[0]).to(tl.float64)
     if FLAGS[2]:
         norm = tl.sqrt(tl.full((LANES,), 1.0, tl.float64) * tl.load(scalars[2]))
-        clip = tl.load(group + _MAX_NORM, mask=mask, other=0.0) / (norm + 1e-6)
+        clip = group.max_norm / (norm + 1e-6)
         # Written as a choice so that a NaN norm stays NaN.
         scale = scale * tl.where(clip > 1.0, 1.0, clip)
-    numbers = NUMBERS(group, mask, lr, decay, count, tl.where(maximize != 0, -scale, scale))
+    numbers = NUMBERS(group, count, tl.where(group.maximize != 0, -scale, scale))
     out = hyper + tensor * (1 + len(numbers))
     tl.store(out, tl.zeros((LANES,), tl.float32) + skip, mask=mask)
     for column in tl.static_range(len(numbers)):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.kernels.adam import Control
+from halfstep.kernels.optimizer.layout import Control
 from halfstep.kernels.streams import all_to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.options import MAX_NORM

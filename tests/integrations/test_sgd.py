@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch
 
 import halfstep
@@ -107,6 +108,35 @@ def test_clipping_in_the_step_and_in_the_backward_agree(layout: str) -> None:
     train(unclipped, halfstep.SGD(unclipped.parameters(), **OPTIONS, **LAYOUTS[layout]))
     assert_same(clipped, released)
     assert not torch.equal(clipped[0].weight, unclipped[0].weight)
+
+
+def of_shards(rank: int) -> dict[str, list[Any]]:
+    """For each layout, whether the weights and buffers of FSDP2 on two ranks are those of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, results = init_device_mesh("cpu", (2,)), {}
+    for name, layout in LAYOUTS.items():
+        sharded, whole, tensors = net(), net(), []
+        for module in (sharded[0], sharded[2], sharded):
+            fully_shard(module, mesh=mesh)
+        for model in (sharded, whole):
+            optimizer = halfstep.SGD(model.parameters(), max_grad_norm=0.05, **OPTIONS, **layout)
+            scaler = halfstep.GradScaler("cpu", init_scale=256.0)
+            for step in range(4):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            buffers = (optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters())
+            tensors.append([*model.parameters(), *buffers])
+        results[name] = [torch.equal(shards.full_tensor(), tensor) for shards, tensor in zip(*tensors, strict=True)]
+    return results
+
+
+def test_fsdp2_has_the_bits_of_one_process() -> None:
+    for results in rank_processes.run(of_shards, 2):
+        assert results == {name: [True] * 8 for name in LAYOUTS}
 
 
 def test_a_skipped_first_step_leaves_the_next_one_without_dampening() -> None:

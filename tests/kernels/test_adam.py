@@ -41,11 +41,11 @@ pytestmark = [
 ]
 
 INF, NAN = float("inf"), float("nan")
-PLAIN = Layout(BF16, BF16, FP32, NO_MASTER, False, False, True)  # 22 bytes
-LEAST = Layout(BF16, BF16, BF16, NO_MASTER, False, False, True)  # 14 bytes
-SPLIT = Layout(BF16, BF16, BF16, SPLIT_MASTER, False, False, True)  # 18 bytes
-SPLIT24 = Layout(BF16, BF16, BF16, SPLIT24_MASTER, False, False, True)  # 16 bytes
-HALF = Layout(FP16, FP16, FP32, NO_MASTER, False, False, True)
+PLAIN = Layout(BF16, BF16, FP32, NO_MASTER, False, False, stochastic=True)  # 22 bytes
+LEAST = Layout(BF16, BF16, BF16, NO_MASTER, False, False, stochastic=True)  # 14 bytes
+SPLIT = Layout(BF16, BF16, BF16, SPLIT_MASTER, False, False, stochastic=True)  # 18 bytes
+SPLIT24 = Layout(BF16, BF16, BF16, SPLIT24_MASTER, False, False, stochastic=True)  # 16 bytes
+HALF = Layout(FP16, FP16, FP32, NO_MASTER, False, False, stochastic=True)
 CHANCE = [PLAIN, LEAST, SPLIT, SPLIT24, HALF]
 EVERY = LAYOUTS + STOCHASTIC_LAYOUTS
 names = pytest.mark.parametrize("name", ALL)
@@ -140,7 +140,7 @@ AMSGRAD = Layout(FP16, FP16, BF16, FULL_MASTER, True, True)
 @names
 @pytest.mark.parametrize("found_inf", [1.0, -1.0, INF, NAN, 1e-45])
 @pytest.mark.parametrize(
-    "layout", [USUAL[1], AMSGRAD, Layout(FP16, FP16, CODED, FULL_MASTER, True, True, True)], ids=label
+    "layout", [USUAL[1], AMSGRAD, Layout(FP16, FP16, CODED, FULL_MASTER, True, True, stochastic=True)], ids=label
 )
 def test_a_skipped_step_writes_nothing(name: str, found_inf: float, layout: Layout) -> None:
     """Any found_inf that is not 0, and a gradient that would spoil everything; not even a NaN's payload changes."""

@@ -48,8 +48,8 @@ def test_a_step_is_that_of_torch(implementation: str, name: str, amsgrad: bool) 
 @pytest.mark.parametrize("implementation", ALL)
 def test_a_step_has_the_bits_of_the_rule(implementation: str) -> None:
     """The first step of AdamW, whose moments begin at 0, of fp32 weights."""
-    group = [torch.tensor([value], dtype=torch.float64) for value in (0.01, 0.9, 0.99, 1e-8, 0.1, 1.0)]
-    hyper = rule.numbers(*group, count=torch.tensor([1]), gscale=torch.ones(1, dtype=torch.float64))
+    group = rule.Group(*torch.tensor([[0.01], [0.1], [0], [0], [0.9], [0.99], [1e-8], [1]], dtype=torch.float64))
+    hyper = rule.numbers(group, count=torch.tensor([1]), gscale=torch.ones(1, dtype=torch.float64))
     with using(implementation, "adam") as device:
         for w, grad in zip(tensors(device, 0), tensors(device, 1), strict=True):
             zeros = torch.zeros_like(w).cpu()

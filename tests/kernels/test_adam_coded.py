@@ -24,8 +24,8 @@ pytestmark = [
 
 INF, NAN = float("inf"), float("nan")
 SPLIT = Layout(BF16, BF16, CODED, SPLIT_MASTER, False, False)
-SPLIT24 = Layout(BF16, BF16, CODED, SPLIT24_MASTER, False, False, True)
-FULL = Layout(FP16, FP16, CODED, FULL_MASTER, True, True, True)
+SPLIT24 = Layout(BF16, BF16, CODED, SPLIT24_MASTER, False, False, stochastic=True)
+FULL = Layout(FP16, FP16, CODED, FULL_MASTER, True, True, stochastic=True)
 ALONE = Layout(FP32, FP32, CODED, NO_MASTER, True, False)
 layouts = pytest.mark.parametrize("layout", [SPLIT, SPLIT24, FULL, ALONE], ids=label)
 
@@ -122,7 +122,7 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
 # The short way is compiled code's: the interpreter does not have it.
 @pytest.mark.parametrize("name", [*ALL[:-1], pytest.param(ALL[-1], marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "layout", [SPLIT, SPLIT24, Layout(BF16, BF16, CODED, FULL_MASTER, False, False, True), ALONE], ids=label
+    "layout", [SPLIT, SPLIT24, Layout(BF16, BF16, CODED, FULL_MASTER, False, False, stochastic=True), ALONE], ids=label
 )
 def test_roots_and_quotients_of_every_size(name: str, layout: Layout) -> None:
     """Kernels have a short way for the usual sizes, which is not exact for others, nor for weights that are no numbers.

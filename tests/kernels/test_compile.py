@@ -56,11 +56,11 @@ EXCEPTIONS = {
     ("accesses 64 bits", "adam.adam_kernel", "*bf16 state, split24 master, stochastic"): (
         "four bytes of remainder beside four bf16 numbers, which each thread of gfx942 takes in a stochastic step"
     ),
-    ("accesses 64 bits", "sgd.coded_sgd_kernel", "*"): "on gfx942, four codes beside four weights, as Adam's",
-    ("accesses 64 bits", "adam.coded_adam_kernel", "*"): (
+    ("accesses 64 bits", "sgd.sgd_kernel", "*8-bit state*"): "on gfx942, four codes beside four weights, as Adam's",
+    ("accesses 64 bits", "adam.adam_kernel", "*8-bit state*"): (
         "on gfx942 and beside fp32, four codes beside four weights: with eight of each, registers would spill"
     ),
-    ("keeps its values in registers", "adam.coded_adam_kernel", "*"): (
+    ("keeps its values in registers", "adam.adam_kernel", "*8-bit state*"): (
         "scales are shared by the threads of a block of codes; in short or misaligned rows, by several warps"
     ),
     ("accesses 64 bits", "cast.cast_kernel", "fp32 to e?m?*"): "with 8 of each, loads use half a sector",

@@ -20,6 +20,7 @@ from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.multi_tensor import TensorTable
 
 INF, NAN = float("inf"), float("nan")
+MAX_NORM = adam.FAMILY.group._fields.index("max_norm")
 CODED = torch.uint8  # the dtype that stands for moments in 8 bits
 WEIGHTS = [(FP32, NO_MASTER), (FP16, NO_MASTER), (FP16, FULL_MASTER), *((BF16, master) for master in range(4))]
 LAYOUTS = [
@@ -221,7 +222,7 @@ class Memory:
         def scalar(value: float | None, dtype: torch.dtype) -> torch.Tensor | None:
             return None if value is None else torch.tensor(value, dtype=dtype, device=self.device)
 
-        self.groups[:, adam.MAX_NORM] = torch.tensor(limits or (step.max_norm or 0.0,), dtype=torch.float64)
+        self.groups[:, MAX_NORM] = torch.tensor(limits or (step.max_norm or 0.0,), dtype=torch.float64)
         control = adam.Control(
             scalar(step.grad_scale, FP32),
             scalar(step.found_inf, FP32),

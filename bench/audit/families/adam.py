@@ -18,29 +18,24 @@ from halfstep.kernels.multi_tensor import FLOATS, TensorTable
 from halfstep.numerics.state_layout import ADAM, MASTERS, StateLayout
 
 
-def name(layout: Layout) -> str:
-    """The name of a layout of Adam in the audit."""
-    flags = {"amsgrad": layout.amsgrad, "L2": layout.l2, "stochastic": layout.stochastic}
-    return ", ".join([dtypes(layout), *(flag for flag, present in flags.items() if present)])
-
-
-def dtypes(layout: Any) -> str:
-    """The dtypes of a layout of any optimizer, in words."""
+def name(layout: Any) -> str:
+    """The name of a layout of any optimizer in the audit."""
     state = "8-bit" if layout.coded else TRITON_NAMES[layout.state]
     master = list(MASTERS)[layout.master] or "no"
-    return f"{TRITON_NAMES[layout.param]} param, {TRITON_NAMES[layout.grad]} grad, {state} state, {master} master"
+    dtypes = f"{TRITON_NAMES[layout.param]} param, {TRITON_NAMES[layout.grad]} grad, {state} state, {master} master"
+    flags = {**layout.options._asdict(), "STOCHASTIC": layout.stochastic}
+    return ", ".join([dtypes, *(flag.lower() for flag, present in flags.items() if present)])
 
 
-def variant(kernels: Any, layout: Any, moments: tuple[str, ...], title: str) -> Variant:
+def variant(kernels: Any, layout: Any, names: tuple[str, ...]) -> Variant:
     """A step of one tensor by the kernels of an optimizer, with the bytes that its layout moves but those of scales."""
     state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
-    master = list(MASTERS)[layout.master]
+    master, moments = list(MASTERS)[layout.master], names[: layout.moments]
     read, written = StateLayout(TRITON_NAMES[layout.param], master, state, moments, layout.stochastic).moved()
     # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
     copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
-    kernel = kernels.FAMILY.coded_kernel if layout.coded else kernels.FAMILY.kernel
-    launch = partial(_step, kernels, layout)
-    return Variant(kernel, title, launch, read + layout.grad.itemsize, written, copies=copies, copies_on=on)
+    launch, read = partial(_step, kernels, layout), read + layout.grad.itemsize
+    return Variant(kernels.FAMILY.kernel, name(layout), launch, read, written, copies=copies, copies_on=on)
 
 
 def _step(kernels: Any, layout: Any) -> None:
@@ -67,12 +62,12 @@ def _layouts() -> list[Layout]:
     layouts += [Layout(bf16, grad, f32, master, False, False) for grad in (bf16, f32) for master in (0, 1, 2)]
     layouts += [Layout(bf16, bf16, bf16, master, False, False) for master in (0, 2)]
     layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, False)]
-    layouts += [Layout(param, param, f32, NO_MASTER, False, False, True) for param in (f16, bf16)]
-    layouts += [Layout(bf16, bf16, bf16, master, False, False, True) for master in (NO_MASTER, SPLIT_MASTER)]
-    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, True)]
-    layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, True) for state in (f32, bf16)]
+    layouts += [Layout(param, param, f32, NO_MASTER, False, False, stochastic=True) for param in (f16, bf16)]
+    layouts += [Layout(bf16, bf16, bf16, master, False, False, stochastic=True) for master in (NO_MASTER, SPLIT_MASTER)]
+    layouts += [Layout(bf16, bf16, bf16, NO_MASTER, True, False, stochastic=True)]
+    layouts += [Layout(bf16, bf16, state, SPLIT24_MASTER, False, False, stochastic=True) for state in (f32, bf16)]
     layouts += [Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, amsgrad, False) for amsgrad in (False, True)]
-    layouts += [Layout(bf16, bf16, torch.uint8, master, False, False, True) for master in (0, 2, 3)]
+    layouts += [Layout(bf16, bf16, torch.uint8, master, False, False, stochastic=True) for master in (0, 2, 3)]
     layouts += [Layout(f32, f32, torch.uint8, NO_MASTER, False, False)]
     return layouts
 
@@ -80,7 +75,6 @@ def _layouts() -> list[Layout]:
 def variants() -> Iterator[Variant]:
     """Each layout once, with the bytes of kernels/adam, and the kernel that prepares a step."""
     for layout in _layouts():
-        moments = (*ADAM, "max_exp_avg_sq") if layout.amsgrad else ADAM
-        yield variant(adam, layout, moments, name(layout))
-    yield Variant(adam.prepare_kernel, "prepare", partial(_amp_step, False))
-    yield Variant(adam.prepare_kernel, "prepare, clip", partial(_amp_step, True))
+        yield variant(adam, layout, (*ADAM, "max_exp_avg_sq"))
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare", partial(_amp_step, False))
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare, clip", partial(_amp_step, True))

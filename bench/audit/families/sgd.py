@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from halfstep.bench.audit.families.adam import dtypes, variant
+from halfstep.bench.audit.families.adam import variant
 from halfstep.bench.audit.launches import Variant
 from halfstep.kernels import sgd
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.kernels.sgd import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 
 
-def variants() -> Iterator[Variant]:
+def variants() -> list[Variant]:
     f32, f16, bf16 = FLOATS
-    layouts = [Layout(f32, f32, f32, NO_MASTER, momentum, False, False) for momentum in (False, True)]
-    layouts += [Layout(f16, f16, f32, FULL_MASTER, True, False, False)]
-    layouts += [Layout(bf16, bf16, f32, SPLIT_MASTER, True, True, True)]
-    layouts += [Layout(bf16, bf16, f32, NO_MASTER, False, False, False, True)]
-    layouts += [Layout(bf16, bf16, bf16, SPLIT_MASTER, True, False, False, True)]
-    layouts += [Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, True, True, True)]
-    layouts += [Layout(bf16, bf16, torch.uint8, SPLIT24_MASTER, True, False, False, True)]
-    for layout in layouts:
-        flags = (*layout.options._asdict().items(), ("STOCHASTIC", layout.stochastic))
-        title = ", ".join([dtypes(layout), *(flag.lower() for flag, present in flags if present)])
-        yield variant(sgd, layout, ("momentum_buffer",) * layout.momentum, title)
+    layouts = [
+        *(Layout(f32, f32, f32, NO_MASTER, momentum, False, False) for momentum in (False, True)),
+        Layout(f16, f16, f32, FULL_MASTER, True, False, False),
+        Layout(bf16, bf16, f32, SPLIT_MASTER, True, True, True),
+        Layout(bf16, bf16, f32, NO_MASTER, False, False, False, stochastic=True),
+        Layout(bf16, bf16, bf16, SPLIT_MASTER, True, False, False, stochastic=True),
+        Layout(bf16, bf16, torch.uint8, SPLIT_MASTER, True, True, True),
+        Layout(bf16, bf16, torch.uint8, SPLIT24_MASTER, True, False, False, stochastic=True),
+    ]
+    return [variant(sgd, layout, ("momentum_buffer",)) for layout in layouts]
