@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
+_still_describes = methodcaller("still_describes")
 
 
 def all_contiguous(tensors: list[torch.Tensor]) -> bool:
@@ -140,10 +141,11 @@ class LaunchGroup:
         self.device = self.weights[0].device
         lists: list[list[torch.Tensor]] = [[] for _ in range(kernels.CODED_OPERANDS)]
         for operand in keys:
-            lists[operand] = self._state(operand)
+            lists[operand] = list(map(local, map(itemgetter(keys[operand]), self.states)))
         hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
         rows = torch.tensor([member.row for member in members], dtype=torch.int64, device="cpu")
         self.batch = kernels.Batch(variant, None, lists, upload(rows, self.device), hyper)
+        self._state_of = {operand: itemgetter(key) for operand, key in keys.items()}
         self.versions = self._versions()
         self._point(numbers)
 
@@ -171,20 +173,18 @@ class LaunchGroup:
         entries = [Agreed(*pair, dtype) for pair in zip(self.versions, self.addresses, strict=True)]
         return dict(zip(map(id, self.targets), entries, strict=True))
 
-    def _state(self, operand: int) -> list[torch.Tensor]:
-        tensors = list(map(itemgetter(self.keys[operand]), self.states))
-        return list(map(local, tensors)) if self.sharded else tensors
-
     def still_describes(self) -> bool:
         """Whether the addresses of parameters and state are those in the table."""
         weights = list(map(local, self.targets)) if self.sharded else self.targets
         if list(map(_address, weights)) != self.addresses:
             return False
-        for operand in self.keys:
-            tensors = self._state(operand)
+        for operand, state_of in self._state_of.items():
+            tensors = list(map(state_of, self.states))
             # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
             # compared.
-            if not self.sharded and not all(map(is_, tensors, self.batch.lists[operand])):
+            if self.sharded:
+                tensors = list(map(local, tensors))
+            elif not all(map(is_, tensors, self.batch.lists[operand])):
                 return False
             if list(map(_address, tensors)) != self._contents[operand]:
                 return False
@@ -192,19 +192,15 @@ class LaunchGroup:
 
     def take_outside_writes(self) -> None:
         """Update the full masters of parameters that other code wrote. Split masters need no update."""
-        if not self.full:
-            return
         versions, masters = self._versions(), self.batch.lists[self.kernels.EXTRA]
         for weight, master, before, after in zip(self.weights, masters, self.versions, versions, strict=True):
             if before != after:
                 master.copy_(as_written(weight, master))
         self.versions = versions
 
-    def _in_order(self, grads: list[torch.Tensor], contiguous: bool) -> tuple[list[torch.Tensor], list[partial[Any]]]:
+    def _in_order(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[partial[Any]]]:
         """The gradients in the memory order of the parameters, and the calls that copy those that autograd left in
         another order. They may still be arriving."""
-        if self.contiguous and contiguous:
-            return grads, []
         ordered, copies = [], []
         for grad, dense in zip(grads, self.dense, strict=True):
             if grad.is_neg() or not in_same_order(grad, dense):
@@ -225,8 +221,11 @@ class LaunchGroup:
         if self.sharded:
             grads = list(map(local, grads))
             contiguous = all_contiguous(grads)
-        grads, copies = self._in_order(grads, contiguous)
-        self.take_outside_writes()
+        calls: list[partial[Any]] = []
+        if not (self.contiguous and contiguous):
+            grads, calls = self._in_order(grads)
+        if self.full:
+            self.take_outside_writes()
         batch, row = self.batch, self.kernels.GRAD
         batch.lists[row] = grads
         if batch.table is None:
@@ -236,9 +235,12 @@ class LaunchGroup:
             batch.table = TensorTable(sizes, len(contents), batch.layout.chunk, self.device, contents)
         else:
             batch.table.point(row, grads)
-        before = [partial(copy.copy_, weight) for weight, copy in self.copied]
-        after = [partial(weight.copy_, copy) for weight, copy in self.copied]
-        return [*copies, *before, self.kernels.launch(batch, groups, control), *after]
+        for weight, copy in self.copied:
+            calls.append(partial(copy.copy_, weight))
+        calls.append(self.kernels.launch(batch, groups, control))
+        for weight, copy in self.copied:
+            calls.append(partial(weight.copy_, copy))
+        return calls
 
     def finish(self) -> None:
         """Release the gradients and record the update. Must run after the calls that `prepare` returned."""
@@ -259,7 +261,8 @@ class OperationsGroup(LaunchGroup):
 
     def still_describes(self) -> bool:
         return all(map(is_, map(local, self.targets), self._shards)) and all(
-            all(map(is_, self._state(operand), self.batch.lists[operand])) for operand in self.keys
+            all(map(is_, map(local, map(state_of, self.states)), self.batch.lists[operand]))
+            for operand, state_of in self._state_of.items()
         )
 
     def prepare(
@@ -267,7 +270,8 @@ class OperationsGroup(LaunchGroup):
     ) -> list[partial[Any]]:
         # `target.data` may have been replaced.
         self.weights = self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
-        self.take_outside_writes()
+        if self.full:
+            self.take_outside_writes()
         self.batch.lists[self.kernels.GRAD] = list(map(local, grads))
         return [self.kernels.launch(self.batch, groups, control)]
 
@@ -295,6 +299,7 @@ class StepPlan:
     ) -> None:
         self.targets = targets
         self.batches = _batches(optimizer, targets, grads, recording)
+        self._launches = [batch for batch, _ in self.batches]
         self.limit: float | None = None
         self._kernels, self._numbers = optimizer._kernels, optimizer._numbers
         self._compiled = _compiled_options(optimizer)
@@ -314,8 +319,8 @@ class StepPlan:
         """
         if self._changeable or len(groups) != len(self._options) or limit != self.limit:
             return True
-        options = map(self._options_of, groups)
-        return not all(all(map(is_, *pair)) for pair in zip(options, self._options, strict=True))
+        options = chain.from_iterable(map(self._options_of, groups))
+        return not all(map(is_, options, chain.from_iterable(self._options)))
 
     def describes(
         self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
@@ -329,7 +334,7 @@ class StepPlan:
             and len(self._state) == self._entries
             # Sparse gradients are never contiguous.
             and (contiguous or all(grad.layout == torch.strided for grad in grads))
-            and all([batch.still_describes() for batch, _ in self.batches])
+            and all(map(_still_describes, self._launches))
         )
 
     def has_layouts_of(self, optimizer: LayoutOptimizer) -> bool:

@@ -148,11 +148,13 @@ class Checker:
             grads = [grads[slot] for slot in slots]
         batches = self._batches(parameters, grads, slots, scales=step is not None)
         # Before the first check: the CPU would wait for that, too.
-        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(key[0] for key in batches)}
-        verdicts = {
-            key: self._of_batch(key, batch, len(parameters), *numbers[key[0]], write, keep)
-            for key, batch in batches.items()
-        }
+        numbers: dict[torch.device, tuple[Factor | None, torch.Tensor | None]] = {}
+        for device, _, _ in batches:
+            if device not in numbers:
+                numbers[device] = _on_device(device, factor, step)
+        verdicts = {}
+        for key, batch in batches.items():
+            verdicts[key] = self._of_batch(key, batch, len(parameters), *numbers[key[0]], write, keep)
         return self._combined(verdicts, keep)
 
     def _combined(self, verdicts: dict[Key, Verdict], keep: bool) -> Verdict | None:

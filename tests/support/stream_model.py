@@ -64,7 +64,10 @@ class _Function:
         setattr(self.function, name, value)
 
     def __call__(self, *arguments: Any) -> None:
-        plain = [getattr(argument, "value", argument) for argument in arguments]
+        listed = (
+            arguments[0] if isinstance(arguments[0], ctypes.Array) else arguments
+        )  # those of optimizers are one array
+        plain = [getattr(argument, "value", argument) for argument in listed]
         rows, chunk_tensor, tensors, chunks = (plain + [0] * 4)[:4]
         if rows not in self.model.memory:  # tensors of the CPU
             self.function(*arguments)
