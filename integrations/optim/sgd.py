@@ -21,6 +21,14 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         weight_decay: L2 penalty: ``weight_decay`` times the weight is added to the gradient.
         nesterov: step along the gradient plus ``momentum`` times the buffer; needs momentum, and no dampening.
         state_dtype: dtype of the buffer. The other arguments and the errors are those of `halfstep.AdamW`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.SGD([weight], lr=1e-4, momentum=0.9)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()  # too small a step for bf16
+        >>> weight.data, optimizer.masters()[weight]
+        (tensor([1., 1., 1.], dtype=torch.bfloat16), tensor([0.9999, 0.9999, 0.9999]))
     """
 
     _kernels = sgd

@@ -479,6 +479,7 @@ PIECE_THREADS = 512
 MOST_PIECES = 256  # of a row
 SHORTEST_WITH_ENDS = 64  # columns; in shorter rows the elements at both ends are too large a part
 SHORT_WARPS = 4  # of a program that has several rows: fewer make so many programs that launching them takes long
+SHORT_THREAD = 8  # elements of a thread there, in vectors, unless a row needs more: 32 take 1.4 to 1.7 times as long
 SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as many: 128 bytes of 16-bit numbers
 
 
@@ -503,7 +504,8 @@ def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: in
         across, parts = across // 2, max_parts + step
     if across > 32:
         return Tile(parts, 1, across, vector), max(1, across // lanes)
-    rows = SHORT_WARPS * lanes // across * (1 << max(1, max_parts // parts).bit_length() - 1)
+    most = max_parts if vector == 1 else SHORT_THREAD // vector
+    rows = SHORT_WARPS * lanes // across * (1 << max(1, most // parts).bit_length() - 1)
     return Tile(parts, rows, across, vector), SHORT_WARPS
 
 
