@@ -156,7 +156,10 @@ def _layouts(before: Plan) -> Iterator[Change]:
         ({**bf16, "optimizer": "halfstep-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
         ({**bf16, "optimizer": "halfstep-stochastic-8bit"}, "no masters, stochastic rounding, moments in 8 bits", 5),
     )
-    if before.settings["precision"] == "fp16":
+    if before.layout.optimizer == "halfstep-sgd":
+        coded = {"optimizer": "halfstep-sgd", "precision": before.settings["precision"], "moments": "8bit"}
+        rows = ((coded, "momentum in 8 bits", 1),)
+    elif before.settings["precision"] == "fp16":
         rows = (({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1),)
     for options, text, effort in rows:
         row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options["moments"])

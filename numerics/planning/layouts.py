@@ -32,7 +32,7 @@ from halfstep.numerics.state_layout import (
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
 INT8_BLOCKS = StoredFormat("int8 in blocks of 256", 1, group=256, scale=4, least=4096)
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
-# Formats of both moments of halfstep.
+# Formats of the moments of halfstep, of which SGD has the first.
 MOMENTS = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "8bit": (CODES, POSITIVE_CODES)}
 
 
@@ -97,6 +97,7 @@ class Layout:
 
 
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
+SGD = ("momentum_buffer",)
 _TORCH = "torch 2.13, torch/optim/adam.py"
 # Of ours: the name, the formats of the parameters, and `master_weights`, with each format of the moments.
 _MASTERS: tuple[tuple[str, tuple[StoredFormat, ...], str | None], ...] = (
@@ -115,8 +116,10 @@ _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredF
 )
 
 
-def _ours(optimizer: str, form: StoredFormat, master: str | None, state: str) -> Layout:
-    formats = dict(StateLayout.resolve(form.name, master, state).formats)
+def _ours(
+    optimizer: str, form: StoredFormat, master: str | None, state: str, moments_of: tuple[str, ...] = ADAM
+) -> Layout:
+    formats = dict(StateLayout.resolve(form.name, master, state, moments=moments_of).formats)
     stored = formats.pop("master", None) or formats.pop("remainder", None)
     moments = tuple(formats.items())
     return Layout(optimizer, form.name, form, form, stored, moments, form, scalars=4, source="integrations/optim")
@@ -129,6 +132,7 @@ def _rows() -> tuple[Layout, ...]:
         for state in ("fp32",) if master == "full" else MOMENTS:
             name = optimizer if state == "fp32" else f"{optimizer}-{state}"
             rows += [_ours(name, form, master, state) for form in forms]
+    rows += [_ours("halfstep-sgd", form, "auto", "fp32", SGD) for form in _ALL]  # with momentum
     for optimizer, forms, stored, moment, options in _OTHERS:
         for form in forms:
             moments = tuple((name, moment or form) for name in ADAM)
@@ -148,7 +152,7 @@ def layout(optimizer: str = "halfstep", precision: str = "bf16", *, moments: str
     Args:
         optimizer: a name of `OPTIMIZERS`.
         precision: a name of `PRECISIONS`.
-        moments: another format for both moments of one of halfstep's optimizers: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
+        moments: another format for the moments of one of halfstep's optimizers: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
 
     Raises:
         ValueError: there is no such row, or the optimizer does not support the format.
@@ -174,5 +178,6 @@ def layout(optimizer: str = "halfstep", precision: str = "bf16", *, moments: str
                 "leave moments out"
             )
         one_of("moments", moments, MOMENTS)
-        row = replace(row, moments=tuple(zip(ADAM, MOMENTS[moments], strict=True)))
+        formats = MOMENTS[moments][: len(row.moments)]
+        row = replace(row, moments=tuple((name, form) for (name, _), form in zip(row.moments, formats, strict=True)))
     return row

@@ -166,7 +166,12 @@ def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_part_has_its_colour() -> None:
     model, drawn = MODELS["gpt2"], set()
     for strategy in STRATEGIES:
-        for optimizer, precision in (("halfstep", "bf16"), ("halfstep", "fp16"), ("torch", "amp-bf16")):
+        for optimizer, precision in (
+            ("halfstep", "bf16"),
+            ("halfstep", "fp16"),
+            ("torch", "amp-bf16"),
+            ("halfstep-sgd", "bf16"),
+        ):
             sizes = {"gpus": 1 if strategy == "single" else 8, "shard": 4 if strategy == "hsdp" else None}
             sizes |= {"batch": 2, "checkpointing": "full"}
             content = plan(model=model, strategy=strategy, optimizer=optimizer, precision=precision, **sizes).as_dict()

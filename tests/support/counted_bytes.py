@@ -13,7 +13,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PARTS = ("master", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+PARTS = ("master", "error_bits", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ from halfstep.cli.terminal import Table, text
 from halfstep.numerics.planning.sharding import BUSES
 
 _PHASES = {"always": "always", "backward": "fwd, bwd", "step": "step"}
-STATES = {"master", "remainder", "exp_avg", "exp_avg_sq"}
+STATES = {"master", "remainder", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 
 
 def digits(value: float) -> str:

@@ -74,6 +74,7 @@ MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     **{name: (halfstep.AdamW, options) for name, options in MASTERS.items()},
     **{f"{name}-bf16": (halfstep.AdamW, {**options, "state_dtype": BF16}) for name, options in MASTERS.items()},
     **{f"{name}-8bit": (halfstep.AdamW, {**options, "state_dtype": "8bit"}) for name, options in MASTERS.items()},
+    "halfstep-sgd": (halfstep.SGD, {"momentum": 0.9}),
     "torch": (torch.optim.AdamW, {"foreach": True}),
     "torch-fused": (torch.optim.AdamW, {"fused": True}),
 }
@@ -112,14 +113,16 @@ def test_weights_gradients_and_states(row: Any, builder: str) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ["halfstep", "halfstep-sgd"])
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_moments_by_option(precision: str, moments: str) -> None:
+def test_moments_by_option(precision: str, moments: str, name: str) -> None:
     model, loss = rows(precision)
-    optimizer = halfstep.AdamW(model.parameters(), state_dtype=BF16 if moments == "bf16" else moments)
+    make, options = MADE[name]
+    optimizer = make(model.parameters(), state_dtype=BF16 if moments == "bf16" else moments, **options)  # type: ignore[call-arg]
     loss(model).backward()
     optimizer.step()
-    made = plan_of(model, precision=precision, moments=moments)
+    made = plan_of(model, precision=precision, moments=moments, optimizer=name)
     found = counted(model.parameters(), optimizer)
     assert found == planned(made)
     # The step reads the gradient, and reads and writes all else but the weight of a full master, which it only writes.

@@ -26,7 +26,7 @@ COLOURS = {
         (("weights", "frozen weights"), "#0072b2", "#3d8fd1"),
         (("gradients",), "#e69f00", "#e69f00"),
         (("master", "remainder"), "#56b4e9", "#9fd8f7"),
-        (("exp_avg", "exp_avg_sq", "scalars"), "#004d40", "#2a9d8f"),
+        (("exp_avg", "exp_avg_sq", "momentum_buffer", "scalars"), "#004d40", "#2a9d8f"),
         (("buckets", "gathered weights", "unreduced gradients"), "#cc79a7", "#cc79a7"),
         (("cast weights",), "#f0e442", "#f0e442"),
         (("activations", "recomputed", "outer activations"), "#d55e00", "#ec7a45"),
