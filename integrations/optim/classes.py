@@ -6,7 +6,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, overload
@@ -54,6 +54,13 @@ _gradient = attrgetter("grad")
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
+@cache
+def _count_of_moments(layout: Any, *options: tuple[str, bool]) -> int:
+    """How many moments a rule has with these options; asked for each parameter of a state that is loaded."""
+    moments: int = layout(torch.float32, torch.float32, torch.float32, 0, **dict(options)).moments
+    return moments
+
+
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
     """An optimizer whose state is held in layouts.
 
@@ -94,8 +101,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _moments(self, group: Group) -> tuple[str, ...]:
         """The moments of parameters with these options."""
-        layout = self._kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self._variant(group))
-        return self._names[: layout.moments]
+        return self._names[: _count_of_moments(self._kernels.Layout, *self._variant(group).items())]
 
     @staticmethod
     def _variant(group: Group) -> dict[str, bool]:

@@ -10,7 +10,7 @@ import pytest
 import rank_processes
 import sgd_ranks
 import torch
-from sgd_ranks import LAYOUTS, OPTIONS, loss_of, net
+from sgd_ranks import LAYOUTS, OPTIONS, loss_of, net, train_scaled
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -62,13 +62,7 @@ def test_scaler_release_and_offload_have_the_bits_of_plain_steps(layout: str) ->
     models = [net() for _ in range(4)]
     plain, scaled, released, offloaded = models
     train(plain, halfstep.SGD(plain.parameters(), **OPTIONS, **LAYOUTS[layout]))
-    optimizer = halfstep.SGD(scaled.parameters(), **OPTIONS, **LAYOUTS[layout])
-    scaler = halfstep.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(scaled, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train_scaled(scaled, halfstep.SGD(scaled.parameters(), **OPTIONS, **LAYOUTS[layout]), 1024.0)
     optimizer = halfstep.SGD(released.parameters(), **OPTIONS, **LAYOUTS[layout])
     step_in_backward(released, optimizer)
     train(released, optimizer)

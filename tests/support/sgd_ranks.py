@@ -31,6 +31,15 @@ def loss_of(model: torch.nn.Sequential, step: int) -> torch.Tensor:
     return model(inputs).float().square().mean()
 
 
+def train_scaled(model: torch.nn.Sequential, optimizer: Any, scale: float) -> None:
+    scaler = halfstep.GradScaler("cpu", init_scale=scale)
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def of_shards(rank: int) -> dict[str, list[Any]]:
     """For each layout, whether the weights and buffers of FSDP2 on two ranks are those of one process."""
     mesh, results = init_device_mesh("cpu", (2,)), {}
@@ -40,12 +49,7 @@ def of_shards(rank: int) -> dict[str, list[Any]]:
             fully_shard(module, mesh=mesh)
         for model in (sharded, whole):
             optimizer = halfstep.SGD(model.parameters(), max_grad_norm=0.05, **OPTIONS, **layout)
-            scaler = halfstep.GradScaler("cpu", init_scale=256.0)
-            for step in range(4):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, step)).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            train_scaled(model, optimizer, 256.0)
             buffers = (optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters())
             tensors.append([*model.parameters(), *buffers])
         results[name] = [torch.equal(shards.full_tensor(), tensor) for shards, tensor in zip(*tensors, strict=True)]
