@@ -268,3 +268,14 @@ def test_tensors_of_a_gpu_compile_nothing_for_the_cpu(name: str, monkeypatch: py
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
+
+
+def test_large_tensors_of_16_bits_are_widened_by_our_kernel_and_others_by_torch() -> None:
+    with Model("late", kernels="native"):
+        for size, elsewhere in ((2**22 - 1, True), (2**22, False)):
+            x = torch.empty(size, dtype=torch.bfloat16, device="cuda")
+            assert cast._torch_converts(x, torch.float32, cast.NEAREST, False) is elsewhere
+            del x
+    with Model("late", kernels="native"):  # the other way, torch takes no longer than the bytes
+        assert cast._torch_converts(ones(2**21 + 1), torch.bfloat16, cast.NEAREST, False)
+    assert cast._torch_converts(torch.empty(2**22, dtype=torch.bfloat16), torch.float32, cast.NEAREST, False)  # a CPU
