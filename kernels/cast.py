@@ -416,7 +416,7 @@ def _cast_into(
         return
     if implementation == "native":
         codes = format_of(pair[0]).code, format_of(pair[1]).code
-        native.functions("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, threads())
+        native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, threads())
         return
     options, seeds = _options(*pair, mode, saturate), (_unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32))
     if single:

@@ -188,7 +188,7 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         return
     implementation = resolve(state.scale.device, "loss_scale")
     if implementation == "native":
-        native.functions("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
+        native.library("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
     elif implementation == "triton":
         tensors, bits = (*state, found_inf), (_bits(rules.growth_factor), _bits(rules.backoff_factor))
         operands = *tensors, *bits, rules.growth_interval, rules.hysteresis, float(rules.least), float(rules.most)

@@ -26,7 +26,7 @@ import torch
 
 from halfstep.kernels.backend import jit, tl
 from halfstep.kernels.formats import TABLE
-from halfstep.kernels.streams import capturing, current_stream, upload
+from halfstep.kernels.streams import current_stream, upload
 
 DTYPE_CODES = {form.dtype: form.code for form in TABLE if form.bits >= 16}
 FLOATS = tuple(DTYPE_CODES)
@@ -119,12 +119,8 @@ def all_have_memory(tensors: list[torch.Tensor]) -> bool:
     if not tensors:
         return True
     if set(map(type, tensors)) <= PLAIN_TYPES:
-        return _plain_have_memory(tensors)
+        return not tensors[0].is_meta and torch._C._get_dispatch_mode(_FAKE_MODE) is None
     return all(map(has_memory, tensors))
-
-
-def _plain_have_memory(tensors: list[torch.Tensor]) -> bool:
-    return not tensors[0].is_meta and torch._C._get_dispatch_mode(_FAKE_MODE) is None
 
 
 @jit
@@ -198,8 +194,11 @@ class TensorTable:
         Raises:
             TypeError: a tensor has elements but no memory.
         """
-        if self.written[operand] != list(map(_address, tensors)):
-            self.refresh(operand, checked_addresses(tensors))
+        addresses = list(map(_address, tensors))
+        if self.written[operand] != addresses:
+            if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
+                checked_addresses(tensors)
+            self.refresh(operand, addresses)
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
         """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""
@@ -244,13 +243,13 @@ class TableCache(threading.local):
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
-        recording = capturing(device)
-        key = (device, current_stream(device), tuple(numels))
-        table = None if recording else self._tables.pop(key, None)
+        stream = current_stream(device)
+        key = (device, stream, tuple(numels))
+        table = None if stream is None else self._tables.pop(key, None)
         if table is None:
             contents = [*map(checked_addresses, operands), *numbers]
             table = TensorTable(numels, self._operands, self._chunk, device, contents)
-            if recording:
+            if stream is None:
                 return table
         else:
             for row, tensors in enumerate(operands):
@@ -335,7 +334,7 @@ def check_tensor_list(
         and set(map(attrgetter("dtype"), listed)) <= set(dtypes)
         and len(set(map(attrgetter("device"), listed))) <= 1
     ):
-        return listed, not listed or _plain_have_memory(listed)
+        return listed, all_have_memory(listed)
     for index, tensor in enumerate(listed):
         check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:

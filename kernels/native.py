@@ -270,13 +270,8 @@ def declare(loaded: ctypes.CDLL, source: str) -> ctypes.CDLL:
     return loaded
 
 
-def functions(family: str) -> Any:
-    """The library of a family for which `backend.resolve` has chosen "native"."""
-    return library(family)
-
-
 @functools.cache
-def library(family: str) -> ctypes.CDLL | None:
+def library(family: str) -> Any:
     """The compiled `family.cpp` with its functions declared. None if there is none, with a warning that says why."""
     source = next(_HERE.rglob(f"{family}.cpp"), None)
     if source is None:

@@ -282,7 +282,7 @@ def foreach_count_(
             if not table.chunks:
                 continue
             if implementation == "native":
-                native.functions("statistics").halfstep_count(
+                native.library("statistics").halfstep_count(
                     *(*table.addresses, None if number is None else address(number), inverted, *grid, errors),
                     *(format_of(dtype).code, address(counts), counts.shape[1], threads()),
                 )

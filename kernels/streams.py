@@ -48,11 +48,14 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def current_stream(device: torch.device) -> int:
-    """A number that identifies the current stream of `device`; 0 for devices without streams."""
+def current_stream(device: torch.device) -> int | None:
+    """A number that identifies the current stream of `device`: 0 for devices without streams, None during a capture,
+    which must not use the tables of the stream."""
+    if device.type != "cuda":
+        return 0
     # torch.cuda.current_stream makes an object, which takes longer than all else that is looked up for a table.
-    number: int = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    return number
+    number: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return None if capturing(device) else number
 
 
 def upload(numbers: torch.Tensor, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:

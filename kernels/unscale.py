@@ -20,7 +20,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ from halfstep.kernels.multi_tensor import (
     own_operations,
 )
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.streams import capturing, current_stream, to_device, upload
+from halfstep.kernels.streams import current_stream, to_device, upload
 from halfstep.kernels.threads import threads
 
 CHUNK = 4096
@@ -414,9 +414,10 @@ class _Scratches(threading.local):
 
     def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
         """At least so long; a graph's own while one is captured."""
-        if capturing(device):
+        stream = current_stream(device)
+        if stream is None:
             return _Scratch(device, chunks, tensors)
-        key = (device, current_stream(device))
+        key = (device, stream)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = _Scratch(device, chunks, tensors)
@@ -434,8 +435,16 @@ class _Scratches(threading.local):
 _scratches = _Scratches()
 
 
-# The tensors of one dtype: with the index of the flag of each, and their table.
-_Group = tuple[torch.dtype, list[torch.Tensor], list[int], TensorTable]
+class _Group(NamedTuple):
+    """Tensors of one dtype, the index of the flag of each, and their table."""
+
+    dtype: torch.dtype
+    tensors: list[torch.Tensor]
+    slots: list[int]
+    table: TensorTable
+
+
+_chunks_of = attrgetter("table.chunks")
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
@@ -444,7 +453,7 @@ def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
         listed, slots_of = tensors, list(slots)
         if len(indices) < len(tensors):
             listed, slots_of = [tensors[index] for index in indices], [slots[index] for index in indices]
-        groups.append((dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
+        groups.append(_Group(dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
     return groups
 
 
@@ -475,7 +484,7 @@ def _check_groups(
             number = ctypes.c_float(value) if isinstance(value, float) else value  # lives as long as the call
             at = address(number) if isinstance(number, torch.Tensor) else ctypes.addressof(number)
             buffers = checked_addresses((scratch.flags, scratch.sums))
-            native.functions("unscale").halfstep_check(
+            native.library("unscale").halfstep_check(
                 *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
                 *(buffers[0], buffers[1] + 8 * first, threads()),
             )
@@ -507,7 +516,7 @@ def _combine(
         launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, misaligned)
         return
     sums, flags, *addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
-    native.functions("unscale").halfstep_check_finish(
+    native.library("unscale").halfstep_check_finish(
         sums, chunks, flags, slots, *addresses, *(() if tally else (None, None))
     )
 
@@ -554,7 +563,7 @@ def check(
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum([table.chunks for *_, table in groups])
+    chunks = sum(map(_chunks_of, groups))
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)

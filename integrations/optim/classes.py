@@ -38,9 +38,10 @@ from halfstep.integrations.optim.state import (
 )
 from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous
 from halfstep.kernels import adam
+from halfstep.kernels.optimizer.layout import CONTROL_DTYPES
 from halfstep.kernels.rounding import join_master
-from halfstep.kernels.streams import capturing
-from halfstep.numerics.scaling.decision import StepsOnVerdict, control_on, skipping_zeros
+from halfstep.kernels.streams import all_to_device, capturing
+from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
 from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
 from halfstep.numerics.scaling.verdict import parameters_of
@@ -224,15 +225,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         # five Python calls, which are spared where it is not at work.
         if self._decision is None and (is_dynamo_compiling() or _dynamo_callback() is not None):
             self._step_on_device()
-        else:
-            self._update()
-        return loss
-
-    @torch._disable_dynamo
-    def _step_on_device(self) -> None:
-        self._update()
-
-    def _update(self) -> None:
+            return loss
         enabled = torch.is_grad_enabled()
         try:  # as torch.no_grad, which makes seven Python calls
             torch._C._set_grad_enabled(False)
@@ -241,10 +234,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             torch._C._set_grad_enabled(enabled)
         if not self._lasts and self._decision is not None:
             self.decide(None)
+        return loss
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def _step_on_device(self) -> None:
+        self._update_parameters()
 
     def _update_parameters(self) -> None:
         groups, limit = self.param_groups, self._limit()
-        changed = self._check_changed_options(WHOLE, limit)
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._plans.stepped_without_gradients
@@ -268,16 +266,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             if first_at_rest:
                 self.checker.verdict(keep=False)
             return
-        self._advance(WHOLE, parameters, grads, limit, changed, first_at_rest)
-
-    def _check_changed_options(self, part: int, limit: float | None) -> bool:
-        """Whether an option of any group may have changed since the last step of a part; options are then checked."""
-        plan, groups = self._plans.of_part.get(part), self.param_groups
-        changed = plan is None or plan.options_may_differ(groups, limit)
-        if changed:
-            for group in groups:
-                self._check(group)
-        return changed
+        self._advance(WHOLE, parameters, grads, limit, first_at_rest)
 
     def step_parts_by(self, handle: Any) -> None:
         """Let an object step parts of the parameters by `step_part`; None: `step` updates all of them again."""
@@ -298,10 +287,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """
         parameters = self._targets(parameters)
         limit = None if self._decision is None else self._limit()
-        changed = self._check_changed_options(part, limit)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
             settle_gradients(parameters)
-        self._advance(part, parameters, list(map(_gradient, parameters)), limit, changed, freed=freed)
+        self._advance(part, parameters, list(map(_gradient, parameters)), limit, freed=freed)
 
     def _advance(
         self,
@@ -309,16 +297,19 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
         limit: float | None,
-        changed: bool,
         first_at_rest: bool = False,
         freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
         """Update parameters with their gradients by the plan of a part.
 
-        `changed` says whether an option may have changed since its last step, `first_at_rest` whether to change nothing
-        if all gradients are 0. The ``.grad`` of each parameter becomes that of `freed`; they stay if it is empty.
+        `first_at_rest` says whether to change nothing if all gradients are 0. The ``.grad`` of each parameter becomes
+        that of `freed`; they stay if it is empty.
         """
         groups, plan = self.param_groups, self._plans.of_part.get(part)
+        changed = plan is None or plan.options_may_differ(groups, limit)
+        if changed:
+            for group in groups:
+                self._check(group)
         contiguous = all_contiguous(grads)
         recording = capturing(grads[0].device) or (
             plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
@@ -343,7 +334,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
             if batch.device not in inputs:
                 table = plan.group_table(batch.device, groups, limit, changed)
-                inputs[batch.device] = table, control_on(control, batch.device)
+                inputs[batch.device] = table, adam.Control(*all_to_device(control, batch.device, CONTROL_DTYPES))
             writes.append((batch.parameters, batch.prepare(of_launch, contiguous, *inputs[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
-_still_describes = methodcaller("still_describes")
+_dtype, _still_describes = attrgetter("dtype"), methodcaller("still_describes")
 
 
 def all_contiguous(tensors: list[torch.Tensor]) -> bool:
@@ -304,7 +304,7 @@ class StepPlan:
         self._kernels, self._numbers = optimizer._kernels, optimizer._numbers
         self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
-        self._grads = _dtypes_and_types(grads)
+        self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
         self._options: list[tuple[Any, ...]] = []
@@ -329,7 +329,8 @@ class StepPlan:
         return (
             len(targets) == len(self.targets)
             and all(map(is_, targets, self.targets))
-            and _dtypes_and_types(grads) == self._grads
+            and list(map(_dtype, grads)) == self._dtypes
+            and set(map(type, grads)) == self._types
             and optimizer.state is self._state
             and len(self._state) == self._entries
             # Sparse gradients are never contiguous.
@@ -379,10 +380,6 @@ def _is_constant(option: Any) -> bool:
     if type(option) is tuple:
         return all(map(_is_constant, option))
     return option is None or isinstance(option, (int, float, str, torch.dtype))
-
-
-def _dtypes_and_types(grads: list[torch.Tensor]) -> tuple[list[torch.dtype], set[type]]:
-    return list(map(attrgetter("dtype"), grads)), set(map(type, grads))
 
 
 _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")

@@ -55,7 +55,11 @@ class Family:
             return partial(reference.own_operations_step, self, batch, groups, control)
         implementation = resolve(batch.hyper.device, self.name)
         if implementation == "native":
-            return self._native_launch(batch, groups, control)
+            addresses = checked_addresses((batch.groups, groups, batch.hyper))
+            scalars = [0 if scalar is None else address(scalar) for scalar in control]
+            arguments = *batch.table.addresses, *addresses, *scalars, *batch.codes, threads()
+            function = getattr(native.library(self.name), f"halfstep_{self.name}")
+            return partial(function, (c_int64 * len(arguments))(*arguments))
         if implementation == "reference":
             return partial(reference.step, self, batch, groups, control)
         return partial(self._triton_step, batch, groups, control)
@@ -64,22 +68,14 @@ class Family:
         """`launch`, and call what it returns."""
         self.launch(batch, groups, control)()
 
-    def _native_launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
-        assert batch.table is not None
-        table, function = batch.table, getattr(native.functions(self.name), f"halfstep_{self.name}")
-        addresses = checked_addresses((batch.groups, groups, batch.hyper))
-        scalars = [0 if scalar is None else address(scalar) for scalar in control.scalars()]
-        arguments = *table.addresses, *addresses, *scalars, *batch.codes, threads()
-        return partial(function, (c_int64 * len(arguments))(*arguments))
-
     def _triton_step(self, batch: Batch, groups: torch.Tensor, control: Control) -> None:
         table, hyper, device = batch.table, batch.hyper, batch.hyper.device
         assert table is not None
         tensors = [batch.groups, groups, hyper]
-        scalars = tuple(hyper if scalar is None else scalar for scalar in control.scalars())
+        scalars = tuple(hyper if scalar is None else scalar for scalar in control)
         offsets = alignments([*tensors, *scalars])
         programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors, scalars)
-        constants = {"FLAGS": tuple(scalar is not None for scalar in control.scalars()), "LANES": LANES, **EXACT}
+        constants = {"FLAGS": tuple(scalar is not None for scalar in control), "LANES": LANES, **EXACT}
         launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
         if table.chunks:
             operands = (table.rows, table.chunk_tensor, table.tensors, hyper)

@@ -189,8 +189,7 @@ class Batch:
         return _constants(self.layout, self.hyper)
 
 
-@dataclass
-class Control:
+class Control(NamedTuple):
     """Device scalars that steer a step, each fp32 (`sum_of_squares`: fp64) with one element, or None if not used.
 
     Attributes:
@@ -203,5 +202,5 @@ class Control:
     found_inf: torch.Tensor | None = None
     sum_of_squares: torch.Tensor | None = None
 
-    def scalars(self) -> tuple[torch.Tensor | None, ...]:
-        return self.grad_scale, self.found_inf, self.sum_of_squares
+
+CONTROL_DTYPES = torch.float32, torch.float32, torch.float64

@@ -157,4 +157,4 @@ def own_operations_step(family: Family, batch: Batch, groups: torch.Tensor, cont
 
         lists = [list(map(as_fake, tensors)) for tensors in batch.lists]
         copy = Batch(batch.layout, None, lists, as_fake(batch.groups), as_fake(batch.hyper))
-        step(family, copy, as_fake(groups), Control(*map(as_fake, control.scalars())))
+        step(family, copy, as_fake(groups), Control(*map(as_fake, control)))

@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import repeat
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
 from halfstep.kernels.optimizer.layout import Control
-from halfstep.kernels.streams import all_to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.options import MAX_NORM
 from halfstep.numerics.scaling.stand_ins import FreedGradient, refuse_freed
 from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
 
 LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
-
-
-def control_on(control: Control, device: torch.device) -> Control:
-    """The control of a step with the dtypes and the device that the kernels need. Waits only for numbers of a GPU that
-    a step on the CPU needs."""
-    numbers = control.grad_scale, control.found_inf, control.sum_of_squares
-    if all(map(is_, numbers, repeat(None))):
-        return control
-    return Control(*all_to_device(numbers, device, (torch.float32, torch.float32, torch.float64)))
 
 
 def skipping_zeros(control: Control, verdict: Verdict) -> Control:
@@ -109,7 +97,7 @@ class StepsOnVerdict:
         try:
             return self.step() if step is None else step()
         finally:
-            self.decide(None)
+            self._decision, self._lasts = None, False
 
     def decide(self, decision: Decision | None) -> None:
         """Make the next step unscale, clip and skip as `decision` says, or as without one; later steps do not."""

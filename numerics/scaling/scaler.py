@@ -200,23 +200,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def end_parts(self, optimizer: torch.optim.Optimizer) -> Verdict | None:
         """End a check in parts by the `checker` of an optimizer, whose next step uses the verdict."""
-        checker = self.checker(optimizer)
-        verdict = checker.end_parts(self._decided)
-        self._store(optimizer, checker, verdict)
-        return verdict
+        return self._check(optimizer, None)
 
-    def _check(self, optimizer: torch.optim.Optimizer, factor: Factor, write: bool = False) -> None:
-        """Check an optimizer's gradients times a factor, and store the verdict until `update`."""
-        if not self._per_optimizer_states.keys() <= {id(optimizer)}:
-            self._refuse_twice(optimizer)
+    def _check(self, optimizer: torch.optim.Optimizer, factor: Factor | None, write: bool = False) -> Verdict | None:
+        """Check an optimizer's gradients times a factor, or end a check in parts. The verdict stays until `update`."""
         checker = self.checker(optimizer)
-        self._store(optimizer, checker, checker.verdict(factor, write=write, step=self._decided))
-
-    def _store(self, optimizer: torch.optim.Optimizer, checker: Checker, verdict: Verdict | None) -> None:
+        if factor is None:
+            verdict = checker.end_parts(self._decided)
+        else:
+            if not self._per_optimizer_states.keys() <= {id(optimizer)}:
+                self._refuse_twice(optimizer)
+            verdict = checker.verdict(factor, write=write, step=self._decided)
         state = self._per_optimizer_states[id(optimizer)]
         # A single entry, so that torch's sum over devices is 0 or 1.
         state["found_inf_per_device"] = {} if verdict is None else {verdict.found_inf.device: verdict.found_inf}
         state["verdict"], state["checker"] = verdict, checker
+        return verdict
 
     def _refuse_twice(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if gradients of these parameters were unscaled or must be clipped for the step of another optimizer.

@@ -116,7 +116,7 @@ def test_a_graph_gets_a_table_of_its_own_that_nobody_sees(monkeypatch: pytest.Mo
     kept = cache.table(ours, numbers=([7],))
     version = kept.rows._version
     with monkeypatch.context() as patch:
-        patch.setattr(multi_tensor, "capturing", lambda device: True)
+        patch.setattr(multi_tensor, "current_stream", lambda device: None)
         for _ in range(2):
             own = cache.table(ours, numbers=([8],))
             assert own is not kept and own.rows[ADDRESSES:].tolist() == [[ours[0].data_ptr()], [8]]

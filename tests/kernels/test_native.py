@@ -494,7 +494,7 @@ void halfstep_two(uint64_t seed, uint64_t* to) { *to = seed; }
 }
 """
     )
-    library = native.functions("toy")
+    library = native.library("toy")
     pointer = ctypes.c_void_p
     assert library.halfstep_one.argtypes == [pointer, pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_int32]
     assert library.halfstep_two.argtypes == [ctypes.c_uint64, pointer]

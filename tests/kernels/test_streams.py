@@ -243,8 +243,7 @@ def test_tensors_of_a_gpu_compile_nothing_for_the_cpu(name: str, monkeypatch: py
         raise AssertionError(f"C++ is compiled: {family}")
 
     with Model("late", kernels=name) as model:
-        for function in ("library", "functions"):
-            monkeypatch.setattr(native, function, compiles)
+        monkeypatch.setattr(native, "library", compiles)
         for module in (cast, dispatch):  # whose operators the model runs on tensors of the CPU
             monkeypatch.setattr(
                 module, "resolve", lambda device, family: name if device.type == "cuda" else "reference"

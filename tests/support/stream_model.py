@@ -266,11 +266,7 @@ class Model:
                 libraries[name] = _Library(self, native.library(name))
             return libraries[name]
 
-        def function(family: str, name: str) -> Any:
-            return getattr(library(family), f"halfstep_{name}")
-
-        known = {"library": library, "functions": library, "function": function}
-        return mock.Mock(wraps=native, threads=lambda *own: 1, **known)
+        return mock.Mock(wraps=native, library=library)
 
     def _grouping(self) -> Callable[..., Any]:
         """torch's grouping by device. The C++ original would take the tensors of the device for CPU tensors."""
