@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from halfstep.integrations.optim.classes import LayoutOptimizer
-from halfstep.integrations.optim.options import check_number, check_options, check_tensor_option
+from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
+from halfstep.integrations.optim.options import Group, check_number, check_options, check_tensor_option
 from halfstep.kernels import adam
 
 _ARGUMENTS = """
@@ -60,6 +60,33 @@ _ARGUMENTS = """
 """
 
 
+def _check(group: Group) -> None:
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
+    if isinstance(betas[0], torch.Tensor) != isinstance(betas[1], torch.Tensor):
+        raise ValueError("betas must be either both floats or both Tensors")
+    for index, beta in enumerate(betas):
+        check_tensor_option(group, f"betas[{index}]", beta)
+        message = f"Invalid beta parameter at index {index}"
+        check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
+    check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
+    check_options(group)
+
+
+def _variant(group: Group) -> dict[str, bool]:
+    l2 = not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0)
+    return {"amsgrad": bool(group["amsgrad"]), "l2": l2}
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {**group, "beta1": beta1, "beta2": beta2}
+
+
+_RULE = Rule(adam, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), _check, _variant, _numbers)
+
+
 class Adam(LayoutOptimizer, torch.optim.Adam):
     __doc__ = (
         "Adam (Kingma and Ba, 2015) with exact fp32 master weights, a drop-in for `torch.optim.Adam`."
@@ -73,8 +100,7 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
     # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
     # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
 
-    _kernels = adam
-    _names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _rule = _RULE
 
     def __init__(
         self,
@@ -100,30 +126,6 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
     ) -> None:
         LayoutOptimizer.__init__(self, locals())
 
-    @staticmethod
-    def _check(group: dict[str, Any]) -> None:
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"Expected betas to be a pair of numbers from 0 to below 1, but got {betas!r}")
-        if isinstance(betas[0], torch.Tensor) != isinstance(betas[1], torch.Tensor):
-            raise ValueError("betas must be either both floats or both Tensors")
-        for index, beta in enumerate(betas):
-            check_tensor_option(group, f"betas[{index}]", beta)
-            message = f"Invalid beta parameter at index {index}"
-            check_number(beta, message, "a number from 0 to below 1", lambda x: 0.0 <= x < 1.0)
-        check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
-        check_options(group)
-
-    @staticmethod
-    def _variant(group: dict[str, Any]) -> dict[str, bool]:
-        l2 = not group["decoupled_weight_decay"] and bool(group["weight_decay"] != 0)
-        return {"amsgrad": bool(group["amsgrad"]), "l2": l2}
-
-    @staticmethod
-    def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {**group, "beta1": beta1, "beta2": beta2}
-
 
 class AdamW(Adam, torch.optim.AdamW):
     __doc__ = (
@@ -136,7 +138,7 @@ class AdamW(Adam, torch.optim.AdamW):
     )
 
     # As torch's: whatever is loaded into an AdamW decays as AdamW does.
-    _fixed_options = ("decoupled_weight_decay",)
+    _rule = _RULE._replace(fixed_options=("decoupled_weight_decay",))
 
     def __init__(
         self,

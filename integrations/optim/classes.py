@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -62,18 +62,36 @@ def _count_of_moments(layout: Any, *options: tuple[str, bool]) -> int:
     return moments
 
 
-class LayoutOptimizer(StepsOnVerdict, Optimizer):
-    """An optimizer whose state is held in layouts.
+class Rule(NamedTuple):
+    """What distinguishes an optimizer from others.
 
-    A subclass says what its rule is: the kernels, the names and the options of its state. The arguments of its
-    `__init__` are all options of its groups.
+    Attributes:
+        kernels: the module with the operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
+        moments: the names of the moments, in the order of their operands. Options may need only the first of them.
+        check: raises unless the options of a group are allowed. It calls `check_options`.
+        variant: the fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
+        numbers: what the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element.
+        translated: a parameter's saved state with what `torch.optim` leaves out of it.
+        fixed_options: those that a checkpoint does not change, in addition to those of the layout.
     """
 
-    # The module of the kernels, with their operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
-    _kernels: Any
-    _names: tuple[str, ...]  # of the moments, in the order of their operands
-    # Options that a checkpoint does not change, in addition to those of the layout.
-    _fixed_options: tuple[str, ...] = ()
+    kernels: Any
+    moments: tuple[str, ...]
+    check: Callable[[Group], None]
+    variant: Callable[[Group], dict[str, bool]]
+    numbers: Callable[[Group], dict[str, Any]] = dict
+    translated: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] = lambda state, parameter: state
+    fixed_options: tuple[str, ...] = ()
+
+    def moments_of(self, group: Group) -> tuple[str, ...]:
+        """The moments of parameters with these options."""
+        return self.moments[: _count_of_moments(self.kernels.Layout, *self.variant(group).items())]
+
+
+class LayoutOptimizer(StepsOnVerdict, Optimizer):
+    """An optimizer whose state is held in layouts. The arguments of `__init__` of a subclass are options of groups."""
+
+    _rule: Rule
 
     state_dict_format: Literal["held", "canonical"]
 
@@ -82,7 +100,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         options = {name: value for name, value in arguments.items() if name != "self"}
         params, max_grad_norm = options.pop("params"), options.pop("max_grad_norm")
         state_dict_format = options.pop("state_dict_format")
-        self._check(options)
+        self._rule.check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
             check_number(
@@ -92,32 +110,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._plans = StepPlans()
         watch_zero()
         Optimizer.__init__(self, params, options)
-
-    # ---------------------------------------------------------------------------------------------------------- rule
-
-    @staticmethod
-    def _check(group: Group) -> None:
-        """Raise unless the options of a group are allowed. It calls `check_options`."""
-        raise NotImplementedError
-
-    def _moments(self, group: Group) -> tuple[str, ...]:
-        """The moments of parameters with these options."""
-        return self._names[: _count_of_moments(self._kernels.Layout, *self._variant(group).items())]
-
-    @staticmethod
-    def _variant(group: Group) -> dict[str, bool]:
-        """The fields of the kernels' `Layout` that these options decide, in addition to those of the state."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _numbers(group: Group) -> dict[str, Any]:
-        """What the kernels' `Group` has, but the norm, by name: numbers, or tensors with one element."""
-        return group
-
-    @staticmethod
-    def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        """A parameter's saved state with what `torch.optim` leaves out of it."""
-        return state
 
     # --------------------------------------------------------------------------------------------------------- groups
 
@@ -148,7 +140,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
         if isinstance(param_group, dict):  # otherwise torch raises
-            self._check({**self.defaults, **param_group})
+            self._rule.check({**self.defaults, **param_group})
         Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]
@@ -162,7 +154,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        positive = not all(MOMENTS[moment] for moment in self._moments(added))
+        positive = not all(MOMENTS[moment] for moment in self._rule.moments_of(added))
         if positive and added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
             warnings.warn(
                 f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
@@ -178,7 +170,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._plans.forget(part)
 
     def _layout(self, parameter: torch.Tensor, group: Group) -> StateLayout:
-        return StateLayout.of(parameter, group, self._moments(group))
+        return StateLayout.of(parameter, group, self._rule.moments_of(group))
 
     def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are stepped for parameters, which have their gradients: the parameters themselves, or
@@ -309,7 +301,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         changed = plan is None or plan.options_may_differ(groups, limit)
         if changed:
             for group in groups:
-                self._check(group)
+                self._rule.check(group)
         contiguous = all_contiguous(grads)
         recording = capturing(grads[0].device) or (
             plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
@@ -622,9 +614,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Load a state, without hooks."""
         self._update_targets()
-        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._fixed_options))
+        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._rule.fixed_options))
         for group in groups:
-            self._check(group)
+            self._rule.check(group)
         check_masters(owners, state_dict)
         loaded, fresh = {}, defaultdict[Any, Any](dict)
         for index, saved in state_dict["state"].items():
@@ -633,7 +625,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             elif saved:
                 parameter, group, saved_group = owners[index]
                 where, target = f"state of parameter {index}", self._target(parameter)
-                entries = self._translated(with_our_names(where, target, saved, saved_group), target)
+                entries = self._rule.translated(with_our_names(where, target, saved, saved_group), target)
                 layout, final = self._layout(parameter, group), bool(self._plans.recorded)
                 fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
                 loaded[parameter] = target, weight

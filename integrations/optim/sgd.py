@@ -7,9 +7,29 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import ParamsT
 
-from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
 from halfstep.integrations.optim.options import Group, check_number, check_options
 from halfstep.kernels import sgd
+
+
+def _check(group: Group) -> None:
+    check_number(group["momentum"], "Invalid momentum value", "a finite number of at least 0", lambda x: x >= 0)
+    check_number(group["dampening"], "Invalid dampening value", "a finite number", lambda x: True)
+    if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+        raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+    check_options(group)
+
+
+def _variant(group: Group) -> dict[str, bool]:
+    decays = bool(group["weight_decay"] != 0)
+    return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
+
+
+def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    # torch counts no steps, and has no buffer before the first one, which dampening does not apply to.
+    begun = "momentum_buffer" in state or "momentum_buffer_codes" in state
+    buffer = {} if begun else {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
+    return {"step": float(begun), **buffer, **state}
 
 
 class SGD(LayoutOptimizer, torch.optim.SGD):
@@ -31,8 +51,7 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         (tensor([1., 1., 1.], dtype=torch.bfloat16), tensor([0.9999, 0.9999, 0.9999]))
     """
 
-    _kernels = sgd
-    _names = ("momentum_buffer",)
+    _rule = Rule(sgd, ("momentum_buffer",), _check, _variant, translated=_translated)
 
     def __init__(
         self,
@@ -55,23 +74,3 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
         LayoutOptimizer.__init__(self, locals())
-
-    @staticmethod
-    def _check(group: Group) -> None:
-        check_number(group["momentum"], "Invalid momentum value", "a finite number of at least 0", lambda x: x >= 0)
-        check_number(group["dampening"], "Invalid dampening value", "a finite number", lambda x: True)
-        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        check_options(group)
-
-    @staticmethod
-    def _variant(group: Group) -> dict[str, bool]:
-        decays = bool(group["weight_decay"] != 0)
-        return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
-
-    @staticmethod
-    def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-        # torch counts no steps, and has no buffer before the first one, which dampening does not apply to.
-        begun = "momentum_buffer" in state or "momentum_buffer_codes" in state
-        buffer = {} if begun else {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
-        return {"step": float(begun), **buffer, **state}

@@ -301,7 +301,7 @@ class StepPlan:
         self.batches = _batches(optimizer, targets, grads, recording)
         self._launches = [batch for batch, _ in self.batches]
         self.limit: float | None = None
-        self._kernels, self._numbers = optimizer._kernels, optimizer._numbers
+        self._rule = optimizer._rule
         self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
@@ -352,8 +352,8 @@ class StepPlan:
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
         for row, group in enumerate(groups):
-            numbers = {**self._numbers(group), "max_norm": limit or 0.0}
-            columns = [numbers[name] for name in self._kernels.FAMILY.group._fields]
+            numbers = {**self._rule.numbers(group), "max_norm": limit or 0.0}
+            columns = [numbers[name] for name in self._rule.kernels.FAMILY.group._fields]
             for column, value in enumerate(columns):
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     late.append((row, column, value))
@@ -387,13 +387,13 @@ _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
 
 def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    groups, moments, variant = optimizer.param_groups, optimizer._moments, optimizer._variant
-    return [(_layout_options(group), moments(group), variant(group)) for group in groups]
+    rule = optimizer._rule
+    return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for group in optimizer.param_groups]
 
 
 def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:
     """The names of the state tensors of a layout, by operand of the kernel."""
-    kernels = optimizer._kernels
+    kernels = optimizer._rule.kernels
     moments = dict(enumerate(layout.moments, kernels.M))
     keys = {kernels.STEP: "step", **moments}
     if layout.master is not None:
@@ -408,7 +408,7 @@ def _batches(
 ) -> list[tuple[LaunchGroup, list[int]]]:
     """The parameters by bucket, device and layout, after checking that each of them can be updated."""
     optimizer._plans.note_agreed()
-    kernels, groups = optimizer._kernels, optimizer.param_groups
+    kernels, groups = optimizer._rule.kernels, optimizer.param_groups
     parameters = parameters_of(optimizer)
     rows = [row for row, group in enumerate(groups) for _ in group["params"]]
     numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
@@ -435,7 +435,7 @@ def _batches(
             check_blocks(target, where)
         state = optimizer._complete_state(parameter, group)
         addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
-        variant = layout.variant(kernels.Layout, grad.dtype, **optimizer._variant(group))
+        variant = layout.variant(kernels.Layout, grad.dtype, **optimizer._rule.variant(group))
         order = dense(local(target), variant) if addressable else None
         for key, dtype in layout.dtypes.items():
             _check_entry(where, key, state[key], dtype, target)
