@@ -70,22 +70,29 @@ def parameter_groups(module: torch.nn.Module) -> list[Any]:
 
 
 def _check(name: str, group: Any) -> None:
-    if not hasattr(group, "_init_mp_dtypes") or not hasattr(group, "mp_policy"):  # torch 2.15 has one per parameter
+    if not hasattr(group, "_init_mp_dtypes"):
         raise RuntimeError(
-            f"Expected torch 2.14 or earlier, but got {torch.__version__}, whose FSDP2 stores its dtypes elsewhere: do "
-            "without keep_reduced_gradients"
+            f"Expected torch from 2.11 to 2.15, but got {torch.__version__}, whose FSDP2 stores its dtypes elsewhere: "
+            "do without keep_reduced_gradients"
         )
-    reduce_dtype = group.mp_policy.reduce_dtype
-    dtypes = {param.sharded_param.dtype for param in group.fsdp_params}
-    if reduce_dtype != torch.float32 and dtypes != {torch.float32}:
-        raise ValueError(
-            f"Expected reduce_dtype of module {name!r} to be torch.float32, but got {reduce_dtype}: shard it with "
-            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-        )
+    for param in group.fsdp_params:
+        policy = param.mp_policy if hasattr(param, "mp_policy") else group.mp_policy  # one per parameter since 2.15
+        if policy.reduce_dtype != torch.float32 and param.sharded_param.dtype != torch.float32:
+            raise ValueError(
+                f"Expected reduce_dtype of module {name!r} to be torch.float32, but got {policy.reduce_dtype}: shard "
+                "it with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
 
 
 def _keep(group: Any) -> None:
     determine = group._init_mp_dtypes
+    if hasattr(group, "_init_reduce_scatter_param_order"):  # since torch 2.15, FSDP2 rounds to the parameter's dtype
+        for param in group.fsdp_params:  # for gradients, which it otherwise reads before the first forward only
+            param.sharded_param.grad_dtype = torch.float32
+            param._capture_grad_dtype_policy(param.sharded_param)
+        determine()
+        group._init_reduce_scatter_param_order()
+        return
 
     def without_rounding() -> None:
         determine()

@@ -12,7 +12,6 @@ from pathlib import Path
 import forks
 import pytest
 import rank_processes
-from keeping import skip_where_gradients_cannot_be_kept
 
 ROOT = Path(__file__).resolve().parents[1]
 LARGEST = ROOT / "examples" / "largest.py"
@@ -62,8 +61,6 @@ def test_there_is_one_for_each_way_to_train_on_several_gpus() -> None:
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_as_it_says_and_the_loss_falls(script: Path) -> None:
     assert f"\ntorchrun --nproc-per-node 2 examples/{script.name}\n" in script.read_text().partition('"""\n')[0]
-    if "keep_reduced_gradients" in script.read_text():
-        skip_where_gradients_cannot_be_kept()
     # With the variables that torchrun sets, and one by torchrun as it says. One rank prints, one line.
     said = _forked(script, 2)
     if script.stem == "ddp":

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from errors import error_of
-from keeping import can_keep
 from shard_ranks import IN_FP32, whole
 from states import same_bits
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -81,9 +80,8 @@ MODELS: dict[str, Callable[[], Sequential]] = {
     "FSDP2, offloaded": lambda: _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "HSDP that only replicates": _replicated,
     "tensor parallelism": _tensor_parallel,
+    "FSDP2 with fp32 gradients": _kept,
 }
-if can_keep():
-    MODELS["FSDP2 with fp32 gradients"] = _kept
 
 
 def _storages(model: Module) -> dict[int, int]:

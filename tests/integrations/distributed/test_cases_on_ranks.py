@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import rank_processes
-from keeping import can_keep
 
 MODULES = ["shard_ranks", "release_ranks", "flat_ranks", "ddp_hook_ranks"]
-if not can_keep():
-    MODULES.remove("shard_ranks")
 try:
     import state_dict_ranks
 except ImportError:  # another torch
