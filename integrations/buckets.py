@@ -1,5 +1,4 @@
-"""Gradients that are used and freed during the backward: their buckets, what was stepped with them, and their
-reduction over replicas."""
+"""Gradients that are used and freed during the backward: their buckets, and what was stepped with them."""
 
 from __future__ import annotations
 
@@ -26,6 +25,17 @@ from halfstep.numerics.scaling.stand_ins import (
 )
 
 BUCKET_BYTES = 25 * 2**20
+# What to do instead of reading gradients, of adding some, and of stepping in the backward.
+READ = (
+    "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
+    "a trainer of halfstep.integrations.trainers; for a scaler, pass scaler= and clip by scaler.clip_grad_norm_; to "
+    "read each gradient, register a post-accumulate hook before step_in_backward"
+)
+ADD = (
+    "to add gradients, run all backwards but the last in `with handle.accumulate():`; zero_grad() cannot discard a "
+    "step; with reentrant checkpointing, use use_reentrant=False; freeze parameters that a loss does not train"
+)
+INSTEAD = "call remove() and step after the backward"
 
 
 def check_bucket_bytes(size: Any) -> None:
@@ -83,21 +93,11 @@ class BackwardSteps:
     twice. All of these raise a RuntimeError.
 
     Args:
-        name: that of the backward, for errors.
-        remedies: what to do instead of reading gradients, of adding some, and of a step in the backward.
         take: the method to call when the gradient of a parameter is complete. It calls `begin`.
         finish: the one to call when a backward that has computed gradients has ended, with whether it has failed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        remedies: tuple[str, str, str],
-        take: Callable[[torch.Tensor], None],
-        finish: Callable[[bool], None],
-    ) -> None:
-        self._name = name
-        self._read, self._add, self._instead = remedies
+    def __init__(self, take: Callable[[torch.Tensor], None], finish: Callable[[bool], None]) -> None:
         # torch's garbage collection does not see hooks, so they must not refer to the optimizer, which refers to the
         # parameters.
         self._take, self._finish = weakref.WeakMethod(take), weakref.WeakMethod(finish)
@@ -114,7 +114,7 @@ class BackwardSteps:
 
     def hook(self, parameter: torch.Tensor) -> list[Any]:
         """Make autograd call `take` for a parameter. Returns the handles of the hooks."""
-        self._freed[id(parameter)] = freed_gradient(parameter, self._read)
+        self._freed[id(parameter)] = freed_gradient(parameter, READ)
         before = partial(before_accumulation, weakref.ref(parameter), weakref.WeakMethod(self._remove))
         after = partial(call_if_alive, self._take)
         return [
@@ -131,7 +131,7 @@ class BackwardSteps:
         assert grad is not None
         # FSDP2 may have set the local part of the stand-in to the gradient.
         if grad is stand_in or (stand_in.dtype, stand_in.device) != (grad.dtype, parameter.device):
-            stand_in = self._freed[id(parameter)] = freed_gradient(parameter, self._read)
+            stand_in = self._freed[id(parameter)] = freed_gradient(parameter, READ)
         local(stand_in).zeroed = False  # type: ignore[attr-defined]
         return stand_in
 
@@ -160,9 +160,9 @@ class BackwardSteps:
                 self._end(number, failed=True)
         if self._failed:
             raise RuntimeError(
-                f"Expected {self._name} to end, but got one that failed after it had stepped some of the parameters: "
-                "load model and optimizer from a checkpoint, from which training can go on; where a backward may fail, "
-                f"{self._instead}"
+                "Expected a backward that steps to end, but got one that failed after it had stepped some of the "
+                "parameters: load model and optimizer from a checkpoint, from which training can go on; where a "
+                f"backward may fail, {INSTEAD}"
             )
 
     def _end(self, number: int, failed: bool = False) -> None:
@@ -177,10 +177,6 @@ class BackwardSteps:
             call_if_alive(self._finish, failed)
         self._taking.discard(number)
         self._stepping.discard(number)
-
-    def was_removed(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter had a stand-in when its gradient was computed in the present backward."""
-        return id(parameter) in self._removed and not is_zeroed(self._removed[id(parameter)][1])
 
     def _remove(self, parameter: torch.Tensor) -> None:
         """Called by autograd when it has a gradient of a parameter, which it would add to the stand-in."""
@@ -200,17 +196,13 @@ class BackwardSteps:
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def use(self) -> None:
-        """Note that the present backward uses gradients, without which it cannot be repeated."""
-        self._stepping.update(self._running)
-
     @contextmanager
     def stepping(
         self, parameters: list[torch.Tensor], stand_ins: list[torch.Tensor], groups: list[dict[str, Any]]
     ) -> Iterator[None]:
         """A context in which parameters are stepped, whose gradients become the stand-ins."""
         before = set(self._stepping)
-        self.use()
+        self._stepping.update(self._running)
         ids = list(map(id, parameters))
         self._stepped.update(zip(ids, zip(parameters, stand_ins, strict=True), strict=True))
         self._options = option_values(groups)
@@ -230,8 +222,8 @@ class BackwardSteps:
 
     def _second_gradient(self, parameter: torch.Tensor) -> str:
         return (
-            f"Expected optimizer.step() after {self._name}, but got another gradient of a parameter of shape "
-            f"{tuple(parameter.shape)} before it: {self._add}; freeze parameters that a loss does not train"
+            f"Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of shape "
+            f"{tuple(parameter.shape)} before it: {ADD}"
         )
 
     def check_step(self, groups: list[dict[str, Any]], unused: list[torch.Tensor]) -> None:
@@ -255,15 +247,15 @@ class BackwardSteps:
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(
-                f"Expected the options of the groups to stay from {self._name} to step(), but got other ones, such as "
-                "another lr: set them before the backward, or after step()"
+                "Expected the options of the groups to stay from a backward that steps to step(), but got other ones, "
+                "such as another lr: set them before the backward, or after step()"
             )
         for parameter in parameters if changed else ():
             if parameter.grad is None or is_zeroed(parameter.grad):
                 raise RuntimeError(
-                    f"Expected gradients to stay from {self._name} to step(), but got "
+                    f"Expected gradients to stay from a backward that steps to step(), but got "
                     f"{'None' if parameter.grad is None else 'zeros'} as .grad of a parameter of shape "
-                    f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {self._instead}"
+                    f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {INSTEAD}"
                 )
 
     def _refuse_second_step(self, parameters: list[torch.Tensor]) -> None:
@@ -271,8 +263,8 @@ class BackwardSteps:
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
             raise RuntimeError(
-                f"Expected {self._name} before each step(), but got none since the last step(): its gradients, which "
-                f"this step would use again, were freed; call zero_grad() after the step, or {self._instead}"
+                "Expected a backward that steps before each step(), but got none since the last step(): its gradients, "
+                f"which this step would use again, were freed; call zero_grad() after the step, or {INSTEAD}"
             )
 
     def clear(self, failed: bool = False) -> None:
@@ -280,66 +272,3 @@ class BackwardSteps:
         self._stepped = {}
         if failed:
             self._failed, self._running, self._stepping, self._taking = False, {}, set(), set()
-
-
-class BucketReduction:
-    """Averages buckets of gradients over the ranks of a group, one after the other and in the same order on all ranks.
-
-    `following` is the number of the next bucket to reduce, `complete` those from there on whose gradients are complete.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.following = 0
-        self.complete: set[int] = set()
-        self._running: tuple[Bucket, list[torch.Tensor], torch.Tensor, set[int], Any] | None = None
-
-    @torch.no_grad()
-    def begin(self, bucket: Bucket) -> None:
-        """Begin to average the gradients of a bucket, which are copied and freed.
-
-        They are reduced as one tensor, in which a parameter without a gradient on this rank counts as 0. A number per
-        parameter follows the gradients: whether a rank has one.
-        """
-        members = bucket.members
-        # Each gradient begins at a multiple of 16 bytes, as kernels read it fastest.
-        sizes = [-(-member.numel() // 8) * 8 for member in members]
-        flat = torch.empty(sum(sizes) + len(members), dtype=members[0].dtype, device=members[0].device)
-        *slices, marks = flat.split([*sizes, len(members)])
-        marks.fill_(1.0)
-        averages, missing = [], set()
-        for index, (member, padded) in enumerate(zip(members, slices, strict=True)):
-            average = padded[: member.numel()].view(member.shape)
-            averages.append(average)
-            padded[member.numel() :].zero_()
-            grad = gradient_of(member)
-            if grad is None:
-                missing.add(index)
-                average.zero_()
-                marks[index] = 0.0
-            else:
-                torch.mul(grad, 1.0 / self._group.size(), out=average)  # as DistributedDataParallel
-                member.grad = None
-        work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
-        self._running = bucket, averages, marks, missing, work
-
-    def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the reduction that is running, if any. Returns its bucket, and the parameters that a rank has a
-        gradient of.
-        """
-        if self._running is None:
-            return None
-        (bucket, averages, marks, missing, work), self._running = self._running, None
-        work.wait()
-        if missing:  # only then does the host wait for a device
-            missing = {index for index, mark in enumerate(marks.tolist()) if mark == 0}
-        ready = []
-        for index, (member, average) in enumerate(zip(bucket.members, averages, strict=True)):
-            if index not in missing:
-                member.grad = average
-                ready.append(member)
-        return bucket, ready
-
-    def restart(self) -> None:
-        """Forget what a backward that failed has left, and begin with the first bucket."""
-        self._running, self.following, self.complete = None, 0, set()

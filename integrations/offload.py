@@ -23,7 +23,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, groupby, repeat
@@ -34,27 +33,22 @@ import torch
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
+from halfstep.integrations.buckets import BUCKET_BYTES, call_if_alive, check_bucket_bytes
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import moved
-from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.numerics.scaling.sharding import is_sharded
-from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
+from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, remove_stand_in
 from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
 
-IN_BACKWARD = ("copy", "step", None)
 CPU = torch.device("cpu")
-READ = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
-INSTEAD = "use in_backward='copy'"
-ADD = f"to add, set or discard gradients, {INSTEAD}"
 
 
 class HostGradient(StandIn):
@@ -280,28 +274,20 @@ class _Offloaded(LayoutOptimizer):
         self,
         params: ParamsT,
         *args: Any,
-        in_backward: Literal["copy", "step"] | None = "copy",
+        in_backward: Literal["copy"] | None = "copy",
         bucket_bytes: int = BUCKET_BYTES,
         **options: Any,
     ) -> None:
-        if in_backward not in IN_BACKWARD:
-            raise ValueError(f"Expected in_backward to be 'copy', 'step' or None, but got {in_backward!r}")
+        if in_backward not in ("copy", None):
+            raise ValueError(f"Expected in_backward to be 'copy' or None, but got {in_backward!r}")
         check_bucket_bytes(bucket_bytes)
-        if in_backward == "step":
-            _refuse_limit(options.get("max_grad_norm"))
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._of_bucket: list[list[_Mirror]] = []
-        self._known: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
-        self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
+        self._copied_groups: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
-        self._steps: list[Future[None]] = []  # of buckets, in a backward
-        self._record = BackwardSteps(
-            "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
-        )
-        self._worker: Executor | None = None
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
         super().__init__(params, *args, **options)  # type: ignore[arg-type]  # of the other base
@@ -325,11 +311,6 @@ class _Offloaded(LayoutOptimizer):
         """Raise unless a parameter can have a copy on the host."""
         if not isinstance(member, torch.Tensor):
             return  # the base class raises
-        if self.in_backward == "step" and member.requires_grad and member.dtype == torch.float16:
-            raise TypeError(
-                "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
-                "must be scaled: use in_backward='copy' with a scaler, or train in bf16"
-            )
         if is_sharded(member) or getattr(member, "_fsdp_flattened", False):
             raise TypeError(
                 f"Expected a parameter that is not sharded, but got one of shape {tuple(member.shape)} under FSDP: use "
@@ -345,16 +326,15 @@ class _Offloaded(LayoutOptimizer):
     def _follow_groups(self) -> None:
         """Make copies of the parameters that are in the groups now. Other code may change these in place."""
         groups = [group["params"] for group in self.param_groups]
-        if list(map(len, groups)) != list(map(len, self._known)) or not all(
-            map(is_, chain.from_iterable(groups), chain.from_iterable(self._known))
+        if list(map(len, groups)) != list(map(len, self._copied_groups)) or not all(
+            map(is_, chain.from_iterable(groups), chain.from_iterable(self._copied_groups))
         ):
-            self._finish_steps()
             for parameter in chain.from_iterable(groups):
                 if id(parameter) not in self._mirrors:
                     self._check_member(parameter)
                     mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
                     self._hook(mirror)
-            self._known = list(map(list, groups))
+            self._copied_groups = list(map(list, groups))
             self._fill_buckets()
 
     def _hook(self, mirror: _Mirror) -> None:
@@ -362,18 +342,15 @@ class _Offloaded(LayoutOptimizer):
         if self.in_backward is None or mirror.hooked or not mirror.parameter.requires_grad:
             return
         mirror.hooked = True
-        if self.in_backward == "step":
-            self._record.hook(mirror.parameter)
-        else:
-            hook = partial(call_if_alive, weakref.WeakMethod(self._take))
-            mirror.parameter.register_post_accumulate_grad_hook(hook)
+        hook = partial(call_if_alive, weakref.WeakMethod(self._take))
+        mirror.parameter.register_post_accumulate_grad_hook(hook)
 
     def _fill_buckets(self) -> None:
         """Divide the parameters among buckets, in the order in which their gradients usually arrive."""
         self._forget()
         self._of_bucket = []
         size = self.bucket_bytes
-        for parameter in reversed(dict.fromkeys(chain.from_iterable(self._known))):
+        for parameter in reversed(dict.fromkeys(chain.from_iterable(self._copied_groups))):
             mirror = self._mirrors[id(parameter)]
             if size >= self.bucket_bytes:
                 self._of_bucket.append([])
@@ -381,7 +358,6 @@ class _Offloaded(LayoutOptimizer):
             mirror.bucket = len(self._of_bucket) - 1
             self._of_bucket[-1].append(mirror)
             size += mirror.host.numel() * mirror.host.element_size()
-        self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
     def _all(self) -> list[_Mirror]:
         """The parameters in the order of their buckets."""
@@ -405,65 +381,17 @@ class _Offloaded(LayoutOptimizer):
                         "after they are complete: use in_backward=None, which copies them in step()"
                     )
                 self._began = True
-            mirror = self._mirrors[id(parameter)]
-            if self.in_backward != "step":
-                self._collect_from(mirror)
-                return
-            if self._record.begin():
-                _refuse_limit(self.max_grad_norm)
-                self._follow_groups()
-            self._record.refuse_second_gradient(parameter)
-            if parameter.grad is None or is_stand_in(parameter.grad):  # a hook has dropped or set it
-                return
-            if not self._record.was_removed(parameter):
-                mirror.forget()
-            self._copy_out(mirror, parameter.grad)
-            self._arrived[mirror.bucket].add(id(parameter))
-            trained = sum(member.parameter.requires_grad for member in self._of_bucket[mirror.bucket])
-            if len(self._arrived[mirror.bucket]) == trained:
-                self._submit_bucket(mirror.bucket)
-
-    def _submit_bucket(self, number: int) -> None:
-        """Step the parameters of a bucket whose gradients have arrived, in the thread of this optimizer."""
-        mirrors = [member for member in self._of_bucket[number] if id(member.parameter) in self._arrived[number]]
-        parameters = [member.parameter for member in mirrors]
-        self._arrived[number] = set()
-        with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
-            self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
-
-    def _submit(self, call: partial[None]) -> Future[None]:
-        """Run a call in the thread of this optimizer, one after the other."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "halfstep-offload")
-        return self._worker.submit(call)
-
-    @torch.no_grad()
-    def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:
-        """Step the parameters of a bucket, and send their weights."""
-        apply(_arrivals(mirrors))
-        self._read_weights(mirrors, last_step_returns=True)
-        self.step_part(number, [mirror.parameter for mirror in mirrors])
-        _sent(mirrors)
-
-    def _after_backward(self, failed: bool) -> None:
-        """Called when a backward with steps has ended. Other code may read the weights then."""
-        with self._lock:
-            for number, arrived in self._arrived.items():
-                if failed:
-                    arrived.clear()  # `step` takes these gradients
-                elif arrived:  # the others had no gradient
-                    self._submit_bucket(number)
-        self._wait_for_steps()
+            self._collect_from(self._mirrors[id(parameter)])
 
     def _collect_from(self, mirror: _Mirror) -> None:
         """Make the gradient on the host that of the parameter."""
         grad = mirror.parameter.grad
-        if is_stand_in(grad) and not is_zeroed(grad):
+        if is_stand_in(grad):
             return
         mirror.forget()  # other code has discarded it
         if grad is not None:
             self._hook(mirror)
-            self._copy_out(mirror, torch.zeros_like(mirror.parameter) if is_zeroed(grad) else grad)
+            self._copy_out(mirror, grad)
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
@@ -474,8 +402,7 @@ class _Offloaded(LayoutOptimizer):
         ended = mirror.take(grad, stream)
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        steps = self._record.has_hook(parameter)
-        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
+        mirror.taken(mirror.stand_in())
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -503,11 +430,8 @@ class _Offloaded(LayoutOptimizer):
 
     # ---------------------------------------------------------------------------------------------------------- step
 
-    def _read_weights(self, mirrors: list[_Mirror], last_step_returns: bool = False) -> None:
-        """Begin to copy weights to the host, in the order of their buckets, for `_commit` to wait for.
-
-        `last_step_returns` says whether weights of the last step may still be returning.
-        """
+    def _read_weights(self, mirrors: list[_Mirror]) -> None:
+        """Begin to copy weights to the host, in the order of their buckets, for `_commit` to wait for."""
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
             of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
@@ -515,7 +439,7 @@ class _Offloaded(LayoutOptimizer):
                 _copies([mirror.weight for mirror in of_device], [mirror.parameter for mirror in of_device])()
                 continue
             streams = self._streams_of(device)
-            streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
+            streams.weights.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(streams.weights):
                 for bucket, members in groupby(of_device, attrgetter("bucket")):
                     of_bucket = list(members)
@@ -534,8 +458,6 @@ class _Offloaded(LayoutOptimizer):
     def _update_parameters(self) -> None:
         self._follow_groups()
         mirrors = self._all()
-        if self.in_backward == "step":
-            self._check_step(mirrors)
         with torch.no_grad():
             for mirror in mirrors:
                 self._collect_from(mirror)
@@ -544,33 +466,12 @@ class _Offloaded(LayoutOptimizer):
                 # All gradients decide about the norm, and whether a first step with lr 0 is taken.
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
-        stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
-        used = (
-            [mirror for mirror in stepped if self._record.has_hook(mirror.parameter)]
-            if self.in_backward == "step"
-            else []
-        )
-        for mirror in used:  # a backward that failed has left them
-            mirror.parameter.grad = mirror.stand_in()
         # A step takes the writes into parameters without a gradient, too.
         read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
         self._read_weights(read)
         super()._update_parameters()
         self._in_flight.clear()
-        self._record.clear()
         _sent(read)
-        for mirror in used:
-            mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
-
-    def _check_step(self, mirrors: list[_Mirror]) -> None:
-        """Wait for the steps of a backward, and raise if they are not those that `step` would have taken."""
-        try:
-            self._finish_steps()
-        except BaseException:
-            self._record.clear()  # the gradients are still there
-            raise
-        waiting = any(mirror._full or mirror.host.grad is not None for mirror in mirrors)
-        self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
 
     def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         return [self._mirrors[id(parameter)].host for parameter in parameters]
@@ -602,9 +503,8 @@ class _Offloaded(LayoutOptimizer):
         with ExitStack() as stack:
             for device in self._gpus(written):
                 back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
-                if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
-                    back.wait_stream(current)
-                    calls.append(partial(type(current).wait_stream, current, back))
+                back.wait_stream(current)
+                calls.append(partial(type(current).wait_stream, current, back))
                 stack.enter_context(torch.cuda.stream(back))
             apply(calls)
         self._weights_arriving = {}
@@ -613,24 +513,10 @@ class _Offloaded(LayoutOptimizer):
         """The GPUs of parameters."""
         return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
-    def _finish_steps(self) -> None:
-        """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
-        self._wait_for_steps()
-        steps, self._steps = self._steps, []
-        for step in steps:
-            step.result()
-
-    def _wait_for_steps(self) -> None:
-        if self._steps:
-            wait(self._steps)
-            for device in self._gpus(self._mirrors.values()):
-                torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, those that are being copied too, or set them to 0."""
         if set_to_none:
             with self._lock:
-                wait(self._steps)
                 for mirror in self._mirrors.values():
                     mirror.forget()
                 self._in_flight.clear()
@@ -640,14 +526,12 @@ class _Offloaded(LayoutOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         super()._load(state_dict)
-        self._record.clear(failed=True)
         _sent(self._mirrors.values())
 
     @torch.no_grad()
     def _update_targets(self) -> None:
-        """Copy the parameters to the host, after the steps of a backward."""
+        """Copy the parameters to the host."""
         self._follow_groups()
-        self._finish_steps()
         self._read_weights(self._all())
         self._finish_reading()
         self._weights_arriving = {}
@@ -660,14 +544,6 @@ class _Offloaded(LayoutOptimizer):
         )
 
 
-def _refuse_limit(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None:
-        raise ValueError(
-            f"Expected max_grad_norm to be None with in_backward='step', but got {max_grad_norm}: the norm is known "
-            "after the backward; use in_backward='copy'"
-        )
-
-
 _DOCS = """
 
     A drop-in for `halfstep.{name}`: the same arguments, bits and checkpoints. The parameters stay on the device, or on
@@ -676,18 +552,15 @@ _DOCS = """
     Args:
         params: as for `halfstep.{name}`. Parameters must be on their device and must not be sharded; for FSDP2 use its
             ``CPUOffloadPolicy``.
-        in_backward: what happens to a gradient as soon as it is complete. ``"copy"``: it is copied to the host and
-            freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
-            while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
-            `step` copies all gradients; for DistributedDataParallel, whose gradients are not reduced before.
+        in_backward: ``"copy"`` copies each gradient to the host and frees it as soon as it is complete. None lets
+            `step` copy all gradients: for DistributedDataParallel, which reduces them later.
         bucket_bytes: parameters are stepped together whose gradients take so many bytes. Smaller buckets return
             earlier, and cost a launch each. During the backward, gradients of at most two buckets and one more gradient
             are on their way to the host.
 
     Raises:
         TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.
-        ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
-            ``max_grad_norm``; and as `halfstep.{name}`.
+        ValueError: `in_backward` or `bucket_bytes` is not allowed; and as `halfstep.{name}`.
 
     Examples:
         >>> from halfstep.integrations.offload import Offloaded{name}

@@ -11,10 +11,6 @@ before the first parameter changes. With ``clipping="exact"`` or a scaler there 
 gradients are only checked and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
 ``clipping="previous"`` takes the norm of the last step instead: when gradients grow, the first large ones are not
 clipped.
-
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as by
-DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one in the
-reduction, and one that is being filled.
 """
 
 from __future__ import annotations
@@ -25,42 +21,24 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.integrations.buckets import (
-    BUCKET_BYTES,
-    BackwardSteps,
-    Bucket,
-    BucketReduction,
-    call_if_alive,
-    check_bucket_bytes,
-)
+from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, Bucket, call_if_alive, check_bucket_bytes
 from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.decision import Decision
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
+from halfstep.numerics.scaling.sharding import default_group, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
 from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
 
-READ = (
-    "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "
-    "a trainer of halfstep.integrations.trainers; for a scaler, pass scaler= and clip by scaler.clip_grad_norm_; to "
-    "read each gradient, register a post-accumulate hook before step_in_backward"
-)
-ADD = (
-    "to add gradients, run all backwards but the last in `with handle.accumulate():`; zero_grad() cannot discard a "
-    "step; with reentrant checkpointing, use use_reentrant=False"
-)
-INSTEAD = "call remove() and step after the backward"
 DDP_KEEPS = (
-    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
-    "and process_group=, which averages each bucket before its step"
+    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: for replicas, use "
+    "fully_shard with a mesh of (ranks, 1)"
 )
 
 
@@ -79,7 +57,6 @@ class StepInBackward:
         bucket_bytes: int,
         clipping: Literal["exact", "previous"] | None,
         scaler: GradScaler | None,
-        process_group: Any,
     ) -> None:
         self.bucket_bytes, self.clipping = bucket_bytes, clipping
         self._optimizer = optimizer
@@ -92,11 +69,10 @@ class StepInBackward:
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by key
         self._began = False  # whether a backward was seen
         self._accumulating = False
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
-        self._steps = BackwardSteps("a backward that steps", (READ, ADD, INSTEAD), self._take, self._finish)
+        self._steps = BackwardSteps(self._take, self._finish)
         self._hooks: list[Any] = []
         for parameter in parameters_of(optimizer):
             if parameter.requires_grad:
@@ -107,10 +83,6 @@ class StepInBackward:
             optimizer.register_step_pre_hook(lambda _, *arguments: call_if_alive(before, *arguments)),
             optimizer.register_step_post_hook(lambda *_: call_if_alive(after)),
         ]
-        self._reduction: BucketReduction | None = None
-        if process_group is not None:
-            self._reduction = BucketReduction(process_group)
-            self._assign_all(model, process_group)
 
     @property
     def _checks(self) -> bool:
@@ -230,63 +202,21 @@ class StepInBackward:
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
             # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
-            filled = self._reduction is not None or bucket is not self._buckets[-1]
-            if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
+            filled = bucket is not self._buckets[-1] or bucket.size >= self.bucket_bytes
+            if filled and len(bucket.arrived) == len(bucket.members):
                 self._complete(bucket)
 
-    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, key: Any = None) -> Bucket:
-        """Put a parameter into the last bucket with a key, or into a new one if that is full."""
-        bucket = self._last.get(key)
-        if bucket is None or bucket.size >= self.bucket_bytes:
-            bucket = self._last[key] = Bucket(len(self._buckets))
-            self._buckets.append(bucket)
-        self._bucket_of[id(parameter)] = bucket
+    def _assign(self, parameter: torch.Tensor, grad: torch.Tensor) -> Bucket:
+        """Put a parameter into the last bucket, or into a new one if that is full."""
+        if not self._buckets or self._buckets[-1].size >= self.bucket_bytes:
+            self._buckets.append(Bucket(len(self._buckets)))
+        bucket = self._bucket_of[id(parameter)] = self._buckets[-1]
         bucket.members.append(parameter)
         bucket.size += grad.numel() * grad.element_size()
         return bucket
 
-    def _assign_all(self, model: torch.nn.Module, group: Any) -> None:
-        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer.
-
-        Parameters and buffers become those of the first rank.
-        """
-        for parameter in reversed(parameters_of(self._optimizer)):
-            if parameter.requires_grad:
-                self._assign(parameter, parameter, (parameter.dtype, parameter.device))
-        first = torch.distributed.get_global_rank(group, 0)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                values = tensor.clone(memory_format=torch.contiguous_format)
-                torch.distributed.broadcast(values, first, group=group)
-                tensor.copy_(values)
-
     def _complete(self, bucket: Bucket) -> None:
-        """Use the gradients of a complete bucket, or reduce them first, when those of the buckets before it are."""
-        if self._reduction is None:
-            with self._arrived(bucket) as ready:
-                self._use(bucket, ready)
-            return
-        self._reduction.complete.add(bucket.part)
-        while self._reduction.following in self._reduction.complete:
-            self._reduce(self._reduction)
-
-    def _reduce(self, reduction: BucketReduction) -> None:
-        """Use the gradients of the bucket that is being reduced, and begin with those of the next one."""
-        self._use_reduced(reduction)
-        bucket = self._buckets[reduction.following]
-        with self._arrived(bucket):
-            self._steps.use()
-            reduction.begin(bucket)
-        reduction.following += 1
-
-    def _use_reduced(self, reduction: BucketReduction) -> None:
-        ended = reduction.end()
-        if ended is not None and ended[1]:
-            self._use(*ended)
-
-    @contextmanager
-    def _arrived(self, bucket: Bucket) -> Iterator[list[torch.Tensor]]:
-        """A context that uses the gradients of a bucket that have arrived, whose parameters it returns."""
+        """Use the gradients of a bucket that have arrived."""
         ready = [parameter for parameter in bucket.members if id(parameter) in bucket.arrived]
         # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
         # streams also reuse the memory of the gradients, and read the parameters.
@@ -296,7 +226,7 @@ class StepInBackward:
         for stream, current in waits:
             if stream != current:
                 current.wait_stream(stream)
-        yield ready
+        self._use(bucket, ready)
         for stream, current in waits:
             if stream != current:
                 stream.wait_stream(current)
@@ -365,12 +295,6 @@ class StepInBackward:
             self._refuse_without_hook()
         closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))  # which runs a backward
         self._steps.check_step(optimizer.param_groups, [] if closure else parameters_of(optimizer))
-        if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
-            raise RuntimeError(
-                "Expected no gradient at the step with process_group=, but got some that no backward has averaged over "
-                "its ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward "
-                "again after requires_grad_()"
-            )
         if self.clipping is None or self._scaler is not None:  # which decides
             return
         if self.clipping == "previous" and not self._ended:
@@ -430,20 +354,11 @@ class StepInBackward:
     def _finish(self, failed: bool) -> None:
         """Called when a backward has ended: use the buckets of which some parameters had no gradient."""
         with self._lock:
-            reduction = self._reduction
-            if failed:  # `step` takes the gradients that it left
-                for bucket in self._buckets:
+            for bucket in self._buckets:
+                if failed:  # `step` takes the gradients that it left
                     bucket.arrived = {}
-            elif reduction is None:
-                for bucket in self._buckets:
-                    if bucket.arrived:
-                        self._complete(bucket)
-            else:
-                while reduction.following < len(self._buckets):
-                    self._reduce(reduction)
-                self._use_reduced(reduction)
-            if reduction is not None:
-                reduction.restart()
+                elif bucket.arrived:
+                    self._complete(bucket)
             self._stepped |= self._checker is None and not failed
 
 
@@ -476,7 +391,6 @@ def step_in_backward(
     bucket_bytes: int = BUCKET_BYTES,
     clipping: Literal["exact", "previous"] | None = None,
     scaler: GradScaler | None = None,
-    process_group: Any = None,
 ) -> StepInBackward:
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
@@ -496,10 +410,6 @@ def step_in_backward(
         scaler: the scaler of the loss, needed for fp16 parameters. Each step then needs a `StepInBackward.check`, which
             finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
             and ``scaler.update`` follow the backward that steps.
-        process_group: a group of ranks that train replicas of `model`, which DistributedDataParallel must not wrap.
-            Parameters and buffers become those of its first rank, and each bucket of gradients is averaged over the
-            ranks before it is used, from the last parameter to the first. All ranks must run the same backwards.
-            Buffers, such as the statistics of batch norms, are not sent again.
 
     Returns:
         A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
@@ -533,37 +443,9 @@ def step_in_backward(
             f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the optimizer "
             "in it, also to scaler.step"
         )
-    process_group = _checked_group(model, inner, process_group)
-    handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
+    handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler)
     inner.step_parts_by(handle)
     return handle
-
-
-def _checked_group(model: torch.nn.Module, optimizer: LayoutOptimizer, group: Any) -> Any:
-    """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
-    group = checked_group(group)
-    if group is None:
-        return None
-    for index, parameter in enumerate(parameters_of(optimizer)):
-        if is_sharded(parameter):
-            raise ValueError(
-                f"Expected parameter {index} of the optimizer to be a replica with process_group=, but it is sharded: "
-                "FSDP2 and HSDP average their gradients themselves, so leave process_group out"
-            )
-    tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
-    of_ranks: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(of_ranks, tensors, group=group)
-    for rank, of_rank in enumerate(of_ranks):
-        if of_rank != of_ranks[0]:
-            differing = next(pair for pair in zip_longest(of_ranks[0], of_rank) if pair[0] != pair[1])
-            raise ValueError(
-                f"Expected the same parameters and buffers on all ranks of process_group, but rank {rank} has "
-                f"{differing[1]} where rank 0 has {differing[0]}: make the same model on all ranks"
-            )
-    return group
 
 
 def _check_limits(optimizer: LayoutOptimizer, clipping: Any, scaler: Any) -> None:
@@ -597,8 +479,8 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
         raise TypeError(f"Expected optimizer to be an optimizer of halfstep, but got a {type(optimizer).__name__}")
     if hasattr(optimizer, "in_backward"):
         raise TypeError(
-            f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: make it with "
-            "in_backward='step' instead"
+            f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}, whose "
+            "gradients are copied to the host and freed in the backward"
         )
     check_bucket_bytes(bucket_bytes)
     if optimizer.backward_handle is not None:

@@ -164,7 +164,7 @@ def _stored(training: Training) -> Iterator[Part]:
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
-            size, note = _bucket(training, training.step_in_backward, size)
+            note, size = "one bucket, stepped in the backward", _bucket(training, training.step_in_backward, size)
             part = Part(name, size, None, divisor, place=memory, note=note)
         yield part
     if shaped and row.scalars:
@@ -172,13 +172,12 @@ def _stored(training: Training) -> Iterator[Part]:
         yield Part("scalars", size, None, 1, ALWAYS, True, states_at, "step counts, scales")
 
 
-def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
-    """The most bytes of gradients with steps in the backward, of `size` bytes in all, and what they are.
+def _bucket(training: Training, bucket_bytes: int, size: int) -> int:
+    """The most bytes of gradients with steps in the backward, of `size` bytes in all.
 
-    A bucket holds what it had before its last gradient, and that one. Replicas reduce a copy of one bucket, in which
-    gradients begin at multiples of 16 bytes and a mark follows for each, while the next one is filled. FSDP2 reduces
-    the gradients of a unit into one buffer, which exists until the last of them is stepped. The units with the first
-    and the last gradient of the bucket may be larger than what the bucket takes of them.
+    A bucket holds what it had before its last gradient, and that one. FSDP2 reduces the gradients of a unit into one
+    buffer, which exists until the last of them is stepped. The units with the first and the last gradient of the bucket
+    may be larger than what the bucket takes of them.
     """
     gradients, shaped, stored = training.shards.gradients, training.sharding.shaped, training.row.gradients
     if shaped and training.strategy_row.gathers and training.sharding.divisor > 1:
@@ -186,11 +185,7 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
         bucket_bytes += 2 * max(sum(count * stored.bytes(numel) for numel, count, _ in unit) for unit in units)
     elif shaped:
         bucket_bytes += max(stored.bytes(numel) for numel, _, _ in gradients) - 1
-    bucket_bytes = min(bucket_bytes, size)
-    if training.strategy != "ddp" or training.gpus == 1:
-        return bucket_bytes, "one bucket, stepped in the backward"
-    added = 16 * sum(count for _, count, _ in gradients) if shaped else 0
-    return 2 * bucket_bytes + added, "one bucket filled and one reduced, stepped in the backward"
+    return min(bucket_bytes, size)
 
 
 def _buckets(training: Training) -> Iterator[Part]:
@@ -200,7 +195,7 @@ def _buckets(training: Training) -> Iterator[Part]:
     if strategy.by == "flat":
         note = "5e8 gradients, DeepSpeed's default"
         yield Part("buckets", min(DEEPSPEED_BUCKET, local) * width, note=note)
-    if strategy.buckets and training.step_in_backward is None and not training.bucket_view:
+    if strategy.buckets and not training.bucket_view:
         note = "DDP's copy of the gradients"
         yield Part("buckets", local * width, width, 1, ALWAYS, True, note=note)
 

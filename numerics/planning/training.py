@@ -12,7 +12,8 @@ from halfstep.numerics.planning.models import Tensor, Transformer, Unit, paramet
 from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Sharding, Shards, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
 
-STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
+STEPPING_IN_BACKWARD = ("single", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
+ADAPTING = ("single", "ddp", "fsdp", "hsdp")  # those for which adapters are planned
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,7 @@ class Training:
             stands for `halfstep.integrations.offload`, with one of halfstep's optimizers.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
-            gradients of one bucket exist, or of two with ``"ddp"``, which stands for its `process_group`. Default: all
-            gradients exist until the step.
+            gradients of one bucket exist. Default: all gradients exist until the step.
         lora: rows of the adapters of the matrices of the blocks (Hu et al., LoRA, 2021). The other weights are then
             frozen. Default: all weights are trained.
         rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
@@ -100,12 +100,11 @@ class Training:
             (self.offload, offloading, "offload=True", "leave offload out, or choose one of these"),
             (self.row.needs_rows, by_rows, rows, "choose one of these, or moments 'bf16'"),
             (stepping, STEPPING_IN_BACKWARD, "step_in_backward", "leave it out, others keep all gradients"),
-            (lora, STEPPING_IN_BACKWARD, "lora", "choose one of these"),
+            (lora, ADAPTING, "lora", "choose one of these"),
         ):
             yield used and strategy not in able, "strategy", f"{', '.join(able)} with {feature}", remedy
-        no_views = not self.strategy_row.buckets or gpus == 1 or stepping
-        released = " and step_in_backward" if stepping else ""
-        no_ddp = f"False with strategy {strategy!r} on {gpus} GPUs{released}, without DDP's buckets"
+        no_views = not self.strategy_row.buckets or gpus == 1
+        no_ddp = f"False with strategy {strategy!r} on {gpus} GPUs, without DDP's buckets"
         positions = self.model.seq if self.model is not None and self.model.positions else self.seq
         out, pick, shape = "leave it out", "leave one of them out", "pass model as well"
         yield strategy == "single" and gpus > 1, "strategy", f"'ddp' or another for {gpus} GPUs", "or pass gpus=1"

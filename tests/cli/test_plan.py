@@ -160,7 +160,7 @@ def test_a_strategy_that_cannot_offload_is_planned_without(capsys: pytest.Captur
 def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--step-in-backward", "--compare", "strategies")["plans"]
     stepping = {one["label"]: one["settings"]["step_in_backward"] for one in plans}
-    assert {label for label, size in stepping.items() if size == 25 * 2**20} == {"ddp", "fsdp", "hsdp, groups of 4"}
+    assert {label for label, size in stepping.items() if size == 25 * 2**20} == {"fsdp", "hsdp, groups of 4"}
 
 
 def test_every_part_has_its_colour() -> None:

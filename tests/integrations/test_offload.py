@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     ),
     "fp32, clipped": (torch.float32, {"max_grad_norm": 3.4}),
 }
-MODES: tuple[Any, ...] = ("copy", "step", None)
+MODES: tuple[Any, ...] = ("copy", None)
 Run = tuple[Net, Any]
 
 
@@ -48,11 +48,7 @@ def _pair(layout: str, mode: Any, bucket_bytes: int = 400) -> tuple[Run, Run]:
     )
 
 
-def _combined(layout: str, mode: Any) -> bool:
-    return mode != "step" or "max_grad_norm" not in LAYOUTS[layout][1]
-
-
-CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES if _combined(layout, mode)]
+CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES]
 cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 
@@ -410,17 +406,9 @@ def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
         assert max(under_way) == 40
 
 
-def test_a_step_of_a_bucket_that_failed_is_raised_by_step() -> None:
-    net = made()
-    optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
-    optimizer.param_groups[0]["lr"] = -1.0
-    loss_of(net, 1).backward()
-    assert "Invalid learning rate" in error_of(ValueError, optimizer.step)
-
-
 def test_the_optimizer_dies_with_its_references() -> None:
     net = made()
-    optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
+    optimizer = OffloadedAdamW(net.parameters(), bucket_bytes=1)
     loss_of(net, 1).backward()
     optimizer.step()
     reference = weakref.ref(optimizer)
@@ -435,21 +423,12 @@ def test_the_optimizer_dies_with_its_references() -> None:
 def test_errors() -> None:
     net = made()
     assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
-        "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
+        "Expected in_backward to be 'copy' or None, but got 'later'"
     )
     for size in (0, 1.5, True):
         assert error_of(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
             f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
         )
-    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="step", max_grad_norm=1.0)) == (
-        "Expected max_grad_norm to be None with in_backward='step', but got 1.0: the norm is known after the backward; "
-        "use in_backward='copy'"
-    )
-    half = made(FP16)
-    assert error_of(TypeError, lambda: OffloadedAdamW(half.parameters(), in_backward="step")) == (
-        "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss must be "
-        "scaled: use in_backward='copy' with a scaler, or train in bf16"
-    )
     for wrong, what in (
         (torch.nn.Parameter(torch.empty(2, device="meta")), "a leaf in torch.float32 on meta"),
         (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a leaf in torch.float64 on cpu"),

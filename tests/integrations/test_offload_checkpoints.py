@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +25,7 @@ from halfstep.integrations.offload import OffloadedAdamW
 
 BF16 = torch.bfloat16
 LAYOUTS = some("fp32", "fp16", "split", "split24, 8 bits")
-CLASSES: dict[str, Any] = {
-    "device": halfstep.AdamW,
-    "host": OffloadedAdamW,
-    "host, step": partial(OffloadedAdamW, in_backward="step", bucket_bytes=256),
-}
+CLASSES: dict[str, Any] = {"device": halfstep.AdamW, "host": OffloadedAdamW}
 PAIRS = [("host", "device"), ("device", "host"), ("host", "host")]
 pairs = pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -161,7 +154,7 @@ def test_a_load_that_fails_late_restores_the_host_too(layout: str, tmp_path: Pat
     assert _same(target, untouched)
 
 
-@pytest.mark.parametrize("mode", ["copy", "step", None])
+@pytest.mark.parametrize("mode", ["copy", None])
 def test_before_the_first_step_nothing_but_zeros_is_added(mode: Any) -> None:
     """torch then takes a step with lr 0 and gradients of 0. It changes no weight, and counts no step."""
     dtype, options = LAYOUTS["split"]
@@ -194,55 +187,6 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
         run.optimizer.step()
         results.append(run)
     assert _same(*results)
-
-
-def _later(call: Callable[[], None]) -> None:
-    time.sleep(0.1)
-    call()
-
-
-def _stepped_slowly(layout: str, lr: float = 0.01, steps: int = 0, seed: int = 0) -> Run:
-    """A run whose next backward steps buckets in the background, while other code reads the optimizer."""
-    run = _run("host, step", layout, lr, steps, seed)
-    submit = run.optimizer._submit
-    run.optimizer._submit = lambda call: submit(partial(_later, call))
-    return run
-
-
-@pytest.mark.parametrize("reader", ["torch", "ours"])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "fp16"])
-def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str, reader: str, tmp_path: Path) -> None:
-    """torch takes a step with gradients of 0 if it finds no state; it must wait for the one that is being created."""
-    expected, run = _run("device", layout, steps=1), _stepped_slowly(layout)
-    run.backward(0)
-    if reader == "ours":
-        checkpoint.save(tmp_path, 1, model=run.net, optimizer=run.optimizer)
-    state = get_optimizer_state_dict(run.net, run.optimizer)["state"]
-    assert [entry["step"].item() for entry in state.values()] == [1.0] * 4
-    run.optimizer.step()
-    assert _same(run, expected)
-
-
-@pytest.mark.parametrize("reader", ["torch", "ours"])
-def test_a_checkpoint_loads_while_a_first_backward_is_stepped(reader: str, tmp_path: Path) -> None:
-    source, target = _run("device", "split", steps=3), _stepped_slowly("split", lr=0.5, seed=1)
-    target.backward(7)
-    if reader == "torch":
-        state = get_optimizer_state_dict(source.net, source.optimizer)
-        target.optimizer.masters()  # waits, before other code writes the weights
-        target.net.load_state_dict(source.net.state_dict())
-        set_optimizer_state_dict(target.net, target.optimizer, state)
-    else:
-        _through_ours(source, target, tmp_path)
-    _check_that_both_go_on_alike(source, target)
-
-
-def test_a_failing_load_restores_what_a_first_backward_steps_meanwhile(tmp_path: Path) -> None:
-    source, target, untouched = _run("device", "split", steps=3), *(_stepped_slowly("split", seed=1) for _ in "ab")
-    for run in (target, untouched):
-        run.backward(7)
-    _refused_load(source, target, tmp_path)
-    assert _same(target, untouched)
 
 
 def test_gradients_stay_on_the_host_when_the_state_is_asked_for() -> None:

@@ -36,17 +36,12 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def _started(offloads: bool, bucket_bytes: int = BUCKET_BYTES) -> tuple[Net, Any]:
-    """A model whose steps are in its backward, on the device or on the host."""
+def _started(bucket_bytes: int = BUCKET_BYTES) -> tuple[Net, Any]:
+    """A model whose steps are in its backward."""
     net = made()
-    if offloads:
-        return net, OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=bucket_bytes)
     optimizer = halfstep.AdamW(net.parameters())
     step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
     return net, optimizer
-
-
-both = pytest.mark.parametrize("offloads", [False, True])
 
 
 def _train(
@@ -208,11 +203,10 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
         optimizer.step()
 
 
-@both
-def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
+def test_what_a_second_gradient_or_step_is_told() -> None:
     """That these are refused is in test_user_loops.py."""
-    net, optimizer = _started(offloads, bucket_bytes=1)
-    remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
+    net, optimizer = _started(bucket_bytes=1)
+    remedy = "in `with handle.accumulate():`"
 
     def backward() -> None:
         loss_of(net, 1).backward()
@@ -242,9 +236,8 @@ def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
     assert "got zeros as .grad" in error_of(RuntimeError, optimizer.step)
 
 
-@both
-def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded(offloads: bool) -> None:
-    net, optimizer = _started(offloads, bucket_bytes=1)
+def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded() -> None:
+    net, optimizer = _started(bucket_bytes=1)
     expected = made()
     after = halfstep.AdamW(expected.parameters())
     loss_of(expected, 1).backward()
@@ -261,7 +254,7 @@ def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded
     for call in (optimizer.step, lambda: loss_of(net, 3).backward()):
         net.zero_grad()
         text = error_of(RuntimeError, call)
-        assert "load model and optimizer from a checkpoint" in text and ("in_backward" in text) is offloads
+        assert "load model and optimizer from a checkpoint" in text
     torch.autograd.grad(loss_of(net, 3), net.norm.bias)  # stores nothing
     net.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
@@ -301,7 +294,7 @@ def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
     assert gradient_bytes(net) > 0
 
 
-@both
+@pytest.mark.parametrize("offloads", [False, True])
 def test_hooks_are_not_compiled(offloads: bool) -> None:
     """If a compiled function calls the backward."""
     net = made()
@@ -354,7 +347,8 @@ def test_errors() -> None:
     optimizer = halfstep.AdamW(net.parameters())
     offloaded = OffloadedAdamW(net.parameters())
     assert error_of(TypeError, lambda: step_in_backward(net, offloaded)) == (
-        "Expected optimizer to step on the device, but got a OffloadedAdamW: make it with in_backward='step' instead"
+        "Expected optimizer to step on the device, but got a OffloadedAdamW, whose gradients are copied to the "
+        "host and freed in the backward"
     )
     torchs = torch.optim.AdamW(net.parameters())
     assert error_of(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]

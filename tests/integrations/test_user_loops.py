@@ -20,8 +20,6 @@ from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, PROGRAMS, REMEDY, Run, dif
 
 import halfstep
 
-IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed the gradients when a backward returns
-
 # What cannot be done when the gradients are used in the backward. Each of these loops must be refused.
 REFUSED = {
     "reads or writes the gradients of the whole model after the backward": """
@@ -45,10 +43,6 @@ REFUSED = {
         an_exception_in_a_backward adversarial_training gan_in_one_backward_each td3_with_a_delayed_actor""",
     "sets an option after the backward that has used it": "learning_rate_set_between_backward_and_step",
 }
-# `in_backward="step"` has no context for the micro-batches before the last one, as steps in the backward have.
-REFUSED_BY_OFFLOAD_STEP = """
-    accumulation_without_sync accumulation_with_an_odd_last_batch accumulated_gradients_discarded
-    two_backwards_of_one_graph litgpt mmengine""".split()
 # What differs and cannot be noticed: the weights between backward and step are those after the step.
 DIFFERENT = (
     "decay_by_hand_between_backward_and_step",
@@ -61,9 +55,8 @@ NOT_AS_TORCH = (
     "direct_preference_optimization",  # the gradient of a bias is 0 but for rounding (2e-8), and Adam divides by it
 )
 
-refused = {(name, way) for name in " ".join(REFUSED.values()).split() for way in IN_BACKWARD}
-refused |= {(name, "offload step") for name in REFUSED_BY_OFFLOAD_STEP}
-different = {(name, way) for name in DIFFERENT for way in IN_BACKWARD}
+refused = {(name, "release") for name in " ".join(REFUSED.values()).split()}
+different = {(name, "release") for name in DIFFERENT}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -138,7 +131,7 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 
 def test_the_tables_name_programs() -> None:
-    tables = [*" ".join(REFUSED.values()).split(), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *NOT_AS_TORCH]
+    tables = [*" ".join(REFUSED.values()).split(), *DIFFERENT, *NOT_AS_TORCH]
     assert len(PROGRAMS) >= 160 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
 
 

@@ -52,7 +52,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "AdamW on the GPU": (lambda index: True, halfstep.AdamW),
     "AdamW in the backward": (lambda index: False, halfstep.AdamW),
     "OffloadedAdamW, copy": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700)),
-    "OffloadedAdamW, step": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward="step")),
     "OffloadedAdamW, None": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward=None)),
     "torch's AdamW on both": (lambda index: index % 2 == 0, torch.optim.AdamW),
     "torch's fused AdamW on the CPU": (lambda index: False, partial(torch.optim.AdamW, fused=True)),
@@ -85,8 +84,8 @@ class Program:
     def __init__(self, gpu: torch.device, name: str, options: dict[str, Any], scale_on_gpu: bool) -> None:
         on_gpu, cls = OPTIMIZERS[name]
         is_torchs, self.in_backward = name.startswith("torch's"), "backward" in name
-        self.gpu, self.scaled = gpu, not name.endswith("step")
-        if is_torchs or (not self.scaled and "max_grad_norm" in options):
+        self.gpu = gpu
+        if is_torchs:
             options = {}
         self.devices = [gpu if on_gpu(index) else CPU for index in range(len(SHAPES))]
         self.model = torch.nn.Module()

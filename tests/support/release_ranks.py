@@ -230,140 +230,6 @@ def a_check_refuses_gradients_that_were_not_reduced() -> None:
     )
 
 
-class Skipping(Module):
-    """Blocks, of which this rank does not use the third in its own steps, so that in one step nobody uses it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.blocks = model_of().to(dtype)
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
-        self.step = 0
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            if number != 2 or self.step not in (1, 2 + dist.get_rank()):
-                values = block(values)
-        return values
-
-
-def replicas(
-    bucket_bytes: int | None, clipping: Any, limit: float | None, scaled: bool, accumulated: bool
-) -> dict[str, Any]:
-    """The state after some steps of replicas with gradients of their own: under DDP, or inside the backward."""
-    torch.manual_seed(dist.get_rank())
-    model = Skipping(torch.float16 if scaled else torch.bfloat16)
-    if dist.get_rank() == 1:  # DDP and we take the parameters of the first rank
-        torch.nn.init.normal_(next(model.parameters()))
-        model.seen.fill_(7)
-    optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=limit)
-    scaler = halfstep.GradScaler("cpu", enabled=scaled)
-    wrapped: Any = model
-    handle: Any = None
-    if bucket_bytes is None:
-        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    else:
-        options: Any = {"bucket_bytes": bucket_bytes, "clipping": clipping, "scaler": scaler if scaled else None}
-        handle = step_in_backward(model, optimizer, process_group=dist.group.WORLD, **options)
-    assert model.seen.tolist() == [0, 0]
-    seen = [0]
-
-    def note(_: torch.Tensor) -> None:
-        """The bytes of the gradients of this rank, and of the bucket that is being reduced, in the first step."""
-        running = None if handle is None else handle._reduction._running
-        size = sum(_storages(model).values()) + (0 if running is None else running[2].untyped_storage().nbytes())
-        seen.append(size if model.step == 0 else 0)
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(note)
-
-    def loss(step: int, micro: int = 0) -> torch.Tensor:
-        model.step = step
-        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank()))
-        factor = float("inf") if scaled and step == 2 and dist.get_rank() == 1 else 1.0
-        output = wrapped(inputs.to(model.blocks[0][0].weight.dtype)).float()
-        return scaler.scale(output.square().mean() * factor)
-
-    logged = []
-    for step in range(5):
-        if accumulated:
-            with wrapped.no_sync() if handle is None else handle.accumulate():
-                loss(step, 1).backward()
-        if handle is not None and (scaled or clipping == "exact"):
-            with handle.check():
-                loss(step).backward()
-        loss(step).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        logged.append(str(optimizer.grad_norm))
-        left = sum(gradient_of(parameter) is not None for parameter in model.parameters())
-        optimizer.zero_grad()
-    if handle is not None:
-        handle.remove()
-    return {
-        "state": _whole_state(optimizer),
-        "peak": sum(p.numel() * p.element_size() for p in model.parameters()) if handle is None else max(seen),
-        "left": left,
-        "logged": [*logged, scaler.skips_known() if scaled else 0],
-        "buckets": [] if handle is None else handle.buckets,
-    }
-
-
-def replicas_have_the_bits_of_ddp(
-    clipping: Any = None, limit: float | None = None, scaled: bool = False, accumulated: bool = False
-) -> None:
-    plain = clipping is None and not scaled and not accumulated
-    expected = replicas(None, clipping, limit, scaled, accumulated)
-    assert all_have(expected["state"])
-    # In a bucket that is reduced, gradients begin at multiples of 16 bytes, and a mark of 2 bytes follows for each.
-    for size, members, number in ((400, 17, 4), (1, 1, 32)) if plain else ((400, 17, 4),):
-        inside = replicas(size, clipping, limit, scaled, accumulated)
-        assert same_bits(inside["state"], expected["state"]) and inside["logged"] == expected["logged"]
-        assert inside["left"] == 0 and len(inside["buckets"]) == number
-        assert expected["peak"] == sum(inside["buckets"])
-        most = 2 * (max(inside["buckets"]) + (14 + 2) * members)
-        assert inside["peak"] <= most or accumulated
-        if plain:
-            shapes = [p.shape for p in model_of().parameters()]
-            planned = plan(units=[unit("all", shapes)], gpus=2, step_in_backward=size).part("gradients").bytes
-            assert inside["peak"] <= planned - 16 * (32 - 32 // len(inside["buckets"]))
-            assert size > 1 or inside["peak"] < expected["peak"] / 6
-
-
-def what_replicas_refuse() -> None:
-    def started(model: Module, group: Any = None) -> halfstep.AdamW:
-        optimizer = halfstep.AdamW(model.parameters())
-        step_in_backward(model, optimizer, process_group=group or dist.group.WORLD)
-        return optimizer
-
-    model = model_of()
-    model[0][0].weight.requires_grad_(dist.get_rank() == 0)
-    assert error_of(ValueError, lambda: started(model)) == (
-        "Expected the same parameters and buffers on all ranks of process_group, but rank 1 has "
-        "('0.0.weight', (7, 6), 'torch.bfloat16', False) where rank 0 has ('0.0.weight', (7, 6), 'torch.bfloat16', "
-        "True): make the same model on all ranks"
-    )
-    assert error_of(ValueError, lambda: started(_fsdp2())) == (
-        "Expected parameter 0 of the optimizer to be a replica with process_group=, but it is sharded: FSDP2 and HSDP "
-        "average their gradients themselves, so leave process_group out"
-    )
-    model = model_of()
-    model[0][0].weight.requires_grad_(False)
-    optimizer = started(model)
-    model[0][0].weight.requires_grad_(True)
-    _loss(model, 0).backward()
-    assert error_of(RuntimeError, optimizer.step) == (
-        "Expected no gradient at the step with process_group=, but got some that no backward has averaged over its "
-        "ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward again after "
-        "requires_grad_()"
-    )
-    group = dist.new_group([0])
-    if dist.get_rank() == 0:
-        started(model_of(), group)
-    else:
-        message = error_of(ValueError, lambda: started(model_of(), group))
-        assert message.startswith("Expected process_group to be None or a group that contains this rank, but got ")
-
-
 def an_offloaded_optimizer_under_ddp() -> None:
     """Its gradients are copied at the step, when they are reduced."""
     states = []
@@ -391,8 +257,8 @@ def an_offloaded_optimizer_under_ddp() -> None:
 
 def ddp_is_refused_before_anything_changes() -> None:
     advice = (
-        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in "
-        "it and process_group=, which averages each bucket before its step"
+        "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: for replicas, use "
+        "fully_shard with a mesh of (ranks, 1)"
     )
     model = DistributedDataParallel(model_of())
     optimizer = halfstep.AdamW(model.parameters())
@@ -415,13 +281,6 @@ CASES: dict[str, Callable[[], None]] = {
     "scaled FSDP2": partial(exact_clipping_has_the_bits_of_steps_after_the_backward, _fsdp2_fp16, BOTH[1:], True),
     "previous norms": previous_norms_are_those_of_all_ranks,
     "a check before a reduction": a_check_refuses_gradients_that_were_not_reduced,
-    "replicas": replicas_have_the_bits_of_ddp,
-    "replicas, accumulated": partial(replicas_have_the_bits_of_ddp, accumulated=True),
-    "replicas, clipped": partial(replicas_have_the_bits_of_ddp, "exact", 0.02),
-    # A limit that no norm reaches: the steps of DDP, and the same norms.
-    "replicas, previous": partial(replicas_have_the_bits_of_ddp, "previous", 1e9),
-    "replicas, scaled": partial(replicas_have_the_bits_of_ddp, scaled=True),
-    "replicas, refused": what_replicas_refuse,
     "offloaded under DDP": an_offloaded_optimizer_under_ddp,
     "DDP, refused": ddp_is_refused_before_anything_changes,
 }

@@ -43,7 +43,7 @@ BUCKET_BYTES = 200  # a few tensors, so that there are several buckets
 LAYOUTS = some("split", "split24, 8 bits", "full", "fp32")
 LAYOUTS_OF_16_BITS = [name for name, (dtype, _) in LAYOUTS.items() if dtype != FP32]
 # `in_backward` of the offloaded ones.
-OFFLOADED: dict[str, Any] = {"offload copy": "copy", "offload step": "step", "offload None": None}
+OFFLOADED: dict[str, Any] = {"offload copy": "copy", "offload None": None}
 
 
 class Run:
