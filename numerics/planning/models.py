@@ -18,7 +18,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: str = "matrix"  # or "bias", "norm", "embedding"
+    role: str = "matrix"  # or "bias", "norm", "embedding"
 
     @property
     def elements(self) -> int:
@@ -32,7 +32,7 @@ class Tensor:
     @property
     def cast(self) -> bool:
         """Whether autocast makes a 16-bit copy, as it does of the operands of matrix products."""
-        return self.kind in ("matrix", "bias")
+        return self.role in ("matrix", "bias")
 
 
 @dataclass(frozen=True)
@@ -80,32 +80,6 @@ class Transformer:
     The defaults are those of GPT-2: learned positions, LayerNorm before attention, MLP and head, and biases in all
     layers except the head.
 
-    Args:
-        layers: number of blocks.
-        hidden: width h.
-        heads: number of attention heads a; divides `hidden`.
-        vocab: rows V of the embedding and of the head.
-        seq: length s of the longest sequence, and rows of learned positions.
-        ffn: width of the MLP. Default: 4·h.
-        kv_heads: heads of keys and values (grouped-query attention); divides `heads`. Default: `heads`.
-        head_dim: width of one head. Default: `hidden` / `heads`.
-        gated: whether the MLP has three matrices, down(act(gate(x)) · up(x)), instead of two.
-        biases: whether linear layers have biases: True, False, or ``"qkv"`` for queries, keys and values only. The head
-            never has one.
-        norm: ``"layer"`` with weight and bias, or ``"rms"`` with a weight only.
-        block_norms: number of norms in a block.
-        qk_norm: the norms of queries and keys: ``""`` for none, ``"head"`` with a weight per dimension of a head, or
-            ``"width"`` with a weight per row.
-        final_norm: whether there is a norm before the head, as in pre-norm models but not in the original transformer.
-        positions: whether positions are learned; rotary positions have no parameters.
-        tied: whether the head uses the matrix of the embedding.
-        dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
-            embedding.
-        flash: whether attention stores one fp32 number per row of scores, as flash attention and torch's
-            scaled_dot_product_attention do, instead of the scores.
-        experts: number of MLPs of a mixture-of-experts block, and a router; 0 for one MLP without a router.
-        active_experts: experts that compute each token.
-
     Raises:
         ValueError: a size is not an integer of at least 1, or does not divide another size as required.
 
@@ -115,32 +89,32 @@ class Transformer:
         124439808
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    seq: int
-    ffn: int | None = None
-    kv_heads: int | None = None
-    gated: bool = False
-    biases: bool | str = True
-    norm: str = "layer"
-    final_norm: bool = True
-    positions: bool = True
-    tied: bool = False
-    dropout: bool = True
-    flash: bool = True
-    head_dim: int | None = None
-    block_norms: int = 2
-    qk_norm: str = ""
-    experts: int = 0
-    active_experts: int = 0
+    layers: int  # blocks
+    hidden: int  # width h
+    heads: int  # of attention, a; divides `hidden`
+    vocab: int  # rows V of the embedding and of the head
+    seq: int  # length s of the longest sequence, and rows of learned positions
+    ffn: int | None = None  # width of the MLP; default 4·h
+    kv_heads: int | None = None  # heads of keys and values (grouped-query attention); divides `heads`, its default
+    gated: bool = False  # whether the MLP is down(act(gate(x)) · up(x)), of three matrices instead of two
+    biases: bool | str = True  # of linear layers but the head, which has none; "qkv": of queries, keys and values only
+    norm: str = "layer"  # with weight and bias; or "rms", with a weight
+    final_norm: bool = True  # before the head, as in pre-norm models but not in the original transformer
+    positions: bool = True  # learned; rotary positions have no parameters
+    tied: bool = False  # whether the head uses the matrix of the embedding
+    dropout: bool = True  # on attention weights, on the outputs of attention and MLP, and on the embedding
+    flash: bool = True  # attention stores one fp32 number per row of scores, as scaled_dot_product_attention does
+    head_dim: int | None = None  # width of one head; default `hidden` / `heads`
+    block_norms: int = 2  # norms in a block
+    qk_norm: str = ""  # norms of queries and keys; "head": a weight per dimension of a head, "width": one per row
+    experts: int = 0  # MLPs of a mixture-of-experts block, which then has a router
+    active_experts: int = 0  # experts that compute each token
 
     def __post_init__(self) -> None:
         smallest = {**dict.fromkeys(_SIZES, 1), "experts": 0, "active_experts": 1 if self.experts else 0}
-        for name, least_size in smallest.items():
+        for name, low in smallest.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, whole(name, getattr(self, name), least_size))
+                object.__setattr__(self, name, whole(name, getattr(self, name), low))
         if self.active_experts > self.experts:
             raise ValueError(
                 f"Expected active_experts to be at most experts, {self.experts}, but got {self.active_experts}"

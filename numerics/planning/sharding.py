@@ -196,9 +196,9 @@ class Sharding:
             return ()
         once, gradients, weights = ring(divisor), self.padded(trained), self.padded(units)
 
-        def sent(name: str, what: str, share: Fraction, to: int = divisor) -> Collective:
-            width, number = (widths[0], gradients) if "gradients" in what else (widths[1], weights)
-            return Collective(name, what, math.ceil(share * width * number), to)
+        def sent(name: str, content: str, share: Fraction, to: int = divisor) -> Collective:
+            width, number = (widths[0], gradients) if "gradients" in content else (widths[1], weights)
+            return Collective(name, content, math.ceil(share * width * number), to)
 
         summed = sent("all-reduce", "gradients", 2 * ring(ranks), ranks)
         if by == "nothing":

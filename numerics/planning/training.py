@@ -20,50 +20,34 @@ ADAPTING = ("single", "ddp", "fsdp", "hsdp")  # those for which adapters are pla
 class Training:
     """The training of a model, given by exactly one of `params`, `model` and `units`.
 
-    Args:
-        params: number of parameters. Without shapes, activations and gathered units are unknown and not counted.
-        model: a transformer.
-        units: the parameters of any model, grouped into the units that FSDP gathers; see `unit`.
-        gpus: number of GPUs.
-        strategy: a name of `STRATEGIES`. Default: ``"single"`` on one GPU, otherwise ``"ddp"``.
-        shard: GPUs in one group of ``"hsdp"``.
-        precision, optimizer, moments: the layout; see `layout`.
-        batch: sequences on one GPU.
-        seq: length of a sequence. Default: `model.seq`.
-        checkpointing: see `work.activations`.
-        offload: whether the memory of the host holds what the strategy can offload. With ``"single"`` and ``"ddp"`` it
-            stands for `halfstep.integrations.offload`, with one of halfstep's optimizers.
-        bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
-        step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
-            gradients of one bucket exist. Default: all gradients exist until the step.
-        lora: rows of the adapters of the matrices of the blocks (Hu et al., LoRA, 2021). The other weights are then
-            frozen. Default: all weights are trained.
-        rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
-        loss_chunks: the number of parts of the tokens of which head and loss compute logits one after the other, as
-            the chunked losses of Liger and torchtune do.
-
     Raises:
         ValueError: an argument is out of its range, or two arguments cannot be combined.
     """
 
-    params: float | None = None
+    params: float | None = None  # number of parameters. Without shapes, activations and gathered units are not counted
     _: KW_ONLY
     model: Transformer | None = None
-    units: Sequence[Unit] | None = None
+    units: Sequence[Unit] | None = None  # the parameters of any model, by the units that FSDP gathers; see `unit`
     gpus: int = 1
-    strategy: str | None = None
-    shard: int | None = None
+    strategy: str | None = None  # a name of `STRATEGIES`; default "single" on one GPU, otherwise "ddp"
+    shard: int | None = None  # GPUs in one group of "hsdp"
+    # The layout; see `layout`.
     precision: str = "bf16"
     optimizer: str = "halfstep"
     moments: str | None = None
-    batch: int | None = None
-    seq: int | None = None
-    checkpointing: str = "none"
+    batch: int | None = None  # sequences on one GPU
+    seq: int | None = None  # length of a sequence; default `model.seq`
+    checkpointing: str = "none"  # see `work.activations`
+    # Whether the memory of the host holds what the strategy can offload. With "single" and "ddp" it stands for
+    # `halfstep.integrations.offload`, with one of halfstep's optimizers.
     offload: bool = False
-    bucket_view: bool = False
+    bucket_view: bool = False  # whether gradients are views of DDP's buckets (``gradient_as_bucket_view``)
+    # `bucket_bytes` of `halfstep.integrations.release.step_in_backward`: the gradients of one bucket exist, not all.
     step_in_backward: int | None = None
+    # Rows of the adapters of the matrices of the blocks (Hu et al., LoRA, 2021); the other weights are frozen.
     lora: int | None = None
-    rank: int | None = None
+    rank: int | None = None  # whose memory is planned, among those that shard the model; default: who holds most
+    # Parts of the tokens of which head and loss compute logits one after the other, as Liger and torchtune do.
     loss_chunks: int = 1
 
     def __post_init__(self) -> None:

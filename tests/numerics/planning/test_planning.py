@@ -128,7 +128,7 @@ def test_every_matrix_takes_two_flops_per_element_and_token(model: Transformer) 
     for block in model.units():
         for tensor in block.tensors:
             share = Fraction(model.active_experts, model.experts) if tensor.name.startswith("experts") else 1
-            matrices += tensor.elements * block.count * share * (tensor.kind == "matrix")
+            matrices += tensor.elements * block.count * share * (tensor.role == "matrix")
     scores = 4 * s**2 * model.heads * (model.head_dim or model.hidden // model.heads)
     assert work.forward_flops(model, 3, s) == 3 * (2 * s * matrices + model.layers * scores)
 
