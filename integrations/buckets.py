@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -71,18 +72,16 @@ for _hook in (call_if_alive, before_accumulation):
     _eval_frame.set_code_exec_strategy(_hook.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
 
 
+@dataclass(eq=False)
 class Bucket:
-    """Parameters that are stepped together by the plan `part`, whose gradients take `size` bytes.
+    """Parameters that are stepped together by the plan `part`, and whose gradients take `size` bytes."""
 
-    `members` are in the order in which their gradients were first complete. `arrived` has, by id, those whose gradient
-    is complete and not yet used, and the CUDA stream that computed it.
-    """
-
-    def __init__(self, part: int) -> None:
-        self.part = part
-        self.size = 0
-        self.members: list[torch.Tensor] = []
-        self.arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+    part: int
+    size: int = 0
+    # In the order in which their gradients were first complete.
+    members: list[torch.Tensor] = field(default_factory=list)
+    # By id, those whose gradient is complete and not yet used, and the CUDA stream that computed it.
+    arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = field(default_factory=dict)
 
 
 class BackwardSteps:
@@ -218,13 +217,10 @@ class BackwardSteps:
     def refuse_second_gradient(self, parameter: torch.Tensor) -> None:
         """Raise if a backward has stepped a parameter, which has another gradient now, since the last `step`."""
         if id(parameter) in self._stepped:
-            raise RuntimeError(self._second_gradient(parameter))
-
-    def _second_gradient(self, parameter: torch.Tensor) -> str:
-        return (
-            f"Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of shape "
-            f"{tuple(parameter.shape)} before it: {ADD}"
-        )
+            raise RuntimeError(
+                "Expected optimizer.step() after a backward that steps, but got another gradient of a parameter of "
+                f"shape {tuple(parameter.shape)} before it: {ADD}"
+            )
 
     def check_step(self, groups: list[dict[str, Any]], unused: list[torch.Tensor]) -> None:
         """Raise if `step()` would have other results than a step after the backward. What follows is another step.
@@ -243,7 +239,7 @@ class BackwardSteps:
         )
         for parameter in parameters if changed else ():
             if gradient_of(parameter) is not None:
-                raise RuntimeError(self._second_gradient(parameter))
+                self.refuse_second_gradient(parameter)
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(

@@ -1,17 +1,14 @@
-"""Adam and AdamW whose masters and moments are in the memory of the host, and whose steps run there.
+"""Adam, AdamW and SGD whose masters, moments and steps are on the host.
 
 The device holds the weights and, during the backward, the gradients that are being copied. Each gradient is copied to
-the host as soon as it is complete, and freed. The C++ kernels step there, bucket by bucket in the order in which
-gradients arrive: a bucket waits for its own gradients only, and its weights return while the next one is stepped. The
-norm, where it is needed, waits for all gradients. Weights and state have the bits of a step on the device.
+the host as soon as it is complete, and freed. Inside is an optimizer of copies of the parameters on the host, which the
+C++ kernels step bucket by bucket in the order in which gradients arrive: a bucket waits for its own gradients only, and
+its weights return while the next one is stepped. The norm, where it is needed, waits for all gradients. Weights and
+state have the bits of a step on the device; ``param_groups`` and ``state`` are those of the parameters on the device.
 
 All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
-sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
-
-``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. Inside is another optimizer,
-of their copies on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the
-host, in the dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an
-optimizer on the CPU, for our scaler and torch's.
+sequence of calls that nothing interrupts (interrupts.py): a step is made as a whole or not at all. Gradients of several
+backwards are added on the host, in the dtype of the gradient, as autograd adds them.
 
 Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
 the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 import warnings
 from collections import Counter
@@ -49,8 +48,7 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
     """All tensors of the parts of one checkpoint.
 
     Args:
-        paths: what `read_tensors` reads, and other folders: of Hugging Face, whose index names the files, or with any
-            files of tensors.
+        paths: what `read_tensors` reads, and folders with such files, as of Hugging Face.
 
     Raises:
         TensorFileError: a file cannot be read or is damaged, or two that were passed have a tensor of the same name.
@@ -78,30 +76,16 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
 
 def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
     """The files of a folder to read, or `path` if it is a file or a folder that `read_tensors` reads."""
-    entries = {entry.name: entry for entry in sorted(path.iterdir())} if path.is_dir() else {}
-    if not entries or {"manifest.json", ".metadata"} & entries.keys():
+    if not path.is_dir() or any((path / name).exists() for name in ("manifest.json", ".metadata")):
         return [path]
-    indexed: set[str] = set()
-    for index in path.glob("*.safetensors.index.json"):
-        try:
-            indexed.update(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise TensorFileError(f"{index} is damaged: {error}; download it again, or pass the files") from error
-    if missing := sorted(map(str, indexed - entries.keys())):
-        raise TensorFileError(f"{path} has an index, but not {missing[0]}, which it names; add it, or pass the files")
-    parts, folders = [], [str(entry) for entry in entries.values() if entry.is_dir()]
-    for name, entry in entries.items():
-        if entry.is_dir():
-            skipped[str(entry)] = "a folder; pass it by itself"
-        elif indexed and entry.suffix == ".safetensors" and name not in indexed:
-            skipped[str(entry)] = "not in the index"
-        elif entry.suffix in SUFFIXES:
-            parts.append(entry)
-        elif not name.endswith(".index.json"):
-            skipped[str(entry)] = f"not one of {', '.join(SUFFIXES)}"
+    entries = sorted(path.iterdir(), key=lambda entry: (entry.suffix != ".safetensors", entry.name))
+    parts = [entry for entry in entries if entry.suffix in SUFFIXES and not entry.is_dir()]
+    folders = [str(entry) for entry in entries if entry.is_dir()]
     if folders and not parts:
         raise TensorFileError(f"{path} has no file of tensors; pass a checkpoint in it, such as {folders[-1]}")
-    return sorted(parts, key=lambda part: part.suffix != ".safetensors") or [path]
+    skipped |= dict.fromkeys(folders, "a folder; pass it by itself")
+    skipped |= {str(entry): "not of tensors" for entry in entries if not entry.is_dir() and entry not in parts}
+    return parts or [path]
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:

@@ -215,8 +215,8 @@ def save(
         optimizer: optimizer of the model's parameters.
         scaler: an object with a ``state_dict()``, which is stored.
         optimizer_state: ``"held"`` stores masters and moments in the bytes that they take in memory: codes and scales,
-            bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, as ``"held"`` does with
-            other optimizers and under FSDP1. `load` loads both into every layout.
+            bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, and so does ``"held"``
+            with other optimizers and under FSDP1. `load` loads both into every layout.
         asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
             one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
         process_group: the ranks that save together; all have the same parameters. Default: all.

@@ -3,7 +3,7 @@
 A row gives the formats of weights, gradients, master and moments, the format in which the model computes, and the
 temporary memory of `step`. The rows of halfstep are those of its `StateLayout`; rows of other libraries come from their
 source code, at the version in `Layout.source`. tests/numerics/planning/test_planning_reality.py compares the rows of
-halfstep, torch and flashoptim with the memory that they allocate.
+halfstep and torch with the memory that they allocate.
 
 Needs no torch.
 """

@@ -97,15 +97,6 @@ def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, buck
     assert set(masters) == set(runs[1][0].parameters()) and len(masters) == len(list(runs[1][0].parameters()))
 
 
-def test_gradients_stay_until_they_are_cleared_as_torchs_do() -> None:
-    runs = _pair("bf16 split", "copy")
-    for step in range(3):
-        for net, optimizer in runs:
-            loss_of(net, step).backward()
-            optimizer.step()
-    assert same(*runs)
-
-
 @pytest.mark.parametrize("mode", ["copy", None])
 def test_gradients_with_a_graph_and_those_that_autograd_does_not_store(mode: Any) -> None:
     runs = _pair("bf16 split", mode)
@@ -198,28 +189,6 @@ def test_a_parameter_that_is_given_twice_and_a_default_dtype_and_device(default_
         net = Net().to_empty(device="cpu").to(BF16)
         optimizer = OffloadedAdamW([*net.parameters(), net.norm.bias])
     assert all(mirror.host.device.type == "cpu" for mirror in optimizer._mirrors.values())
-
-
-def test_groups_are_added_and_options_are_those_of_torch() -> None:
-    results = []
-    for cls in (halfstep.Adam, OffloadedAdam):
-        net = made()
-        named = list(net.named_parameters())
-        optimizer = cls(
-            [{"params": named[:3]}, {"params": iter(named[3:6]), "lr": 0.1}],
-            lr=0.01,
-            weight_decay=0.1,
-            betas=(0.8, 0.9),
-        )
-        optimizer.add_param_group({"params": named[6:], "eps": 1e-3})
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.param_groups[1]["lr"] *= 0.5
-        results.append((net, optimizer))
-    assert same(results[0], results[1])
-    assert results[1][1].state_dict()["param_groups"][2]["param_names"] == [name for name, _ in named[6:]]
 
 
 def test_the_device_holds_weights_only() -> None:
@@ -422,35 +391,23 @@ def test_the_optimizer_dies_with_its_references() -> None:
 
 def test_errors() -> None:
     net = made()
-    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
-        "Expected in_backward to be 'copy' or None, but got 'later'"
-    )
-    for size in (0, 1.5, True):
-        assert error_of(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
-            f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
-        )
-    for wrong, what in (
-        (torch.nn.Parameter(torch.empty(2, device="meta")), "a leaf in torch.float32 on meta"),
+    for error, options, words in (
+        (ValueError, {"in_backward": "step"}, "Expected in_backward to be 'copy' or None, but got 'step'"),
+        *((ValueError, {"bucket_bytes": size}, f"but got {size!r}") for size in (0, 1.5, True)),
+    ):
+        assert words in error_of(error, lambda o=options: OffloadedAdamW(net.parameters(), **o))
+    for wrong, words in (
+        (torch.nn.Parameter(torch.empty(2, device="meta")), "a leaf in torch.float32 on meta: move the model to its"),
         (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a leaf in torch.float64 on cpu"),
         (torch.nn.Parameter(torch.ones(2)) * 2, "a computed tensor in torch.float32 on cpu"),
+        (3, "optimizer can only optimize Tensors"),
     ):
-        assert error_of(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong])) == (
-            f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
-            "its device first"
-        )
+        assert words in error_of(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong]))
     optimizer = OffloadedAdamW(net.parameters())
     assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
-        assert error_of(TypeError, call) == (
-            "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "
-            "state_dict(), and load it into an optimizer of the copied model"
-        )
-    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
-        OffloadedAdamW([3])  # type: ignore[list-item]
+        assert "Expected no copy or pickle of a OffloadedAdamW" in error_of(TypeError, call)
     sparse = torch.nn.Embedding(9, 4, sparse=True)
     refusing = OffloadedAdamW(sparse.parameters())
-    assert error_of(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward()) == (
-        "Expected a parameter of shape (9, 4) to have a dense gradient, but got layout torch.sparse_coo: use "
-        "sparse=False in the embedding"
-    )
-    assert refusing.state == {}
+    text = error_of(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward())
+    assert "to have a dense gradient, but got layout torch.sparse_coo" in text and refusing.state == {}

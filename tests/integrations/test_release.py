@@ -343,35 +343,28 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 def test_errors() -> None:
-    net = made()
+    net, half = made(), Linear(2, 2).half()
     optimizer = halfstep.AdamW(net.parameters())
-    offloaded = OffloadedAdamW(net.parameters())
-    assert error_of(TypeError, lambda: step_in_backward(net, offloaded)) == (
-        "Expected optimizer to step on the device, but got a OffloadedAdamW, whose gradients are copied to the "
-        "host and freed in the backward"
+    cases: tuple[tuple[Any, Any, Any, dict[str, Any], str], ...] = (
+        (TypeError, net, OffloadedAdamW(net.parameters()), {}, "to step on the device, but got a OffloadedAdamW"),
+        (TypeError, net, torch.optim.AdamW(net.parameters()), {}, "to be an optimizer of halfstep, but got a AdamW"),
+        *((ValueError, net, optimizer, {"bucket_bytes": size}, f"but got {size!r}") for size in (0, 1.5, True)),
+        (
+            ValueError,
+            net.first,
+            optimizer,
+            {},
+            "parameter 0 of the optimizer to be one of model, but it is not",
+        ),
+        (TypeError, half, halfstep.AdamW(half.parameters()), {}, "but got torch.float16, whose loss must be scaled"),
     )
-    torchs = torch.optim.AdamW(net.parameters())
-    assert error_of(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]
-        "Expected optimizer to be an optimizer of halfstep, but got a AdamW"
-    )
-    for size in (0, 1.5, True):
-        assert error_of(ValueError, lambda size=size: step_in_backward(net, optimizer, bucket_bytes=size)) == (
-            f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
-        )
-    assert error_of(ValueError, lambda: step_in_backward(net.first, optimizer)) == (
-        "Expected parameter 0 of the optimizer to be one of model, but it is not: make the optimizer of the sharded "
-        "model's parameters, and pass that model"
-    )
-    half = Linear(2, 2).half()
-    assert error_of(TypeError, lambda: step_in_backward(half, halfstep.AdamW(half.parameters()))) == (
-        "Expected parameter 0 of the optimizer to be fp32 or bf16 without a scaler, but got torch.float16, whose loss "
-        "must be scaled: pass scaler=, or train in bf16"
-    )
+    for error, model, wrong, options, words in cases:
+        call = lambda m=model, o=wrong, options=options: step_in_backward(m, o, **options)  # noqa: E731
+        assert words in error_of(error, call)
     handle = step_in_backward(net, optimizer)
     assert isinstance(handle, StepInBackward) and handle.bucket_bytes == BUCKET_BYTES
-    assert error_of(ValueError, lambda: step_in_backward(net, optimizer)) == (
-        "Expected optimizer not to step in the backward already: call remove() on the first handle"
-    )
+    text = error_of(ValueError, lambda: step_in_backward(net, optimizer))
+    assert "not to step in the backward already: call remove() on the first handle" in text
     handle.remove()
     handle.remove()
     step_in_backward(net, optimizer)

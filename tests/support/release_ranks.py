@@ -224,10 +224,7 @@ def a_check_refuses_gradients_that_were_not_reduced() -> None:
     model.set_requires_gradient_sync(False)
     _loss(model, 0).backward()
     handle = step_in_backward(model, optimizer, clipping="exact")
-    assert error_of(RuntimeError, lambda: handle.check().__enter__()) == (
-        "Expected no gradient before check(), which frees the gradients, but got some of an earlier backward: call "
-        "zero_grad(), or to accumulate, remove() and step after the backward"
-    )
+    assert "Expected no gradient before check()" in error_of(RuntimeError, lambda: handle.check().__enter__())
 
 
 def an_offloaded_optimizer_under_ddp() -> None:

@@ -304,14 +304,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for size in (0, 1.5, math.nan, True)
     ),
     (ONE | {"gpus": -1}, "Expected gpus to be an integer of at least 1, but got -1"),
-    (ONE | {"strategy": "zero4"}, "but got 'zero4': did you mean 'zero"),
     (ONE | {"optimizer": "halfstp"}, "but got 'halfstp': did you mean 'halfstep'?"),
-    (ONE | {"precision": "bf61"}, "but got 'bf61': did you mean 'bf16'?"),
     (ONE | {"optimizer": "halfstep-split", "precision": "fp16"}, "Expected precision to be one of bf16 for"),
     (TWO | {"strategy": "single"}, "Expected strategy to be 'ddp' or another for 2 GPUs, but got 'single': or"),
     (TWO | {"strategy": "hsdp"}, "Expected shard to be the GPUs of one group with strategy 'hsdp', but got None: pass"),
     (TWO | {"strategy": "hsdp", "shard": 3}, "Expected shard to divide gpus, 2, but got 3"),
-    (TWO | {"shard": 2}, "Expected shard to be None with strategy 'ddp', without groups, but got 2: leave it out"),
     (TWO | {"offload": True, "strategy": "zero1-torch"}, "with offload=True, but got 'zero1-torch': leave offload out"),
     (ONE | {"offload": True, "optimizer": "torch"}, "Expected optimizer to be one of halfstep's with"),
     (ONE | {"moments": "fp8"}, "but got 'fp8': did you mean 'fp"),
@@ -323,7 +320,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (ONE | {"loss_chunks": 4}, "Expected loss_chunks to be 1 without a model, of which activations are unknown, but"),
     (ONE | {"checkpointing": "full"}, "Expected checkpointing to be 'none' without a model, of which activations are"),
     (TWO | {"rank": 2, "strategy": "fsdp"}, "Expected rank to be an integer from 0 to 1, but"),
-    ({"model": WORKED, "checkpointing": "ful"}, "but got 'ful': did you mean 'full'?"),
     ({"model": WORKED, "seq": 1024}, "Expected seq to be from 1 to 512, the positions of the model, but got 1024"),
     ({"units": []}, "Expected units to contain parameters, but got none"),
     *(
@@ -341,7 +337,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for strategy in ("ddp", "zero1", "zero1-torch", "zero2", "zero3", "fsdp1")
     ),
-    (ONE | {"step_in_backward": 0}, "Expected step_in_backward to be an integer of at least 1, but got 0"),
     (STEPPING | {"optimizer": "torch"}, "one of halfstep's with step_in_backward, but got 'torch': leave one"),
     (
         ONE | {"lora": 4},
