@@ -498,17 +498,13 @@ class _Offloaded(LayoutOptimizer):
             calls.append(_copies(parameters, [mirror.host for mirror in mirrors]))
             written += mirrors
         with ExitStack() as stack:
-            for device in self._gpus(written):
+            for device in {mirror.parameter.device for mirror in written if mirror.parameter.is_cuda}:
                 back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
                 back.wait_stream(current)
                 calls.append(partial(type(current).wait_stream, current, back))
                 stack.enter_context(torch.cuda.stream(back))
             apply(calls)
         self._weights_arriving = {}
-
-    def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
-        """The GPUs of parameters."""
-        return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, those that are being copied too, or set them to 0."""

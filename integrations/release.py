@@ -1,16 +1,13 @@
 """Gradient release: the optimizer steps inside the backward, so that the gradients of a whole model never coexist.
 
-Without it, a bf16 gradient takes 2 bytes per parameter until the backward has ended. `step_in_backward` collects
-complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and replaces these by
-`FreedGradient`, which raises an error if its numbers are needed. The bits are those of a step after the backward. At
-any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient; more if gradients become
-complete in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
+`step_in_backward` collects complete gradients in buckets, updates the parameters of a bucket when its gradients are
+complete, and replaces these by `FreedGradient`, which raises an error if its numbers are needed. At any time the
+gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient; more if they become complete in another
+order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
-**Norms and overflows.** Clipping needs the norm of all gradients, and loss scaling must know whether all are finite,
-before the first parameter changes. With ``clipping="exact"`` or a scaler there are two backwards per step: one in which
-gradients are only checked and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
-``clipping="previous"`` takes the norm of the last step instead: when gradients grow, the first large ones are not
-clipped.
+Clipping needs the norm of all gradients, and loss scaling must know whether all are finite, before the first parameter
+changes: with ``clipping="exact"`` or a scaler there are two backwards per step, one in which gradients are only checked
+and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
 """
 
 from __future__ import annotations
@@ -63,8 +60,7 @@ class StepInBackward:
         self._model = weakref.ref(model)
         self._scaler = scaler
         self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
-        # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
-        self._verdict: Verdict | None = None
+        self._verdict: Verdict | None = None  # of `check`, until `step` was called; with "previous", of the last step
         self._ended = False  # whether the norm of this step is known, with "previous"
         self._stepped = False  # whether a backward has stepped by the verdict of `check`
         self._buckets: list[Bucket] = []
@@ -98,8 +94,8 @@ class StepInBackward:
     def accumulate(self) -> Iterator[None]:
         """A context in which backwards only add to ``.grad``: for all but the last micro-batch of a step.
 
-        The gradients of all parameters then exist until the last backward, in which each is stepped and freed. Under
-        FSDP2, ``set_requires_gradient_sync(False)`` has the same effect on the step, with unsharded gradients.
+        The gradients of all parameters then exist until the last backward. Under FSDP2,
+        ``set_requires_gradient_sync(False)`` has the same effect on the step, with unsharded gradients.
 
         Raises:
             RuntimeError: the step needs a backward in `check`, which would free the accumulated gradients.
@@ -120,8 +116,8 @@ class StepInBackward:
         """A context for the first backward of a step with ``clipping="exact"`` or a scaler.
 
         Gradients are checked and freed in it, and no parameter changes. Then run the same backward once more, which
-        steps: keep the graph (``retain_graph=True``), or compute the same loss again, with the same random numbers.
-        On all ranks, since they combine their norms when the context ends.
+        steps: keep the graph (``retain_graph=True``), or compute the same loss again, with the same random numbers. All
+        ranks combine their norms when the context ends.
 
         Raises:
             RuntimeError: the steps need no check; gradients of an earlier backward exist; or no backward ran in the
@@ -405,8 +401,9 @@ def step_in_backward(
             launch per dtype. A bucket is larger by up to one gradient.
         clipping: how to clip to the ``max_grad_norm`` of the optimizer. ``"exact"`` computes the norm in a backward of
             its own, see `StepInBackward.check`. ``"previous"`` takes the norm of the last step, and does not clip the
-            first one; it reads each gradient once more, and ``optimizer.step()`` must be called after each backward,
-            by all ranks. Save its norm with `StepInBackward.state_dict`. None for optimizers without a limit.
+            first one, nor the first of large gradients; it reads each gradient once more. All ranks must then call
+            ``optimizer.step()`` after each backward. Save its norm with `StepInBackward.state_dict`. None for
+            optimizers without a limit.
         scaler: the scaler of the loss, needed for fp16 parameters. Each step then needs a `StepInBackward.check`, which
             finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
             and ``scaler.update`` follow the backward that steps.
@@ -419,9 +416,8 @@ def step_in_backward(
         TypeError, ValueError: an argument is not allowed, or does not fit the others. Nothing was changed.
 
     Note:
-        A step after each of several backwards of one iteration is rarely meant: use `StepInBackward.accumulate` for
-        all but the last. Reentrant activation checkpointing computes the gradient of a parameter that several segments
-        share in several parts, and each would be stepped: use ``use_reentrant=False``.
+        Reentrant activation checkpointing computes the gradient of a parameter that several segments share in several
+        parts, and each would be stepped: use ``use_reentrant=False``.
 
     Examples:
         >>> from halfstep.integrations.release import step_in_backward
