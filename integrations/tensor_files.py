@@ -29,7 +29,7 @@ class TensorFileError(ValueError):
 
 
 class TensorFiles(NamedTuple):
-    """Tensors by name, the paths that they are from, and why other files of a folder are not among these."""
+    """Tensors by name, the files that they are from, and why other files of a folder were not read."""
 
     tensors: dict[str, torch.Tensor]
     files: list[str]
@@ -39,7 +39,7 @@ class TensorFiles(NamedTuple):
         return {"files": self.files, "skipped": self.skipped}
 
     def lines(self) -> list[str]:
-        """What was read and what was not, in words; of files that were passed, nothing."""
+        """What was read and what was not, in words; nothing if it is one file."""
         skipped = [f"not read: {path}: {why}" for path, why in self.skipped.items()]
         return [f"read: {', '.join(self.files)}", *skipped] if skipped or len(self.files) > 1 else []
 
@@ -160,7 +160,7 @@ def _from_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, each once that an expanded one repeats."""
+    """The values of a tensor, without the repetitions of an expanded one."""
     for dimension, step in enumerate(() if tensor.is_meta else tensor.stride()):
         if step == 0 and tensor.shape[dimension]:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -187,7 +187,7 @@ def _check_name(name: str) -> None:
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """By names that can be printed, with a number behind those that several tensors would have."""
+    """Tensors by printable names; a number is appended to names that occur more than once."""
     result: dict[str, torch.Tensor] = {}
     times: Counter[str] = Counter()
     for name, tensor in tensors:

@@ -118,7 +118,7 @@ class TorchReader(Reader):
             return pickles.load(io.BytesIO(file.read(length)), length)
 
     def _tree(self, paths: dict[str, Any]) -> dict[str, Any]:
-        """What torch has flattened, nested again, with the objects read; and what halfstep wrote next to it."""
+        """The nested values that torch has flattened, and those that halfstep wrote next to its files."""
         root: dict[Any, Any] = {}
         for name, keys in paths.items():
             if type(keys) is not tuple or not 1 <= len(keys) < 100:
@@ -146,7 +146,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numpy(value: Any) -> Any:
-    """Values that earlier versions saved, with numpy's where they saved tensors in their stead."""
+    """Values that an earlier version saved; it stored numpy's as tensors."""
     if type(value) is dict and NUMPY in value:
         values = value["values"].numpy()
         return values if value[NUMPY] == "array" else values[()]

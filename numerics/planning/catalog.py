@@ -224,7 +224,7 @@ CARDS = {
 }
 
 
-# What names of GPUs have besides: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
+# What does not tell GPUs apart: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
 _NOT_OF_A_NAME = re.compile(
     r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm\d?|(?<=a100-)pcie|hbm\d?e?|(?<=\d)gi?b|[^a-z0-9.]"
 )

@@ -99,12 +99,12 @@ class Layout:
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
 SGD = ("momentum_buffer",)
 _TORCH = "torch 2.13, torch/optim/adam.py"
-# Of ours: the name, the formats of the parameters, and `master_weights`, with each format of the moments.
+# Rows of halfstep: name, formats of the parameters, and `master_weights`. Each has every format of the moments.
 _MASTERS: tuple[tuple[str, tuple[StoredFormat, ...], str | None], ...] = (
     *(("halfstep-full", _HALF, "full"), ("halfstep-split", (BF16,), "split")),
     *(("halfstep-split24", (BF16,), "split24"), ("halfstep-stochastic", _HALF, None)),
 )
-# Of others: the formats of the parameters, of the master, of the moments (None: that of the parameters), and the rest.
+# Rows of others: formats of the parameters, the master and the moments (None: that of the parameters), and the rest.
 _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFormat | None, dict[str, Any]], ...] = (
     # foreach, torch's default on a GPU, allocates the square root of exp_avg_sq
     ("torch", (FP32,), None, FP32, {"temporary": 4, "source": _TORCH}),
