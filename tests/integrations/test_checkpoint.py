@@ -486,27 +486,6 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     assert order[place + 1 :] == [tmp_path.name]
 
 
-def test_a_step_saved_again_replaces_the_first_at_no_moment_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _save(tmp_path, 7)
-    seen = []
-    replace = os.replace
-
-    def renamed(old: Any, new: Any) -> None:
-        replace(old, new)
-        seen.append(checkpoint.checkpoints(tmp_path))
-        if len(seen) == 1:
-            _is_good(seen[0][0][1], 7)
-
-    monkeypatch.setattr(os, "replace", renamed)
-    model, optimizer = _training(8.0)
-    path = checkpoint.save(tmp_path, 7, {"at": 8}, model=model, optimizer=optimizer)
-    assert len(seen) >= 2 and all([step for step, _ in found] == [7] for found in seen)
-    assert os.listdir(tmp_path) == [path.name]
-    _is_good(path, 8)
-
-
 def test_a_process_killed_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     _save(tmp_path, 7)
     program = f"""

@@ -324,17 +324,6 @@ def test_the_handle_and_the_optimizer_die_with_the_model() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_on_meta_tensors_and_under_a_default_device() -> None:
-    with torch.device("meta"):
-        net = Net().to(BF16)
-        optimizer = halfstep.AdamW(net.parameters())
-        handle = step_in_backward(net, optimizer, bucket_bytes=400)
-        net(torch.zeros(4, 6, dtype=torch.int64), True).sum().backward()
-    assert gradient_bytes(net) == 0 and len(handle.buckets) > 2
-    state = optimizer.state[net.first.weight]
-    assert state["exp_avg"].device.type == "meta"
-
-
 def test_a_sparse_gradient_is_refused() -> None:
     net = Embedding(9, 4, sparse=True)
     step_in_backward(net, halfstep.AdamW(net.parameters()))
