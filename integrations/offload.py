@@ -52,15 +52,17 @@ class HostGradient(StandIn):
     """Stands in for a gradient that is on the host, or for a view of it. Operations have the results of the gradient.
 
     What an operation writes to the stand-in, it writes on the host; other results are on the device. The gradient is
-    that of the mirror `of`, or `of` itself.
+    that of the mirror `source`, or `source` itself.
     """
 
-    def __init__(self, like: torch.Tensor, device: torch.device, *, of: weakref.ref[_Mirror] | torch.Tensor) -> None:
-        self._of = of
+    def __init__(
+        self, like: torch.Tensor, device: torch.device, *, source: weakref.ref[_Mirror] | torch.Tensor
+    ) -> None:
+        self._source = source
 
     def _owner(self) -> tuple[_Offloaded, _Mirror]:
         """The optimizer and the mirror that have the gradient."""
-        mirror = None if isinstance(self._of, torch.Tensor) else self._of()
+        mirror = None if isinstance(self._source, torch.Tensor) else self._source()
         optimizer = None if mirror is None else mirror.owner()
         if mirror is None or optimizer is None:
             raise RuntimeError(
@@ -71,8 +73,8 @@ class HostGradient(StandIn):
 
     def gradient(self) -> torch.Tensor:
         """The gradient on the host, after it has arrived."""
-        if isinstance(self._of, torch.Tensor):
-            return self._of
+        if isinstance(self._source, torch.Tensor):
+            return self._source
         optimizer, mirror = self._owner()
         return optimizer._gradient_on_host(mirror)
 
@@ -101,7 +103,7 @@ class HostGradient(StandIn):
             if id(tensor) in argument_of:
                 return argument_of[id(tensor)]
             if func.is_view:
-                return cls(tensor, device, of=tensor)
+                return cls(tensor, device, source=tensor)
             return tensor if "device" in kwargs else tensor.to(device)
 
         return tree_map_only(torch.Tensor, returned, result)
@@ -118,7 +120,7 @@ class HostGradient(StandIn):
 
 def _is_accumulation(grad: Any, added: Any) -> bool:
     """Whether a gradient on the device is added to a whole one on the host, as autograd does."""
-    whole = isinstance(grad, HostGradient) and not isinstance(grad._of, torch.Tensor)
+    whole = isinstance(grad, HostGradient) and not isinstance(grad._source, torch.Tensor)
     if not whole or type(added) is not torch.Tensor or added.layout != torch.strided:
         return False
     return (added.shape, added.dtype, added.device) == (grad.shape, grad.dtype, grad.device)
@@ -151,14 +153,14 @@ class _Mirror:
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
         self._stand_in: HostGradient | None = None
-        self._seen = self._now()
+        self._stepped_version = self._version()
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
-    def _now(self) -> tuple[int, int]:
+    def _version(self) -> tuple[int, int]:
         return self.parameter._version, self.parameter.data_ptr()
 
-    def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy a gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
+    def begin_copy(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """Begin to copy a gradient of the parameter, on a stream that has waited for it. `free` must follow."""
         if self._full:  # of an earlier backward
             apply(_arrivals([self]))
         if grad.layout != torch.strided:
@@ -176,16 +178,16 @@ class _Mirror:
                 self._arriving = stream.record_event()
         return self._arriving
 
-    def taken(self, stand_in: torch.Tensor) -> None:
-        """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
+    def free(self) -> None:
+        """Free the gradient of the parameter. An interrupt before this leaves it there, to be copied again."""
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, self.stand_in()))()
 
     def stand_in(self) -> HostGradient:
         """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            stand_in = self._stand_in = HostGradient(self._staging, device, of=weakref.ref(self))
+            stand_in = self._stand_in = HostGradient(self._staging, device, source=weakref.ref(self))
         return stand_in
 
     def attach(self) -> None:
@@ -201,7 +203,7 @@ class _Mirror:
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
-        return self._now() != self._seen
+        return self._version() != self._stepped_version
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -214,7 +216,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
-        mirror._seen = mirror._now()
+        mirror._stepped_version = mirror._version()
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -280,7 +282,7 @@ class _Offloaded(LayoutOptimizer):
         check_bucket_bytes(bucket_bytes)
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
-        self._of_bucket: list[list[_Mirror]] = []
+        self._buckets: list[list[_Mirror]] = []
         self._copied_groups: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
         self._in_flight: deque[_InFlight] = deque()
         self._streams: dict[torch.device, _Streams] = {}
@@ -345,20 +347,20 @@ class _Offloaded(LayoutOptimizer):
     def _fill_buckets(self) -> None:
         """Divide the parameters among buckets, in the order in which their gradients usually arrive."""
         self._forget()
-        self._of_bucket = []
+        self._buckets = []
         size = self.bucket_bytes
         for parameter in reversed(dict.fromkeys(chain.from_iterable(self._copied_groups))):
             mirror = self._mirrors[id(parameter)]
             if size >= self.bucket_bytes:
-                self._of_bucket.append([])
+                self._buckets.append([])
                 size = 0
-            mirror.bucket = len(self._of_bucket) - 1
-            self._of_bucket[-1].append(mirror)
+            mirror.bucket = len(self._buckets) - 1
+            self._buckets[-1].append(mirror)
             size += mirror.host.numel() * mirror.host.element_size()
 
-    def _all(self) -> list[_Mirror]:
+    def _in_bucket_order(self) -> list[_Mirror]:
         """The parameters in the order of their buckets."""
-        return list(chain.from_iterable(self._of_bucket))
+        return list(chain.from_iterable(self._buckets))
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -396,10 +398,10 @@ class _Offloaded(LayoutOptimizer):
         if parameter.device.type == "cuda":
             stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
-        ended = mirror.take(grad, stream)
+        ended = mirror.begin_copy(grad, stream)
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        mirror.taken(mirror.stand_in())
+        mirror.free()
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -454,7 +456,7 @@ class _Offloaded(LayoutOptimizer):
 
     def _update_parameters(self) -> None:
         self._follow_groups()
-        mirrors = self._all()
+        mirrors = self._in_bucket_order()
         with torch.no_grad():
             for mirror in mirrors:
                 self._collect_from(mirror)
@@ -525,7 +527,7 @@ class _Offloaded(LayoutOptimizer):
     def _update_targets(self) -> None:
         """Copy the parameters to the host."""
         self._follow_groups()
-        self._read_weights(self._all())
+        self._read_weights(self._in_bucket_order())
         self._finish_reading()
         self._weights_arriving = {}
         _sent(self._mirrors.values())

@@ -94,7 +94,7 @@ class Program:
             self.model.register_parameter(f"weight_{index}", torch.nn.Parameter(values))
         self.optimizer = cls(self.model.parameters(), lr=0.01, **options)
         self.scale_device = gpu if scale_on_gpu else CPU
-        self.scaler = halfstep.GradScaler(self.scale_device.type, 256.0, growth_interval=3, enabled=self.scaled)
+        self.scaler = halfstep.GradScaler(self.scale_device.type, 256.0, growth_interval=3)
         self.scaler.scale(torch.zeros((), device=self.scale_device))
         self.monitor = halfstep.AmpMonitor(self.model, self.scaler, every=1).attach(self.optimizer)
         self.is_torchs = is_torchs
@@ -138,7 +138,7 @@ class Program:
         self._finish()
 
     def accumulate(self, seed: int) -> None:
-        if not self.in_backward and self.scaled:
+        if not self.in_backward:
             self.backward(seed)
         self.step(seed + 1)
 
@@ -152,13 +152,13 @@ class Program:
             scaled.backward()
             return self._finish()
         self.backward(seed)
-        if max_norm is not None and self.scaled:
+        if max_norm is not None:
             norm = self.scaler.clip_grad_norm_(self.optimizer, max_norm)
             self.answers += [] if self.is_torchs else [norm]
         self._finish()
 
     def unscale(self, seed: int) -> None:
-        if self.in_backward or not self.scaled:
+        if self.in_backward:
             return self.step(seed)
         self.backward(seed)
         self.scaler.unscale_(self.optimizer)
@@ -168,7 +168,7 @@ class Program:
 
     def clip_by_torch(self, seed: int) -> None:
         """By value: the norm of torch depends on the grouping of the gradients."""
-        if self.in_backward or not self.scaled:
+        if self.in_backward:
             return self.step(seed)
         self.backward(seed)
         self.scaler.unscale_(self.optimizer)
@@ -229,11 +229,11 @@ class Program:
         state = self.optimizer.state_dict()["state"]
         tensors = [parameter.detach() for parameter in self.model.parameters()]
         tensors += [state[index][key] for index in sorted(state) for key in sorted(state[index])]
-        tensors += [self.scaler._scale, self.scaler._counts] if self.scaled else []  # type: ignore[list-item]
+        tensors += [self.scaler._scale, self.scaler._counts]  # type: ignore[list-item]
         tensors += [one for one in self.answers if isinstance(one, torch.Tensor)]
         texts = [one() for one in self.answers if callable(one) and not isinstance(one, torch.Tensor)]
         texts.append(str(self.monitor.statistics().as_dict()))
-        texts += [str(self.scaler.overflow_report([*self.model.named_parameters()]))] if self.scaled else []
+        texts += [str(self.scaler.overflow_report([*self.model.named_parameters()]))]
         return [one.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors] + texts
 
 
