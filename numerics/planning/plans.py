@@ -161,7 +161,7 @@ def _stored(training: Training) -> Iterator[Part]:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
             largest = max(row.gradients.bytes(numel) for numel, _, _ in tensors) if shaped else 0
-            size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
+            size = min(size, 2 * USUAL_BUCKET + largest)
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
             note, size = "one bucket, stepped in the backward", _bucket(training, training.step_in_backward, size)

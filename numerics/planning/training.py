@@ -102,6 +102,8 @@ class Training:
         yield lora and no_model, "model", "a Transformer with lora, whose adapters adapt its matrices", shape
         yield lora and self.offload, "offload", "False with lora", pick
         yield lora and stepping, "step_in_backward", "None with lora", pick
+        on_host = f"None with offload=True and {strategy!r}, whose steps are on the host"
+        yield stepping and self.mirrored, "step_in_backward", on_host, pick
         bounded = self.rank is None or (isinstance(self.rank, int) and 0 <= self.rank <= last)
         yield not bounded, "rank", f"an integer from 0 to {last}", "ranks are those among which the model is divided"
         unknown = "without a model, of which activations are unknown"

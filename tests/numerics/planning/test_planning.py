@@ -221,8 +221,7 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     units = [unit("all", [(1000, 1000)] * 1000)]
     copies = [(message.what, message.bytes // BILLION) for message in plan(units=units, offload=True).communication]
     assert copies == [("gradients", 2), ("weights", 2), ("weights", 2)]
-    stepping = plan(units=units, offload=True, step_in_backward=2**20)
-    assert stepping.part("gradients").bytes == 2 * 2**20 + 2 * 10**6
+    assert plan(units=units, offload=True).part("gradients").bytes == 2 * 25 * 2**20 + 2 * 10**6
     replicas = plan(BILLION, gpus=2, offload=True)
     assert replicas.totals.state == (2 + 2 + 2) * BILLION and replicas.totals.host == 14 * BILLION
 
@@ -337,6 +336,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
         for strategy in ("ddp", "zero1", "zero1-torch", "zero2", "zero3", "fsdp1")
     ),
+    (STEPPING | {"offload": True}, "None with offload=True and 'single', whose steps are on the host, but got 9"),
     (STEPPING | {"optimizer": "torch"}, "one of halfstep's with step_in_backward, but got 'torch': leave one"),
     (
         ONE | {"lora": 4},
