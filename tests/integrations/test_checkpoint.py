@@ -261,10 +261,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"it holds model-00002-of-00002.safetensors, which its manifest.json does not list: shards of another",
     ),
     "no checkpoint": (shutil.rmtree, r"no checkpoint .*step-00000020; in that folder there are: .*step-00000010"),
-    "4 TB": (
-        lambda path: os.truncate(path / OPTIMIZER, 4 << 40),
-        rf"{OPTIMIZER} has {4 << 40} of \d+ bytes",
-    ),
+    "4 TB": (lambda path: os.truncate(path / OPTIMIZER, 4 << 40), rf"{OPTIMIZER} has {4 << 40} of \d+ bytes"),
 }
 
 

@@ -334,13 +334,7 @@ def test_errors() -> None:
         (TypeError, net, OffloadedAdamW(net.parameters()), {}, "to step on the device, but got a OffloadedAdamW"),
         (TypeError, net, torch.optim.AdamW(net.parameters()), {}, "to be an optimizer of halfstep, but got a AdamW"),
         *((ValueError, net, optimizer, {"bucket_bytes": size}, f"but got {size!r}") for size in (0, 1.5, True)),
-        (
-            ValueError,
-            net.first,
-            optimizer,
-            {},
-            "parameter 0 of the optimizer to be one of model, but it is not",
-        ),
+        (ValueError, net.first, optimizer, {}, "parameter 0 of the optimizer to be one of model, but it is not"),
         (TypeError, half, halfstep.AdamW(half.parameters()), {}, "but got torch.float16, whose loss must be scaled"),
     )
     for error, model, wrong, options, words in cases:

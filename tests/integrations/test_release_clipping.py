@@ -381,12 +381,7 @@ def test_errors() -> None:
         (ValueError, clips, {}, "max_grad_norm of the optimizer to be None, but got 3.4: pass clipping='exact' or"),
         (ValueError, clips, {"clipping": "last"}, "clipping to be None, 'exact' or 'previous', but got 'last'"),
         (ValueError, plain, {"clipping": "previous"}, "to be set with clipping='previous', but got None"),
-        (
-            ValueError,
-            clips,
-            {"clipping": "previous", "scaler": scaler},
-            "clipping to be 'exact' with a scaler",
-        ),
+        (ValueError, clips, {"clipping": "previous", "scaler": scaler}, "clipping to be 'exact' with a scaler"),
         (TypeError, plain, {"scaler": torch.amp.GradScaler("cpu")}, "halfstep.GradScaler, but got a GradScaler"),
         (TypeError, plain, {"scaler": disabled}, "but got a GradScaler that is disabled"),
         (ValueError, plain, {"scaler": writes}, "Expected a scaler with write_back=False, but got write_back=True"),
