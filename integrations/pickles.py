@@ -1,9 +1,8 @@
-"""Pickles of torch as data: which names they ask for is decided here, and memory and time are bounded by their size.
+"""Pickles of torch as data: a table says what their names stand for, and memory and time are bounded by their size.
 
-torch's own reader of archives, ``torch.load(weights_only=True)``, imports only names that it knows, but builds what a
-pickle says: sparse tensors of any size, and keys that take years to hash. Therefore `load` first walks through the
-pickle with nothing but stand-ins. The unpickler is that of the standard library in Python, because the one in C
-allocates 2 GB for ten bytes (an index of its memo).
+``torch.load(weights_only=True)`` imports only names that it knows, but builds what a pickle says: sparse tensors of any
+size, and keys that take years to hash. Therefore `load` first reads the pickle with nothing but stand-ins. The
+unpickler is the one in Python, because that in C allocates 2 GB for ten bytes (an index of its memo).
 """
 
 from __future__ import annotations
@@ -45,6 +44,9 @@ class Record:
 
     state: Any = None
 
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
 
 _KEYS = (str, int, float, bool, bytes, complex, type(None), torch.dtype, Record)
 _Pickle: Any = pickle._Unpickler
@@ -73,9 +75,11 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
         return Record()
 
     def _build(self) -> None:
-        state = self.stack.pop()
-        if isinstance(self.stack[-1], Record):
-            self.stack[-1].state = state
+        state, built = self.stack.pop(), self.stack[-1]
+        if isinstance(built, Record):
+            built.state = state
+        elif type(built) in self._names.values() and isinstance(state, dict):  # a dataclass
+            vars(built).update(state)
 
     def _setitem(self) -> None:
         self._check(self.stack[-2:-1], self.load_setitem)
@@ -89,7 +93,8 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
     def _check(self, keys: list[Any], load: Callable[[], None]) -> None:
         """Refuse keys whose hash could take longer than reading them: tuples of tuples of tuples."""
         for key in keys:
-            if not all(isinstance(item, _KEYS) for item in (key if type(key) is tuple else (key,))):
+            items = key if type(key) is tuple else (key,)
+            if not all(isinstance(item, _KEYS) or type(item) in self._names.values() for item in items):
                 raise PickleError(f"it has a {type(key).__name__} of other containers for a key")
         load()
 
@@ -98,9 +103,9 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """The content of a pickle that asks for no other names than these, for which `names` has stand-ins, and dtypes.
+    """The content of a pickle that asks for dtypes and no other names than those of the table `names`.
 
-    Raises PickleError if it does, or is damaged.
+    Objects are given their attributes, and their own methods are not called. Raises PickleError if it is damaged.
     """
     try:
         return _Unpickler(data, names).load()
@@ -110,24 +115,21 @@ def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
         raise PickleError(f"it is not a pickle, or is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 
 
-def _record(*arguments: Any) -> Record:
-    return Record()
-
-
 _STORAGES = "Double Float Half BFloat16 Long Int Short Char Byte Bool ComplexDouble ComplexFloat Untyped".split()
 _REBUILT = "tensor tensor_v2 tensor_v3 parameter parameter_with_state meta_tensor_no_storage".split()
+_RECORDS = {
+    "torch._utils": [f"_rebuild_{name}" for name in _REBUILT],
+    "torch.serialization": ["_get_layout"],
+    "torch": ["device", "Size", *(f"{name}Storage" for name in _STORAGES)],
+    "torch.storage": ["UntypedStorage", "TypedStorage"],
+    "_codecs": ["encode"],
+    "builtins": ["complex"],
+    "collections": ["Counter"],
+}
 _STAND_INS: dict[tuple[str, str], Any] = {
-    **{("torch._utils", f"_rebuild_{name}"): _record for name in _REBUILT},
-    ("torch.serialization", "_get_layout"): _record,
-    ("torch", "device"): _record,
-    ("torch", "Size"): _record,
-    ("_codecs", "encode"): _record,
-    ("builtins", "complex"): _record,
-    ("collections", "Counter"): _record,
+    **{(module, name): Record for module, names in _RECORDS.items() for name in names},
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): lambda *arguments: set(),
-    **{("torch.storage", name): Record for name in ("UntypedStorage", "TypedStorage")},
-    **{("torch", f"{name}Storage"): Record for name in _STORAGES},
 }
 
 

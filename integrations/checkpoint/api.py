@@ -1,8 +1,7 @@
 """`save` and `load`: all ranks write and read their shards in parallel, whatever the topology.
 
-Tensors are identified by the name of the parameter and the position in the whole parameter, so each rank of any later
-topology reads its own shards. The optimizer's state is read into new tensors of the dtype in the file, never through
-the parameter's dtype, and loaded only when all ranks have read everything.
+A tensor is identified by the name of its parameter and its position in the whole parameter. The optimizer's state is
+read into new tensors of the dtype in the file, and loaded only when all ranks have read everything.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -190,38 +189,6 @@ def _finish_pending() -> None:
                 _pending.remove(pending)
 
 
-@overload
-def save(
-    folder: str | Path,
-    step: int,
-    state: Mapping[str, Any] | None = None,
-    *,
-    keep: int = 2,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    scaler: Any = None,
-    optimizer_state: Literal["canonical", "held"] = "held",
-    asynchronous: Literal[False] = False,
-    process_group: Any = None,
-) -> Path: ...
-
-
-@overload
-def save(
-    folder: str | Path,
-    step: int,
-    state: Mapping[str, Any] | None = None,
-    *,
-    keep: int = 2,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scaler: Any = None,
-    optimizer_state: Literal["canonical", "held"] = "held",
-    asynchronous: Literal[True],
-    process_group: Any = None,
-) -> PendingSave: ...
-
-
 def save(
     folder: str | Path,
     step: int,
@@ -234,31 +201,29 @@ def save(
     optimizer_state: Literal["canonical", "held"] = "held",
     asynchronous: bool = False,
     process_group: Any = None,
-) -> Path | PendingSave:
+) -> Any:
     """Write the checkpoint of `step`, then remove all but the newest `keep` up to this step.
 
     Args:
         folder: folder of the run's checkpoints, created if missing. With `model`, all ranks must see the same folder.
         step: number of completed steps, ≥ 0.
-        state: tensors, numbers, strings, bytes, numpy arrays, and lists, tuples, sets and dicts of these. Without
-            `model`, this is the checkpoint, and only rank 0 calls `save`. With `model`, the state of the first rank is
-            stored with the shards.
+        state: tensors, numbers, strings, bytes, numpy arrays, and lists, tuples, sets and dicts of these; with `model`,
+            those of the first rank. Without `model`, only rank 0 calls `save`.
         keep: number of checkpoints to keep, including this one, ≥ 1.
         model: a plain model, or one under DDP, FSDP1, FSDP2, tensor parallelism or several of these. All ranks call
             `save`, and each writes its shards.
         optimizer: optimizer of the model's parameters.
         scaler: an object with a ``state_dict()``, which is stored.
         optimizer_state: ``"held"`` stores masters and moments in the bytes that they take in memory: codes and scales,
-            bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, as other optimizers
-            do; so does ``"held"`` with other optimizers and under FSDP1. `load` recognizes both, and loads both into
-            every layout.
+            bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, and so does ``"held"``
+            with other optimizers and under FSDP1. `load` loads both into every layout.
         asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
             one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
         process_group: the ranks that save together; all have the same parameters. Default: all.
 
     Returns:
-        The path of the checkpoint, which is on disk when the call returns. If `asynchronous`, a `PendingSave`, whose
-        ``result()`` waits for the save; call it before ``destroy_process_group``.
+        The `Path` of the checkpoint, which is on disk. If `asynchronous`, a `PendingSave`, whose ``result()`` waits for
+        the save; call it before ``destroy_process_group``.
 
     Raises:
         CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
@@ -395,9 +360,8 @@ def load(
     """Read a checkpoint, after verifying that it is complete and unchanged.
 
     All ranks together read it into `model`, `optimizer` and `scaler`, whatever topology saved it; masters and moments
-    have the saved bits. Everything is read into new memory and compared before anything changes. Checkpoints of earlier
-    versions, and folders that torch wrote (``torch.distributed.checkpoint.save`` of ``{"model": ..., "optimizer":
-    ...}``), can be read too; those of torch have no checksums.
+    have the saved bits. Everything is read into new memory and compared before anything changes. Folders of earlier
+    versions load too, and those that torch wrote by ``dcp.save({"model": ..., "optimizer": ...})``, without checksums.
 
     Args:
         path: path of the checkpoint; ``newest(folder)`` finds the latest.
@@ -409,9 +373,9 @@ def load(
         The ``state`` that was saved; {} if there was none.
 
     Raises:
-        CheckpointError: the checkpoint is missing, unreadable, truncated or damaged, even by one bit; a shard is
-            missing or belongs to another checkpoint; or the checkpoint is of another model or optimizer. All ranks
-            raise, and nothing is changed. The message names the file and the newest other good checkpoint there.
+        CheckpointError: the checkpoint is missing, incomplete or damaged, even by one bit, or is of another model or
+            optimizer. All ranks raise, and nothing is changed. The message names the file and the newest other good
+            checkpoint there.
         ValueError: the checkpoint was saved with `model`, and is loaded without.
 
     Examples:

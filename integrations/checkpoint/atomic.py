@@ -2,9 +2,8 @@
 
 ``manifest.json`` lists the size and SHA-256 of every other file, and has its own SHA-256. A save writes into a folder
 of a unique name, which is renamed when it is complete, and keeps a file locked until it ends. The system releases the
-lock when the process ends for any reason. A process that can take the lock therefore knows that the save has ended,
-also if it ran on another machine or in another container. If the file system has no locks, nothing is removed. Other
-files in the folder are never changed.
+lock when the process ends for any reason, also on another machine: a process that can take the lock knows that the save
+has ended. If the file system has no locks, nothing is removed. Other files in the folder are never changed.
 
     .halfstep-TOKEN                     the checkpoint being written
     .halfstep-TOKEN.lock                locked by the process that writes it
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -30,11 +30,6 @@ from typing import Any
 
 from halfstep.integrations import interrupts
 from halfstep.numerics.messages import printable
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 MANIFEST, STATE, SHARDS = "manifest.json", "state.json", ".safetensors"
 FORMAT = "halfstep checkpoint 2"
@@ -194,10 +189,10 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
                 damage = "cut off" if size < record["bytes"] else "changed"
                 raise CheckpointError(f"its file {name} has {size} of {record['bytes']} bytes: it was {damage}")
         for name in sorted(files)[share::shares] if shares else ():
-            digest = _digest_of_file(path / name)
-            if digest != files[name]["sha256"]:
+            if _digest_of_file(path / name) != files[name]["sha256"]:
                 raise CheckpointError(
-                    f"its file {name} does not have the checksum in {MANIFEST}: {_origin(path, digest)}"
+                    f"its file {name} does not have the checksum in {MANIFEST}: it was changed or damaged, or is of "
+                    "another checkpoint"
                 )
     except (OSError, ValueError) as error:  # ValueError: names that no file system has
         raise CheckpointError(str(error)) from error
@@ -220,16 +215,6 @@ def _digest_of_file(path: Path) -> str:
             interrupts.poll()
             digest.update(data)
     return digest.hexdigest()
-
-
-def _origin(path: Path, digest: str) -> str:
-    """The origin of a file with a wrong digest, for a message."""
-    for _, neighbour in checkpoints(path.parent):
-        with contextlib.suppress(CheckpointError):
-            for name, record in read_manifest(neighbour)["files"].items():
-                if record["sha256"] == digest:
-                    return f"it is {name} of {neighbour.name}"
-    return "it was changed or damaged, or is of another checkpoint"
 
 
 class Hashed:
@@ -319,19 +304,16 @@ def _replaced_name(path: Path) -> str | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot open folders and does this by itself."""
-    if os.name != "nt":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Make a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _locked(descriptor: int) -> bool | None:
     """Whether this process now holds the lock of an open file; None if the file system has no locks."""
-    if fcntl is None:
-        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:  # another process holds it

@@ -1,4 +1,4 @@
-"""Checkpoints in other forms: those that halfstep wrote before as one of today, and a model for other programs."""
+"""Conversions: a checkpoint of an earlier version to the present format, and a model to one file for other programs."""
 
 from __future__ import annotations
 

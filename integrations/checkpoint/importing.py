@@ -14,7 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
@@ -30,43 +36,32 @@ _TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the arch
 _TRAILER_LENGTH = 82
 
 
-class _Bytes(Record):
-    """A BytesStorageMetadata, for an object that is not a tensor."""
-
-
-class _Index(Record):
-    """A MetadataIndex, a key with a name and an offset."""
-
-    def key(self) -> MetadataIndex:
-        name, offset = self.state["fqn"], self.state.get("offset")
-        if type(name) is not str or type(offset) not in (torch.Size, type(None)):
-            raise PickleError("it has an index without a name")
-        return MetadataIndex(name, offset)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and self.key() == other.key()
+class _Index(MetadataIndex):
+    """A key that costs no more to hash than to read."""
 
     def __hash__(self) -> int:
-        return hash(self.key())
-
-
-def _ignored(*arguments: Any) -> None:
-    """Stands for what is not needed: layouts, formats of memory, paths."""
+        if type(self.fqn) is not str or type(self.offset) not in (torch.Size, type(None)):
+            raise PickleError("it has an index without a name")
+        return super().__hash__()
 
 
 _DCP = "torch.distributed.checkpoint"
-_CLASSES = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata StorageMeta".split()
-_PATHS = "PosixPath PurePosixPath WindowsPath PureWindowsPath".split()
+_CLASSES = (
+    dcp_metadata.Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, dcp_metadata.StorageMeta
+)  # fmt: skip
+# Layouts, formats of memory and paths are not needed. Python 3.11.0 to 3.11.3 pickle members of enums by `getattr`.
+_IGNORED = {
+    f"{_DCP}.metadata": ["TensorProperties", "_MEM_FORMAT_ENCODING"],
+    "builtins": ["getattr"],
+    "torch.serialization": ["_get_layout"],
+    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath PurePosixPath WindowsPath PureWindowsPath".split()),
+}
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(f"{_DCP}.metadata", name): Record for name in _CLASSES},
-    (f"{_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
+    **{(module, name): Record for module, names in _IGNORED.items() for name in names},
+    **{(f"{_DCP}.metadata", cls.__name__): cls for cls in _CLASSES},
     (f"{_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _ignored,
-    (f"{_DCP}.filesystem", "_StorageInfo"): Record,
-    ("builtins", "getattr"): _ignored,  # Python 3.11.0 to 3.11.3 pickle members of enums so
-    ("torch.serialization", "_get_layout"): _ignored,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): lambda sizes=(): torch.Size(sizes),
-    **{(module, name): _ignored for module in ("pathlib", "pathlib._local") for name in _PATHS},
 }
 
 
@@ -87,33 +82,30 @@ class TorchReader(Reader):
         self.verify(shares=0)
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
-        root = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
-        stored = {index.key(): info.state for index, info in root["storage_data"].items()}
+        stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES)
         tensors: dict[str, Any] = {}
-        for name, entry in root["state_dict_metadata"].items():
-            if isinstance(entry, _Bytes):
-                tensors[name] = dcp_metadata.BytesStorageMetadata()
-                self._chunks[MetadataIndex(name)] = torch.Size(()), self._range(stored[MetadataIndex(name)], 1)
+        for name, entry in stored.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                tensors[name] = entry
+                self._chunks[MetadataIndex(name)] = torch.Size(()), self._range(stored.storage_data[_Index(name)], 1)
                 continue
-            fields, chunks = entry.state, {}
-            dtype = fields["properties"].state[0]
-            for record in fields["chunks"]:
-                chunk = ChunkStorageMetadata(record.state["offsets"], record.state["sizes"])
-                index, size = MetadataIndex(name, chunk.offsets), chunk.sizes.numel() * dtype.itemsize
-                self._chunks[index] = chunk.sizes, self._range(stored[index], size)
-                chunks[chunk.offsets, chunk.sizes] = chunk
+            dtype = entry.properties.state[0]
+            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in entry.chunks}.values()
+            for chunk in chunks:
+                info, size = stored.storage_data[_Index(name, chunk.offsets)], chunk.sizes.numel() * dtype.itemsize
+                self._chunks[MetadataIndex(name, chunk.offsets)] = chunk.sizes, self._range(info, size)
             properties = dcp_metadata.TensorProperties(dtype=dtype)
-            tensors[name] = TensorStorageMetadata(properties, fields["size"], list(chunks.values()))
+            tensors[name] = TensorStorageMetadata(properties, entry.size, list(chunks))
         files = {file for _, (file, *_) in self._chunks.values()}
         self._set_metadata(tensors, sum((self.path / name).stat().st_size for name in files))
-        self.tree = self._tree(root.get("planner_data") or {})
+        self.tree = self._tree(stored.planner_data or {})
 
-    def _range(self, info: dict[str, Any], size: int) -> tuple[str, int, int]:
+    def _range(self, info: _StorageInfo, size: int) -> tuple[str, int, int]:
         """File, offset and length of an entry, which exist."""
-        name, offset, length = info["relative_path"], info["offset"], info["length"]
+        name, offset, length = info.relative_path, info.offset, info.length
         if not atomic.is_name(name) or not (self.path / name).is_file():
             raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
-        if info.get("transform_descriptors"):
+        if getattr(info, "transform_descriptors", None):
             raise CheckpointError("its files are compressed or encrypted: save it without that")
         if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
@@ -126,7 +118,7 @@ class TorchReader(Reader):
             return pickles.load(io.BytesIO(file.read(length)), length)
 
     def _tree(self, paths: dict[str, Any]) -> dict[str, Any]:
-        """What torch has flattened, nested again, with the objects read; and what halfstep wrote next to it."""
+        """The nested values that torch has flattened, and those that halfstep wrote next to its files."""
         root: dict[Any, Any] = {}
         for name, keys in paths.items():
             if type(keys) is not tuple or not 1 <= len(keys) < 100:
@@ -154,7 +146,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numpy(value: Any) -> Any:
-    """Values that earlier versions saved, with numpy's where they saved tensors in their stead."""
+    """Values that an earlier version saved; it stored numpy's as tensors."""
     if type(value) is dict and NUMPY in value:
         values = value["values"].numpy()
         return values if value[NUMPY] == "array" else values[()]

@@ -178,13 +178,11 @@ class Reader:
 
     tree: Any  # everything that is not a tensor, as JSON
     metadata: dcp_metadata.Metadata
-    sources = f"{MANIFEST} or {STATE}"  # of both
+    sources = f"{MANIFEST} or {STATE}"  # the files that they are read from, for errors
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._chunks: dict[
-            MetadataIndex, tuple[torch.Size, Any]
-        ] = {}  # the size of each part of a tensor, and its file
+        self._chunks: dict[MetadataIndex, tuple[torch.Size, Any]] = {}  # size and file of each part of a tensor
         self._opened: dict[str, Any] = {}
         try:
             self._read_metadata()

@@ -167,14 +167,11 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
     ``optimizer.master_params`` of a ``FusedAdam(use_master=True)``. Parameters without state get a state of zeros.
 
     Args:
-        state_dict: a dict with ``state`` and ``param_groups``, which is not changed.
+        state_dict: a dict with ``state`` and ``param_groups``, of which a copy with the masters is returned.
         masters: floating-point tensors, one per parameter in the order of the groups.
 
-    Returns:
-        A copy of `state_dict` with the masters.
-
     Raises:
-        ValueError: the number of masters is not that of the parameters, or one is not a floating-point tensor.
+        ValueError: there are more or fewer masters than parameters, or one is not a floating-point tensor.
 
     Examples:
         >>> from halfstep.integrations import checkpoint

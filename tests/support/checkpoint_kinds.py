@@ -104,23 +104,6 @@ def by_fsdp1(kind: str, use_orig_params: bool) -> dict[str, Any]:
     return {"saved": saved, "loaded": loaded, "end": state_of(fresh, other)}
 
 
-def without_one_state() -> tuple[str, bool]:
-    """Load a flat parameter without the state of one part. Returns the error, and whether the weights are unchanged."""
-    model = flat(model_of(), use_orig_params=False)
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0, BEFORE)
-    with FullyShardedDataParallel.state_dict_type(model, *KINDS["full"]):
-        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        del state["state"]["0.bias"]
-        before = [p.detach().clone() for p in model.parameters()]
-        message = ""
-        try:
-            optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state))
-        except ValueError as error:
-            message = str(error)
-    return message, all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def _wrapped(name: str, model: torch.nn.Module) -> torch.nn.Module:
     if name == "FSDP2":
         return fully_shard(model)
@@ -206,7 +189,6 @@ def set_from_torch(path: Path, model: torch.nn.Module, optimizer: torch.optim.Op
 def run(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "FSDP1": {(kind, orig): by_fsdp1(kind, orig) for kind in KINDS for orig in (True, False)},
-        "without": without_one_state(),
         "between": between(folder / "between"),
         "torch": from_torch(folder / "torch"),
     }

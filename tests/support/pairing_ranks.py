@@ -18,9 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.two_tensor import TwoTensor
 
 import halfstep
 
@@ -137,34 +135,6 @@ def norms_below_the_limit() -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def wrapped_shards() -> dict[str, dict[str, Any]]:
-    """SGD on a DTensor whose local tensors are a wrapper subclass, clipped, with an Inf on the last rank, by scaler."""
-    mesh, found = init_device_mesh("cpu", (WORLD,)), {}
-
-    def shard(first: torch.Tensor, second: torch.Tensor) -> DTensor:
-        return DTensor.from_local(TwoTensor(first, second), mesh, [Shard(0)])
-
-    for name in ("halfstep.GradScaler", "torch.amp.GradScaler"):
-        parameter = torch.nn.Parameter(shard(torch.ones(4), 2 * torch.ones(4)))
-        optimizer, scaler = torch.optim.SGD([parameter], lr=0.1), SCALERS[name]("cpu", init_scale=8.0)
-        for step in range(STEPS):
-            scaler.scale(torch.zeros(()))
-            grad = torch.full((4,), 8.0)
-            if step == BROKEN and dist.get_rank() == WORLD - 1:
-                grad[0] = float("inf")
-            parameter.grad = shard(torch.full((4,), 8.0), grad)
-            if name.startswith("halfstep"):
-                scaler.clip_grad_norm_(optimizer, 0.5)
-            else:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        held: Any = local(parameter.detach())
-        found[name] = {"weights": [held.a.clone(), held.b.clone()], "scale": scaler.get_scale()}
-    return found
-
-
 def run(rank: int) -> dict[Any, Any]:
     warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
     logging.disable(logging.WARNING)
@@ -176,6 +146,5 @@ def run(rank: int) -> dict[Any, Any]:
         for unscale in (False, True)
     }
     found["control"] = control()
-    found["wrapped shards"] = wrapped_shards()
     found["norms"] = norms_below_the_limit()
     return found
