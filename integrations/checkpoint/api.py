@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -189,6 +189,38 @@ def _finish_pending() -> None:
                 _pending.remove(pending)
 
 
+@overload
+def save(
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    optimizer_state: Literal["canonical", "held"] = "held",
+    asynchronous: Literal[False] = False,
+    process_group: Any = None,
+) -> Path: ...
+
+
+@overload
+def save(
+    folder: str | Path,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: Any = None,
+    optimizer_state: Literal["canonical", "held"] = "held",
+    asynchronous: Literal[True],
+    process_group: Any = None,
+) -> PendingSave: ...
+
+
 def save(
     folder: str | Path,
     step: int,
@@ -201,7 +233,7 @@ def save(
     optimizer_state: Literal["canonical", "held"] = "held",
     asynchronous: bool = False,
     process_group: Any = None,
-) -> Any:
+) -> Path | PendingSave:
     """Write the checkpoint of `step`, then remove all but the newest `keep` up to this step.
 
     Args:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -30,6 +29,11 @@ from typing import Any
 
 from halfstep.integrations import interrupts
 from halfstep.numerics.messages import printable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST, STATE, SHARDS = "manifest.json", "state.json", ".safetensors"
 FORMAT = "halfstep checkpoint 2"
@@ -304,16 +308,19 @@ def _replaced_name(path: Path) -> str | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Make a rename durable. Windows cannot open folders and does this by itself."""
+    if os.name != "nt":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _locked(descriptor: int) -> bool | None:
     """Whether this process now holds the lock of an open file; None if the file system has no locks."""
+    if fcntl is None:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:  # another process holds it

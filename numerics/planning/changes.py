@@ -130,7 +130,7 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
         recomputed = Change({"checkpointing": "full"}, "activations recomputed: {again}", 2)
         yield [recomputed] * (settings["checkpointing"] != "full")
         smaller = f"1 instead of {batch} sequences at a time: {batch} micro-batches for the same step"
-        yield [Change({"batch": 1}, smaller, 2)] * (batch > 1)
+        yield [Change({"batch": 1}, smaller, 2)] * ((batch or 1) > 1)
         shorter = [seq >> halvings for halvings in range(1, seq.bit_length()) if seq >> halvings >= SHORTEST]
         context = [f"{length:,} instead of {seq:,} tokens: shorter context" for length in shorter]
         yield [Change({"seq": shorter[i]}, context[i], 3 + i) for i in range(len(shorter))]
