@@ -13,12 +13,18 @@ predicted: the order of instructions, their dependencies and the time of the hos
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from halfstep.bench.audit.gpus import GPU, GPUS, resident
+from halfstep.cli.figures import figure, save, tidy
 
+COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
 CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
+# The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
+ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
+LABELLED = 9  # kernels per GPU: those beyond the limit with the most instructions
 
 
 class Ratios(NamedTuple):
@@ -74,3 +80,34 @@ def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
                 # As ptxas makes them; for AMD by weights.
                 memory, issue, shared = seconds(gpu, counted, counted.get("machine", counted["issued"]))
                 yield Ratios(case, kernel, name, SECTOR * counted["sectors"], issue / memory, shared / memory)
+
+
+def draw(path: Path, counts: dict[str, Any]) -> None:
+    """Draw every recorded kernel on the roofline of each GPU: below it, shared memory is slower than issue and memory.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    rows, drawing = list(ratios(counts)), figure(14, 14)
+    grid = list(drawing.subplots(3, 2).flat)
+    colours = {family: f"C{index}" for index, family in enumerate(dict.fromkeys(row.case.split()[0] for row in rows))}
+    for axes, (gpu, limit) in zip(grid, ISSUE_LIMIT.items(), strict=False):
+        points = [(row.issue, 1 / max(1.0, row.issue, row.shared), row.case) for row in rows if row.gpu == gpu]
+        low, high = (1.3**sign * most(x for x, _, _ in points) for sign, most in ((-1, min), (1, max)))
+        axes.plot([low, 1, high], [1, 1, 1 / high], color="black", linewidth=1.2)
+        axes.axvline(limit, color="black", linewidth=0.8, linestyle=":", label="most that issue may take")
+        for family, colour in colours.items():
+            x, y, _ = zip(*(point for point in points if point[2].split()[0] == family), strict=True)
+            axes.plot(x, y, "o", color=colour, markersize=5, label=family)
+        slowest = sorted((point for point in points if point[0] > limit), reverse=True)[:LABELLED]
+        for index, (x, y, case) in enumerate(reversed(slowest)):
+            arrow = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "relpos": (1, 0.5)}
+            at = {"textcoords": "axes fraction", "fontsize": 7.5, "va": "center", "arrowprops": arrow}
+            axes.annotate(case, (x, y), (0.02, 0.62 - 0.068 * index), **at)
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(0.01, 1.5), title=gpu)
+        axes.set(xlabel="time to issue instructions over time of memory", ylabel="speed over that of memory alone")
+        tidy(axes, "both")
+    grid[-1].set_axis_off()
+    grid[-1].legend(*grid[0].get_legend_handles_labels(), loc="upper left", frameon=False, fontsize=11)
+    drawing.suptitle(f"Predicted from executed kernels of Triton {counts['triton']}, cold cache", x=0.01, ha="left")
+    save(drawing, path)
