@@ -1,12 +1,13 @@
-"""What is wrong with a machine and the variables that a launcher has set, and which variables help to debug."""
+"""What is wrong with a machine and the variables that a launcher has set."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,21 +19,8 @@ from halfstep.kernels import compiler
 OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 # Interfaces that reach no other machine.
 _LOCAL_INTERFACES = ("lo", "docker", "virbr", "veth", "br-", "cni", "flannel", "tunl", "sit", "ip6tnl", "dummy")
-
-DEBUGGING = (
-    ("TORCH_DISTRIBUTED_DEBUG=DETAIL", "checks that all ranks call the same collective with the same shapes; slow"),
-    ("TORCH_CPP_LOG_LEVEL=INFO", "the rendezvous and the process groups as they are made"),
-    ("NCCL_DEBUG=INFO", "the interfaces, rings and versions that NCCL chose, and its warnings"),
-    ("TORCH_NCCL_TRACE_BUFFER_SIZE=2000", "the last collectives of each rank, which a time-out then dumps"),
-    ("TORCH_NCCL_DUMP_ON_TIMEOUT=1", "writes that record when a collective times out"),
-    ("TORCH_SHOW_CPP_STACKTRACES=1", "the C++ side of an error's traceback"),
-    ("CUDA_LAUNCH_BLOCKING=1", "the line whose kernel failed, since each launch waits; slow"),
-    ("TORCH_LOGS=recompiles,graph_breaks", "why torch.compile compiles again, and where it leaves the graph"),
-    ("HALFSTEP_BACKEND=reference", "the same bits from plain torch: whether a kernel of halfstep is at fault"),
-)
-
 # Variables that slow a training down, and what they do.
-SLOW = (
+_SLOW = (
     ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel"),
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "each collective is preceded by another one that compares shapes"),
     ("NCCL_P2P_DISABLE", "1", "GPUs of a machine send through host memory"),
@@ -57,12 +45,9 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This machine."""
-        shm = Path("/dev/shm")
-        versions = {"torch": torch.__version__}
-        if importlib.util.find_spec("triton") is not None:
-            import triton
-
-            versions["triton"] = triton.__version__
+        shm, versions = Path("/dev/shm"), {"torch": torch.__version__}
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions["triton"] = importlib.metadata.version("triton")
         return cls(
             variables=dict(os.environ),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -92,18 +77,13 @@ class Machine:
     def facts(self) -> list[tuple[str, str]]:
         """What there is, in words."""
         world = self.number("WORLD_SIZE")
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in self.variables else "variables of torchrun"
-        if not world:
-            launcher = "SLURM" if "SLURM_JOB_ID" in self.variables else "none: one process"
         return [
             *self.versions.items(),
             ("built for", f"GPUs ({self.cuda})" if self.cuda else "the CPU"),
             ("GPUs", str(self.gpus)),
             ("kernels", "Triton" if self.gpus and "triton" in self.versions else "C++" if self.compiler else "torch"),
             ("cores", str(self.cores)),
-            ("launcher", launcher),
-            *[("rank", f"{self.number('RANK')} of {world} on {self.nodes()} machines")] * bool(world),
-            ("backend", "nccl" if self.gpus else "gloo"),
+            ("rank", f"{self.number('RANK')} of {world} on {self.nodes()} machines" if world else "one process"),
             ("interfaces", ", ".join(self.outside()) or "none to other machines"),
         ]
 
@@ -172,7 +152,7 @@ def _settings(machine: Machine) -> Iterator[Finding]:
     get = machine.variables.get
     if get("TRITON_INTERPRET", "0") not in ("", "0"):
         yield find("kernels-interpreted", "TRITON_INTERPRET")
-    for name, value, stake in SLOW:
+    for name, value, stake in _SLOW:
         if get(name, "").upper() == value:
             yield find("slow-setting", f"{name}={value}", name=name, stake=stake)
     if get("CUDA_VISIBLE_DEVICES") == "" and machine.gpu_files:

@@ -40,12 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of an examination, errors first.
-
-    Attributes:
-        examined: what was examined, in words.
-        findings: what is wrong.
-    """
+    """The `findings` of an examination, errors first, and in words what was `examined`."""
 
     examined: str
     findings: tuple[Finding, ...] = ()
@@ -55,15 +50,8 @@ class Diagnosis:
         """Findings in any order."""
         return cls(examined, tuple(sorted(findings, key=lambda finding: finding.severity)))
 
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the findings."""
-        return [finding.name for finding in self.findings]
+    ok = property(lambda self: not self.findings, doc="Whether nothing was found.")
+    names = property(lambda self: [finding.name for finding in self.findings], doc="The names of the findings.")
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis for JSON."""
@@ -106,11 +94,9 @@ def listed(names: Iterable[str], noun: str = "parameter") -> str:
 
 def in_bytes(number: float) -> str:
     """A number of bytes in words."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:,.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+    power = next(power for power in (0, 1, 2, 3) if number < 1024 ** (power + 1) or power == 3)
+    size, unit = number / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+    return f"{size:,.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -160,7 +146,7 @@ error moments-in-16-bits: {what}
     {stake}
     {masters}; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits
 error updates-lost: 16-bit weights without fp32 masters lose updates below half of their spacing
-    {share} % {which} change nothing
+    {share} % of the updates in {steps} change nothing
     {masters}
 error decay-lost: lr · weight_decay is {decay:.2g}, less than the relative spacing of {dtypes}, and there are no masters
     weight decay changes no weight
@@ -260,9 +246,6 @@ warning weights-in-twice-the-bytes: they are in fp32, and hold numbers of bf16 o
 error tensors-without-elements: they have no elements: shards of another rank, or weights that ZeRO-3 had not gathered
     the checkpoint does not hold the model
     gather the weights before saving, or save with torch.distributed.checkpoint
-warning saved-twice: {first} and {second} have the same bits in two places
-    {bytes}; if they were tied, they are two parameters after loading
-    tie the weights before saving, and again after loading
 --- of an environment
 error version-too-old: halfstep needs {name} {least} or newer
     kernels fail or give other bits
