@@ -93,12 +93,12 @@ def draw(path: Path, counts: dict[str, Any]) -> None:
     colours = {family: f"C{index}" for index, family in enumerate(dict.fromkeys(row.case.split()[0] for row in rows))}
     for axes, (gpu, limit) in zip(grid, ISSUE_LIMIT.items(), strict=False):
         points = [(row.issue, 1 / max(1.0, row.issue, row.shared), row.case) for row in rows if row.gpu == gpu]
-        low, high = (1.3**sign * most(x for x, _, _ in points) for sign, most in ((-1, min), (1, max)))
+        low, high = min(points)[0] / 1.3, max(points)[0] * 1.3
         axes.plot([low, 1, high], [1, 1, 1 / high], color="black", linewidth=1.2)
         axes.axvline(limit, color="black", linewidth=0.8, linestyle=":", label="most that issue may take")
         for family, colour in colours.items():
-            x, y, _ = zip(*(point for point in points if point[2].split()[0] == family), strict=True)
-            axes.plot(x, y, "o", color=colour, markersize=5, label=family)
+            of_family = [(x, y) for x, y, case in points if case.split()[0] == family]
+            axes.plot(*zip(*of_family, strict=True), "o", color=colour, markersize=5, label=family)
         slowest = sorted((point for point in points if point[0] > limit), reverse=True)[:LABELLED]
         for index, (x, y, case) in enumerate(reversed(slowest)):
             arrow = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5, "relpos": (1, 0.5)}

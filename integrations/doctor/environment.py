@@ -45,7 +45,7 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This machine."""
-        shm, versions = Path("/dev/shm"), {"torch": torch.__version__}
+        shm, versions = Path("/dev/shm"), {"torch": str(torch.__version__)}
         with suppress(importlib.metadata.PackageNotFoundError):
             versions["triton"] = importlib.metadata.version("triton")
         return cls(
