@@ -7,41 +7,78 @@
 The counts are recorded by ``make bounds``, while a software GPU executes the kernels (docs/software_gpu.md). A sector
 is fresh if no instruction of the launch accessed it before. The others miss the cache in proportion to the part of the
 data of the running blocks that exceeds `CACHE_KEPT` of it. Nothing here was measured on a GPU, and no time is
-predicted: the order of instructions, their dependencies and the time of the host are not modelled.
+predicted: the order of instructions, their dependencies and the time of the host are not modelled. Bandwidths,
+multiprocessors, clocks and caches are those of the manufacturers (NVIDIA's whitepapers on A100 and H100, AMD's CDNA 3
+whitepaper; for B200 commonly reported values).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from halfstep.bench.audit.gpus import GPU, GPUS, resident
 from halfstep.cli.figures import figure, save, tidy
 
 COUNTS_FILE = Path("tests/kernels/instruction_counts.json")
 SECTOR = 32  # bytes
+REGISTERS = 65536  # of a multiprocessor of an NVIDIA GPU
+SHARED_RESERVED = 1024  # bytes per block, reserved by NVIDIA's driver
 CACHE_KEPT = 0.81  # share of the second-level cache that holds data for repeated reads
 # The largest allowed ratio of the time to issue instructions to the time of memory. The two overlap imperfectly.
 ISSUE_LIMIT = {"A100": 0.60, "H100": 0.60, "H200": 0.85, "B200": 0.85, "MI300X": 0.85}
 LABELLED = 9  # kernels per GPU: those beyond the limit with the most instructions
 
 
-class Ratios(NamedTuple):
-    """What a kernel takes on a GPU.
+class GPU(NamedTuple):
+    """A GPU."""
 
-    Attributes:
-        bytes: bytes of global memory per element, in whole sectors.
-        issue: time to issue the instructions, as the machine code has them, over the time of memory.
-        shared: time of shared memory over the time of memory.
+    target: str  # the architecture, for example "sm_90"
+    multiprocessors: int
+    lanes: int  # threads per clock for which a multiprocessor issues an instruction
+    clock: float  # in Hz
+    bandwidth: float  # bytes per second, from the datasheet
+    cache: float  # bytes of the second-level cache
+    shared: int  # bytes of shared memory of a multiprocessor
+    reached: float  # share of the bandwidth that kernels reach; 1 if it is not known
+
+
+GPUS = {
+    "A100": GPU("sm_80", 108, 128, 1.41e9, 2.039e12, 40e6, 164 << 10, 0.77),
+    "H100": GPU("sm_90", 132, 128, 1.755e9, 3.35e12, 50e6, 228 << 10, 0.90),
+    "H200": GPU("sm_90", 132, 128, 1.755e9, 4.8e12, 50e6, 228 << 10, 0.90),
+    "B200": GPU("sm_100", 148, 128, 1.85e9, 8.0e12, 126e6, 228 << 10, 0.80),
+    "MI300X": GPU("gfx942", 304, 64, 2.1e9, 5.3e12, 256e6, 64 << 10, 1.0),
+}
+
+
+def resident(gpu: GPU, threads: int, registers: int, shared_bytes: int) -> int:
+    """The number of blocks of `threads` that a multiprocessor holds at a time.
+
+    Registers are allocated to warps in units of 256, from four partitions of the register file.
     """
+    lanes = 64 if gpu.target.startswith("gfx") else 32
+    warps = max(1, threads // lanes)
+    if lanes == 64:  # each of 4 units has 512 registers per lane, allocated in units of 8, and holds 8 waves
+        fitting = 4 * min(8, 512 // max(8, math.ceil(registers / 8) * 8))
+    else:
+        fitting = min(64, REGISTERS // 4 // max(256, math.ceil(registers * 32 / 256) * 256) * 4)
+    blocks = min(32, fitting // warps)
+    if shared_bytes:
+        blocks = min(blocks, gpu.shared // (shared_bytes + (SHARED_RESERVED if lanes == 32 else 0)))
+    return max(1, blocks)
+
+
+class Ratios(NamedTuple):
+    """What a kernel takes on a GPU."""
 
     case: str
     kernel: str
     gpu: str
-    bytes: float
-    issue: float
-    shared: float
+    bytes: float  # of global memory per element, in whole sectors
+    issue: float  # time to issue the instructions, as the machine code has them, over the time of memory
+    shared: float  # time of shared memory over the time of memory
 
 
 def seconds(gpu: GPU, counts: Mapping[str, Any], instructions: float) -> tuple[float, float, float]:
