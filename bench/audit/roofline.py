@@ -120,7 +120,7 @@ def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
 
 
 def draw(path: Path, counts: dict[str, Any]) -> None:
-    """Draw every recorded kernel on the roofline of each GPU: below it, shared memory is slower than issue and memory.
+    """Draw every recorded kernel on the roofline of each GPU, the speed that issue leaves over that of memory alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -129,7 +129,7 @@ def draw(path: Path, counts: dict[str, Any]) -> None:
     grid = list(drawing.subplots(3, 2).flat)
     colours = {family: f"C{index}" for index, family in enumerate(dict.fromkeys(row.case.split()[0] for row in rows))}
     for axes, (gpu, limit) in zip(grid, ISSUE_LIMIT.items(), strict=False):
-        points = [(row.issue, 1 / max(1.0, row.issue, row.shared), row.case) for row in rows if row.gpu == gpu]
+        points = [(row.issue, 1 / max(1.0, row.issue), row.case) for row in rows if row.gpu == gpu]
         low, high = min(points)[0] / 1.3, max(points)[0] * 1.3
         axes.plot([low, 1, high], [1, 1, 1 / high], color="black", linewidth=1.2)
         axes.axvline(limit, color="black", linewidth=0.8, linestyle=":", label="most that issue may take")
