@@ -15,7 +15,7 @@ from halfstep.integrations.doctor.findings import dtype_name
 from halfstep.numerics.scaling.sharding import local
 
 
-@dataclass
+@dataclass(eq=False)
 class NonFinite:
     """The result of `first_nonfinite`; false as long as no operation made NaN or Inf out of finite numbers."""
 
