@@ -46,16 +46,11 @@ Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, an
 
 
 class Check(NamedTuple):
-    """A check, or a measurement.
-
-    Attributes:
-        stage: "first", "bits", "headline", "tests" or "times". Those of the bits run side by side.
-        limit: seconds until it is stopped.
-    """
+    """A check, or a measurement."""
 
     run: Run
-    stage: str
-    limit: float = LIMIT
+    stage: str  # "first", "bits", "headline", "tests" or "times". Those of the bits run side by side
+    limit: float = LIMIT  # seconds until it is stopped
 
 
 class Unfinished(Exception):

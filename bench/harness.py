@@ -47,49 +47,29 @@ class Unavailable(Exception):
 
 @dataclass
 class Prepared:
-    """A provider, ready to run.
+    """A provider, ready to run."""
 
-    Attributes:
-        call: the timed call. It does not wait for the GPU, and may be repeated any number of times.
-        values: does the whole job once, before any timing, and returns the values for `Case.error`; by default
-            `call` does.
-    """
-
-    call: Call
+    call: Call  # the timed call. It does not wait for the GPU, and may be repeated any number of times
+    # Does the whole job once, before any timing, and returns the values for `Case.error`; by default `call` does.
     values: Call | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One job at one size.
+    """One job at one size."""
 
-    Attributes:
-        group: ``"softmax"``, ``"cast"``, ``"unscale"``, ``"adam"``, ``"sgd"``, ``"step"``, or a name of one's own.
-        operation: the operation, for example ``"softmax forward"``.
-        dtype: the dtypes, for example ``"bf16"`` or ``"fp32 to bf16"``.
-        size: the dimensions, for example ``{"columns": 256, "elements": 2**22}``.
-        axis: the key of `size` on the horizontal axis of pictures.
-        bytes_moved: the least number of bytes per call: every input is read once and every output written once.
-        bound: the largest error that passes the check.
-        error_unit: the unit of `bound` and of errors.
-        prepare: creates the inputs on a device. All providers share them and must not change them.
-        providers: functions by name, each of which makes a `Prepared` from the inputs, or raises `Unavailable`.
-        error: returns the error of the values of a job against float64, given the inputs. NaN never passes.
-        layout_bytes: the least bytes of providers whose state has another layout than `bytes_moved` counts.
-    """
-
-    group: str
-    operation: str
-    dtype: str
-    size: Mapping[str, int]
-    axis: str
-    bytes_moved: int
-    bound: float
-    error_unit: str
-    prepare: Callable[[torch.device], Any]
-    providers: Mapping[str, Callable[[Any], Prepared]]
-    error: Callable[[Any, Any], float]
-    layout_bytes: Mapping[str, int] = field(default_factory=dict)
+    group: str  # "softmax", "cast", "unscale", "adam", "sgd", "step", or a name of one's own
+    operation: str  # for example "softmax forward"
+    dtype: str  # for example "bf16" or "fp32 to bf16"
+    size: Mapping[str, int]  # the dimensions, for example {"columns": 256, "elements": 2**22}
+    axis: str  # the key of `size` by which cases of an operation differ
+    bytes_moved: int  # the least number per call: every input is read once and every output written once
+    bound: float  # the largest error that passes the check
+    error_unit: str  # of `bound` and of errors
+    prepare: Callable[[torch.device], Any]  # creates the inputs on a device, which providers share and do not change
+    providers: Mapping[str, Callable[[Any], Prepared]]  # make a `Prepared` of the inputs, or raise `Unavailable`
+    error: Callable[[Any, Any], float]  # of the values of a job against float64, given the inputs. NaN never passes
+    layout_bytes: Mapping[str, int] = field(default_factory=dict)  # of providers whose state has another layout
 
     @property
     def name(self) -> str:
@@ -99,23 +79,7 @@ class Case:
 
 @dataclass
 class Result:
-    """The measurements of one provider in one case. Times are microseconds per call; None means not measured.
-
-    Attributes:
-        status: ``"ok"``, ``"wrong"`` (error above the bound), ``"failed"`` (raised an exception) or ``"unavailable"``.
-        reason: why there are no times; empty if there are.
-        error: the error against float64, in `error_unit`; the check passes up to `bound`.
-        p20_us, p50_us, p80_us: percentiles over all samples.
-        gb_per_s: `bytes_moved` in 10^9 bytes over the median time.
-        copy_fraction: time of a copy of as many bytes over the time of the provider, median of the rounds.
-        speedup: time of the fastest other provider over the time of this one, median of the rounds; above 1 means
-            faster than all others. Layouts of halfstep are not compared with each other.
-        rounds: number of samples.
-        launches: kernels and copies per call, on a GPU.
-        host_us: time until the call returns, without waiting for the GPU; None on a CPU.
-        graph_us: median time to replay a CUDA graph of the call; None if the call cannot be captured.
-        extra_bytes: peak of the memory that a call allocates, including its results, on a GPU.
-    """
+    """The measurements of one provider in one case. Times are microseconds per call; None means not measured."""
 
     group: str
     operation: str
@@ -126,20 +90,22 @@ class Result:
     bytes_moved: int
     bound: float
     error_unit: str
-    status: str = OK
-    reason: str = ""
-    error: float | None = None
-    p20_us: float | None = None
+    status: str = OK  # or "wrong" (error above the bound), "failed" (raised an exception), "unavailable"
+    reason: str = ""  # why there are no times
+    error: float | None = None  # against float64, in `error_unit`; the check passes up to `bound`
+    p20_us: float | None = None  # percentiles over all samples
     p50_us: float | None = None
     p80_us: float | None = None
-    gb_per_s: float | None = None
-    copy_fraction: float | None = None
+    gb_per_s: float | None = None  # `bytes_moved` in 10^9 bytes over the median time
+    copy_fraction: float | None = None  # time of a copy of as many bytes over the provider's, median of the rounds
+    # Time of the fastest other provider over the time of this one, median of the rounds; above 1 means faster than all
+    # others. Layouts of halfstep are not compared with each other.
     speedup: float | None = None
-    rounds: int = 0
-    launches: int | None = None
-    host_us: float | None = None
-    graph_us: float | None = None
-    extra_bytes: int | None = None
+    rounds: int = 0  # number of samples
+    launches: int | None = None  # kernels and copies per call, on a GPU
+    host_us: float | None = None  # time until the call returns, without waiting for the GPU
+    graph_us: float | None = None  # median time to replay a CUDA graph of the call; None if it cannot be captured
+    extra_bytes: int | None = None  # peak of the memory that a call allocates, including its results, on a GPU
 
 
 def normal(device: torch.device, *shape: int) -> torch.Tensor:

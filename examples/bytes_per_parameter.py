@@ -2,7 +2,6 @@
 
 python examples/bytes_per_parameter.py                            # every optimizer that is installed
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
-python examples/bytes_per_parameter.py --picture bytes.png --read bytes.json      # draw only
 
 Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
 three steps; on a CPU, those of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
@@ -25,11 +24,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 import halfstep
 from halfstep.cli import figures
-from halfstep.cli.command_line import a_path, output_file, picture
+from halfstep.cli.command_line import output_file, picture
 from halfstep.cli.numbers import whole
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import layout
@@ -137,43 +136,34 @@ def main() -> None:
     parser.add_argument("--width", type=whole(1), help="width of a layer (default: 4,096 on a GPU, else 1,024)")
     parser.add_argument("--layers", type=whole(1), help="number of layers (default: 64 on a GPU, else 8)")
     parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--read", type=a_path, metavar="FILE", help="take the results from such a file")
     parser.add_argument("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
     options = parser.parse_args()
-    if options.read:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    width, layers = options.width or (4096 if on_gpu else 1024), options.layers or (64 if on_gpu else 8)
+    rows = []
+    for name, dtype, master, make in track(OPTIMIZERS, "measuring", console=Console(stderr=True)):
+        row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "reason": ""}
         try:
-            result = json.loads(options.read.read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"--read: {error}; pass a file that --out has written")
-    else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        on_gpu = device.type == "cuda"
-        width, layers = options.width or (4096 if on_gpu else 1024), options.layers or (64 if on_gpu else 8)
-        rows = []
-        for name, dtype, master, make in track(OPTIMIZERS, "measuring", console=Console(stderr=True)):
-            row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "reason": ""}
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # those of peers
-                    row["bytes"] = measure(dtype, make, device, layers, width)
-            except Exception as error:
-                if name.startswith(("halfstep", "torch AdamW")):
-                    raise
-                # Of a peer: reported, and the others are measured.
-                row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None
-                row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
-            rows.append(row)
-        result = {
-            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "parameters": layers * width * width,
-            "rows": rows,
-        }
-    table = Table(title=f"{result['parameters']:,} parameters, {result['device']}, torch {result['torch']}")
-    table.add_column("optimizer")
-    table.add_column("master")
-    table.add_column("bytes per parameter", justify="right")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of peers
+                row["bytes"] = measure(dtype, make, device, layers, width)
+        except Exception as error:
+            if name.startswith(("halfstep", "torch AdamW")):
+                raise
+            # Of a peer: reported, and the others are measured.
+            row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None
+            row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+        rows.append(row)
+    result = {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "parameters": layers * width * width,
+        "rows": rows,
+    }
+    title = f"{result['parameters']:,} parameters, {result['device']}, torch {result['torch']}"
+    table = Table("optimizer", "master", Column("bytes per parameter", justify="right"), title=title)
     for row in result["rows"]:
         table.add_row(row["optimizer"], row["master"], row["reason"] or f"{row['bytes']:.2f}")
     Console().print(table)

@@ -9,7 +9,7 @@ tensor core computes the same, except for the order of the sum, so gradients und
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep.numerics.planning import Transformer
 
 VOCABULARY = 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,6 +42,21 @@ SIZES = {
     "medium": Size(layers=8, width=512, heads=8, context=512, lr=1e-3),
     "base": Size(layers=12, width=768, heads=12, context=1024, lr=6e-4),
 }
+
+# How the matrices of the blocks are drawn. "scaled" keeps the variance of activations.
+INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
+    "scaled": lambda weight, generator: nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator),
+    "gpt2": lambda weight, generator: nn.init.normal_(weight, std=0.02, generator=generator),
+    "xavier": lambda weight, generator: nn.init.xavier_uniform_(weight, generator=generator),
+    "kaiming": lambda weight, generator: nn.init.kaiming_normal_(weight, generator=generator),
+    "orthogonal": lambda weight, generator: nn.init.orthogonal_(weight, generator=generator),
+}
+
+
+def shape_of(size: Size) -> Transformer:
+    """The model as the planner describes it."""
+    sizes = (size.layers, size.width, size.heads, VOCABULARY, size.context)
+    return Transformer(*sizes, biases=False, dropout=False, flash=False)
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,22 @@ class Linear(nn.Module):
         return self.precision.product(F.linear, x, self.weight)
 
 
+class Adapted(nn.Module):
+    """W·x + 2·B·A·x with a frozen W and A, B of a low rank (Hu et al., LoRA, 2021, arXiv:2106.09685, equation 3)."""
+
+    def __init__(self, linear: Linear, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        rows, columns = linear.weight.shape
+        self.precision, self.weight = linear.precision, linear.weight
+        self.lora_a = nn.Parameter(torch.empty(rank, columns, dtype=torch.float32))
+        self.lora_b = nn.Parameter(torch.zeros(rows, rank, dtype=torch.float32))  # training begins with W·x
+        nn.init.normal_(self.lora_a, std=columns**-0.5, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = self.precision.product
+        return product(F.linear, x, self.weight) + 2 * product(F.linear, product(F.linear, x, self.lora_a), self.lora_b)
+
+
 class Block(nn.Module):
     """Attention and MLP, each added to its input. With `recompute`, only the input is saved for the backward."""
 
@@ -122,9 +154,12 @@ class GPT(nn.Module):
         precision: the arithmetic. The parameters are fp32 until ``.to(precision.dtype)``.
         seed: of the initial weights, which are drawn in fp32 on the CPU, the same in every precision.
         recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
+        init: a name of `INITS`.
     """
 
-    def __init__(self, size: Size, precision: Precision, seed: int, recompute: bool = False) -> None:
+    def __init__(
+        self, size: Size, precision: Precision, seed: int, recompute: bool = False, init: str = "scaled"
+    ) -> None:
         super().__init__()
         self.precision = precision
         self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
@@ -136,10 +171,10 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name in ("bytes", "positions"):
                 # With GPT-2's 0.02, such a short training ends about 0.2 nats higher.
-                nn.init.normal_(parameter, std=0.5, generator=generator)
+                nn.init.normal_(parameter, std=0.02 if init == "gpt2" else 0.5, generator=generator)
             elif parameter.dim() == 2:  # norms keep their 1 and 0
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
-                if name.endswith(("out.weight", "down.weight")):
+                INITS[init](parameter, generator)
+                if init in ("scaled", "gpt2") and name.endswith(("out.weight", "down.weight")):
                     # The number of terms that are added to the residual stream, as in GPT-2.
                     parameter.detach().div_(math.sqrt(2 * size.layers))
 
@@ -151,3 +186,23 @@ class GPT(nn.Module):
         if logits_BTV.dtype != torch.float32:  # an fp16 loss of 1 would be infinite with a scale of 65536
             logits_BTV = halfstep.cast(logits_BTV, torch.float32)
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def add_adapters(model: GPT, rank: int, seed: int) -> None:
+    """Freeze a model in fp32, and add adapters of `rank` to the matrices of its blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, Adapted(getattr(block, name), rank, generator))
+
+
+def merged(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a model with each adapter added to its matrix, computed in fp64 and rounded once."""
+    result = {name: weight for name, weight in weights.items() if "lora_" not in name}
+    for name, a in weights.items():
+        if name.endswith("lora_a"):
+            weight = result[name.replace("lora_a", "weight")]
+            product = 2 * weights[name.replace("lora_a", "lora_b")].double() @ a.double()
+            result[name.replace("lora_a", "weight")] = (weight.double() + product).to(weight.dtype)
+    return result

@@ -1,12 +1,69 @@
-"""Shared by the scripts for several ranks: devices, the process group, data to learn, and whether training worked."""
+"""Shared by the scripts for several ranks: the processes, data to learn, and whether training worked."""
+
+from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+
+
+class World(NamedTuple):
+    """This process among all processes of the training."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def rows(self, batch: int) -> range:
+        """This rank's rows of a global batch."""
+        share = batch // self.size
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
+        if self.size == 1:
+            return values
+        values = values.to(self.device)
+        dist.all_reduce(values)
+        return values / self.size
+
+    def objects(self, value: T) -> list[T]:
+        """The picklable objects of all ranks, in rank order. Tensors are on the CPU."""
+        if self.size == 1:
+            return [value]
+        everyone = [value] * self.size
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+
+def restarts() -> int:
+    """The number of times that torchrun has restarted the processes of this job after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def connect(alone: bool = False) -> World:
+    """Connect to the other processes, if there are any: with NCCL on GPUs, with Gloo on CPUs."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    if alone:
+        return World(device)
+    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    if restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's store still has the addresses of the dead processes. On one node, all ranks know the same number of
+        # restarts and use it as a prefix. On several nodes, each torchrun has its own count.
+        store = dist.PrefixStore(f"restart {restarts()}", next(iter(rendezvous("env://")))[0])
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
+    return World(device, rank, size)
 
 
 def batch(step: int, rank: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,15 +78,9 @@ def run(name: str, train: Callable[[int, torch.device], list[float]]) -> NoRetur
 
     `train` receives the rank and its device, and returns the losses, or an empty list where it does not know them.
     """
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]) if device_type == "cuda" else 0)
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-    everyone: list[list[float]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, train(dist.get_rank(), device))
-    losses = next(filter(None, everyone))
-    if dist.get_rank() == 0:
+    world = connect()
+    losses = next(filter(None, world.objects(train(world.rank, world.device))))
+    if world.rank == 0:
         print(f"{name}: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     sys.stdout.flush()

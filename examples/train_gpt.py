@@ -23,7 +23,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
     # Read by torch: OpenMP's threads spin less between operations. On busy cores, a step took 86 ms instead of 254 ms.
@@ -33,11 +33,11 @@ import report
 import torch
 import torch.distributed as dist
 from corpus import Corpus, read_corpus
-from gpt import GPT, SIZES, VOCABULARY, Precision, Size
+from gpt import GPT, INITS, SIZES, Precision, add_adapters, merged, shape_of
+from ranks import World, connect, restarts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -49,11 +49,11 @@ from halfstep.cli.terminal import Progress, say
 from halfstep.integrations import checkpoint, zero
 from halfstep.integrations.checkpoint import CheckpointError
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.planning import Transformer, card
+from halfstep.numerics.planning import card
 from halfstep.numerics.planning.work import training_flops
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
-T = TypeVar("T")
+Weights = dict[str, torch.Tensor]
 
 FORMAT = "train_gpt 1"
 STRATEGIES = ("single", "ddp", "fsdp", "zero1")
@@ -67,7 +67,7 @@ WORST = 5  # number of parameters in the report
 # The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
 SETTINGS = (
     *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
-    *("state_dtype", "master_weights", "validate_every"),
+    *("state_dtype", "master_weights", "validate_every", "init", "base", "lora", "patience"),
 )
 
 
@@ -87,61 +87,6 @@ RUNS["compare"] = [
 ]
 
 
-# ------------------------------------------------------------------------------------------- processes and strategies
-
-
-class World(NamedTuple):
-    """This process among all processes of the training."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-
-    def rows(self, batch: int) -> range:
-        """This rank's rows of a global batch."""
-        share = batch // self.size
-        return range(self.rank * share, (self.rank + 1) * share)
-
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
-        if self.size == 1:
-            return values
-        values = values.to(self.device)
-        dist.all_reduce(values)
-        return values / self.size
-
-    def objects(self, value: T) -> list[T]:
-        """The picklable objects of all ranks, in rank order. Tensors are on the CPU."""
-        if self.size == 1:
-            return [value]
-        everyone = [value] * self.size
-        dist.all_gather_object(everyone, value)
-        return everyone
-
-
-def restarts() -> int:
-    """The number of times that torchrun has restarted the processes of this job after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def connect(options: argparse.Namespace) -> World:
-    """Connect to the other processes: with NCCL on GPUs, with Gloo on CPUs."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
-    if options.strategy == "single":
-        return World(device)
-    rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
-    if restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun's store still has the addresses of the dead processes. On one node, all ranks know the same number of
-        # restarts and use it as a prefix. On several nodes, each torchrun has its own count.
-        store = dist.PrefixStore(f"restart {restarts()}", next(iter(rendezvous("env://")))[0])
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=bound)
-    return World(device, rank, size)
-
-
 def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:
     """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the rest."""
     if strategy in ("ddp", "zero1"):
@@ -159,12 +104,6 @@ def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
         model.require_backward_grad_sync = last
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
-
-
-def shape_of(size: Size) -> Transformer:
-    """The model as the planner describes it."""
-    sizes = (size.layers, size.width, size.heads, VOCABULARY, size.context)
-    return Transformer(*sizes, biases=False, dropout=False, flash=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -217,14 +156,21 @@ class Interrupt:
 class Trainer:
     """The model, optimizer and scaler of a run, and the steps taken."""
 
-    def __init__(self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World) -> None:
+    def __init__(
+        self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World, base: Weights | None = None
+    ) -> None:
         self.run, self.options, self.corpus, self.world = run, options, corpus, world
         torch.manual_seed(options.seed)
         self.precision = Precision.on(run.precision, world.device)
         size = SIZES[options.size]
-        self.plain = GPT(size, self.precision, options.seed, options.checkpointing)
+        self.plain = GPT(size, self.precision, options.seed, options.checkpointing, options.init)
+        if base is not None:
+            checkpoint.load_model(self.plain, {name: weight.float() for name, weight in base.items()})
+        if options.lora:
+            add_adapters(self.plain, options.lora, options.seed)
         self.plain.to(world.device, self.precision.dtype)
         self.parameters = sum(p.numel() for p in self.plain.parameters())
+        self.trained_parameters = sum(p.numel() for p in self.plain.parameters() if p.requires_grad)
         self.model = wrap(self.plain, world, options.strategy)
         self.zero = options.strategy == "zero1"
         self.optimizer = self._optimizer()
@@ -267,11 +213,10 @@ class Trainer:
         if options.master_weights != "auto":
             chosen |= {"master_weights": options.master_weights, "rounding": "stochastic"}
         adamw: Any = halfstep.AdamW if self.run.optimizer == "halfstep.AdamW" else torch.optim.AdamW
-        parameters = list(self.plain.parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
+        trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
+        matrices, vectors = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": options.weight_decay}]
+        groups += [{"params": vectors, "weight_decay": 0.0}] if vectors else []  # adapters are matrices
         if self.zero:
             return ZeroRedundancyOptimizer(groups, optimizer_class=adamw, **chosen)
         return adamw(groups, **chosen)
@@ -410,7 +355,8 @@ class Trainer:
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
-        mine = [self.world.rank == 0 or isinstance(parameter, DTensor) for parameter in self.plain.parameters()]
+        trained = (parameter for parameter in self.plain.parameters() if parameter.requires_grad)
+        mine = [self.world.rank == 0 or isinstance(parameter, DTensor) for parameter in trained]
         ranks = self.world.objects(state["counts"] * torch.tensor(mine).unsqueeze(1))
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
@@ -430,12 +376,20 @@ class Trainer:
             "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
         }
 
-    def row(self, trouble: str | None = None) -> dict[str, Any]:
+    def best(self) -> tuple[int, float, int]:
+        """Step and loss of the best validation, and the number of validations since."""
+        losses = [loss for _, loss in self.history["validation"]]
+        at = losses.index(min(losses))
+        return self.history["validation"][at][0], losses[at], len(losses) - 1 - at
+
+    def row(self, trouble: str | None = None, early: bool = False) -> dict[str, Any]:
         """The run's entry in report.json. Collective; waits for the device."""
         options, history, world = self.options, self.history, self.world
         skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
         size, step_ms = SIZES[options.size], median(history["step_ms"])
-        flops = training_flops(shape_of(size), options.batch, size.context)
+        validated = bool(self.history["validation"]) and trouble is None
+        best_step, best_loss, _ = self.best() if validated else (None, None, 0)
+        flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
@@ -451,7 +405,10 @@ class Trainer:
             "optimizer": self.run.optimizer,
             "steps": self.step,
             "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
-            "final_val_loss": history["validation"][-1][1] if history["validation"] and not trouble else None,
+            "final_val_loss": history["validation"][-1][1] if validated else None,
+            "best_val_loss": best_loss,
+            "best_step": best_step,
+            "stopped_early": early,
             "skipped_steps": len(skipped),
             "final_scale": history["scale"][-1] if self.scaler is not None else None,
             **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},
@@ -463,6 +420,7 @@ class Trainer:
             "mfu": None if peak is None else flops / world.size / (step_ms / 1000) / peak,
             "peak_flops": peak,
             "parameters": self.parameters,
+            "trained_parameters": self.trained_parameters,
             "findings": halfstep.doctor(self.model, self.optimizer, self.scaler).as_dict()["findings"],
             "trouble": trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history["train_loss"]],
@@ -489,7 +447,7 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
-    stored = {name: state["plan"][name] for name in expected}
+    stored = {name: state["plan"].get(name) for name in expected}
     differing = ", ".join(  # of a hash, its beginning
         f"{name} is {str(value)[:12]} and was {str(stored[name])[:12]}"
         for name, value in expected.items()
@@ -498,6 +456,20 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     if differing:
         raise CheckpointError(f"{path} is of another run: {differing}; pass what it began with, or start a new run")
     return state
+
+
+def read_base(path: Path, size: str) -> Weights:
+    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged, or of another size.
+    """
+    if path.is_dir() and not (path / "manifest.json").is_file():
+        newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
+        if len(newest) != 1:
+            raise CheckpointError(f"--base {path} holds checkpoints of {len(newest)} runs; pass one checkpoint")
+        (path,) = newest
+    return merged(read_checkpoint(path, {"size": size})["model"])
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -529,24 +501,13 @@ class Display:
             say(text)
 
 
-def train(
-    run: Run,
-    options: argparse.Namespace,
-    corpus: Corpus,
-    world: World,
-    display: Display,
-    interrupt: Interrupt,
-    resumed: dict[str, Any] | None,
-) -> dict[str, Any] | None:
-    """Train one run to its last step, or until its loss stays non-finite.
+def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str, Any] | None:
+    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls.
 
     Returns:
-        Its entry in report.json; None if it was interrupted.
+        The run's entry in report.json; None if it was interrupted.
     """
-    trainer = Trainer(run, options, corpus, world)
-    if resumed is not None:
-        trainer.restore(resumed)
-        display.note(f"{run.name}: continuing after step {trainer.step}")
+    run, options, world = trainer.run, trainer.options, trainer.world
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
     while trainer.step < options.steps:
@@ -579,6 +540,12 @@ def train(
             name = signal.Signals(interrupt.signal).name
             display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
             return None
+        if validate_now and not last and options.patience:
+            step, loss, since = trainer.best()
+            if since >= options.patience:
+                best = f"the best validation loss is {loss:.4f}, at step {step}"
+                display.note(f"{run.name}: ended early at step {trainer.step}; {best}")
+                return trainer.row(early=True)
     if not trainer.history["validation"]:
         trainer.validate()
     display.progress.clear()
@@ -628,6 +595,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
     add("--size", choices=list(SIZES), default="tiny", help="size of the model")
     add("--data", type=a_path, metavar="PATH", help="file or folder to read (default: Python's standard library)")
+    add("--init", choices=list(INITS), help="how the matrices of the blocks are drawn (default: scaled)")
+    add("--base", type=a_path, metavar="PATH", help="begin with the weights of a run: a checkpoint, or its --out")
+    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R of the frozen --base")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
@@ -637,6 +607,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
     add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
+    add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     add = parser.add_argument_group("memory").add_argument
     add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
@@ -650,6 +621,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
     options = parser.parse(argv)
     check(options)
+    options.init = options.init or "scaled"
     options.lr = options.lr or SIZES[options.size].lr
     options.warmup = options.steps // 10 if options.warmup is None else options.warmup
     options.validate_every = options.validate_every or max(1, options.steps // 10)
@@ -681,6 +653,8 @@ def check(options: argparse.Namespace) -> None:
             masters.startswith("split") and precision != "bf16",
             f"expected --precision bf16 with --master-weights {masters}, but got {precision}",
         ),
+        (options.lora and not options.base, f"--lora {options.lora} without --base, whose frozen weights it adapts"),
+        (options.init and options.base, "--init with --base, whose weights replace those drawn; pass one of them"),
         (options.resume and precision == "compare", "--resume PATH with --precision compare; pass --resume alone"),
     ):
         if wrong:
@@ -690,6 +664,8 @@ def check(options: argparse.Namespace) -> None:
 def command(options: argparse.Namespace) -> int:
     """Train all runs, and report. Returns the exit status."""
     runs = RUNS[options.precision]
+    base = None if options.base is None else read_base(options.base, options.size)
+    options.base = str(options.base or "")
     corpus = read_corpus(options.data, SIZES[options.size].context)
     make_folder(options.out)
     files = {run: file for run in runs if (file := resumed_from(run, options))}
@@ -699,7 +675,7 @@ def command(options: argparse.Namespace) -> int:
             f"{options.precision!r}; drop --resume to start again, or pass the --out they are in"
         )
     resumed = {run: read_checkpoint(file, plan(run, options, corpus)) for run, file in files.items()}
-    world, rows = connect(options), []
+    world, rows = connect(alone=options.strategy == "single"), []
     display = Display(options.steps, quiet=world.rank != 0)
     size = len(corpus.train) + len(corpus.val)
     display.note(f"{corpus.name}: {size:,} bytes; on {world.device}, processes: {world.size}")
@@ -708,7 +684,12 @@ def command(options: argparse.Namespace) -> int:
         display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
     with Interrupt().listening() as interrupt:
         for run in runs:
-            row = train(run, options, corpus, world, display, interrupt, resumed.get(run))
+            trainer = Trainer(run, options, corpus, world, base)
+            if run in resumed:
+                trainer.restore(resumed[run])
+                display.note(f"{run.name}: continuing after step {trainer.step}")
+            row = train(trainer, display, interrupt)
+            del trainer  # the next run needs its memory
             if row is None:
                 break
             rows.append(row)

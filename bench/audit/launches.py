@@ -21,53 +21,33 @@ class Variant:
     """One compiled form of a kernel: how to launch it, and the bytes that it needs to move.
 
     A module that is audited lists its variants in a function ``variants()``.
-
-    Attributes:
-        kernel: the ``@triton.jit`` function.
-        name: a name that is unique among the variants of the kernel, e.g. ``"bf16 to fp32"``.
-        launch: launches the kernel, on CPU or meta tensors of any contents. It may launch other kernels too.
-        bytes_read: the least number of bytes read per element.
-        bytes_written: the least number of bytes written per element.
-        exact: whether the kernel promises the bits of the reference, and so must not contain fused multiply-adds.
-        tile: constants of the kernel whose product is the number of elements that the bulk path handles per program,
-            or per iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is
-            wrong only if a tile is moved in parts.
-        copies: the number of copies of the bulk path, of which one runs. All must have the same accesses.
-        copies_on: targets on which there are more or fewer of them.
-        index: the index of the launch among the launches of `kernel` by `launch`; -1 is the last.
     """
 
-    kernel: Any
-    name: str
-    launch: Callable[[], object]
-    bytes_read: float = 0.0
+    kernel: Any  # the ``@triton.jit`` function
+    name: str  # unique among the variants of the kernel, for example "bf16 to fp32"
+    launch: Callable[[], object]  # on CPU or meta tensors of any contents. It may launch other kernels too
+    bytes_read: float = 0.0  # the least number per element
     bytes_written: float = 0.0
-    exact: bool = True
+    exact: bool = True  # whether it promises the bits of the reference, and so must not contain fused multiply-adds
+    # Constants of the kernel whose product is the number of elements that the bulk path handles per program, or per
+    # iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is wrong only if
+    # a tile is moved in parts.
     tile: tuple[str, ...] = ()
-    copies: int = 1
-    copies_on: Mapping[str, int] = field(default_factory=dict)
-    index: int = 0
+    copies: int = 1  # of the bulk path, of which one runs. All must have the same accesses
+    copies_on: Mapping[str, int] = field(default_factory=dict)  # targets on which there are more or fewer of them
+    index: int = 0  # among the launches of `kernel` by `launch`; -1 is the last
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The input of Triton's compiler for one launch.
+    """The input of Triton's compiler for one launch."""
 
-    Attributes:
-        kernel: the ``@triton.jit`` function.
-        key: the key of the compiled form in Triton's cache.
-        signature: type of each argument, e.g. ``"*i64"``; ``"constexpr"`` for constants.
-        constants: values of the constants, by position of the argument.
-        attributes: properties of other arguments, e.g. ``[["tt.divisibility", 16]]``, by position.
-        options: all options of the compiler.
-    """
-
-    kernel: Any
-    key: str
-    signature: dict[str, str]
-    constants: dict[tuple[int, ...], Any]
-    attributes: dict[tuple[int, ...], Any]
-    options: dict[str, Any]
+    kernel: Any  # the ``@triton.jit`` function
+    key: str  # of the compiled form in Triton's cache
+    signature: dict[str, str]  # type of each argument, for example "*i64"; "constexpr" for constants
+    constants: dict[tuple[int, ...], Any]  # values of the constants, by position of the argument
+    attributes: dict[tuple[int, ...], Any]  # of other arguments by position, for example [["tt.divisibility", 16]]
+    options: dict[str, Any]  # all options of the compiler
 
     def constant(self, name: str) -> Any:
         """The value of a constant argument."""

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from halfstep.bench.audit import families, machine_code
-from halfstep.bench.audit.gpus import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
-from halfstep.bench.modules import listed
+from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
+from halfstep.bench.cases import listed
 
 FAMILIES = tuple(f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -29,35 +29,24 @@ _GPU_OF = {gpu.target: gpu for gpu in GPUS.values()}
 
 @dataclass
 class AuditRow:
-    """The audit of one variant on one target. Bytes are per element. Values are None if the variant did not compile.
-
-    Attributes:
-        bytes_read, bytes_written: bytes that the bulk path moves.
-        floor_read, floor_written: the least possible bytes.
-        access_bits: width of the narrowest access of the bulk path, per thread.
-        operand_bits: width of the narrowest access, by the width of the elements.
-        shared_bytes: shared memory per block, without the bytes that the driver reserves.
-        spills: instructions that access local memory (NVIDIA), or spilled registers (AMD).
-        occupancy: share of the warps of a multiprocessor that registers, shared memory and block limits allow.
-        problems: why the variant fails the audit; empty if it passes.
-    """
+    """The audit of one variant on one target. Bytes are per element. Values are None if the variant did not compile."""
 
     kernel: str
     variant: str
     target: str
-    bytes_read: float | None = None
+    bytes_read: float | None = None  # that the bulk path moves
     bytes_written: float | None = None
-    floor_read: float = 0.0
+    floor_read: float = 0.0  # the least possible bytes
     floor_written: float = 0.0
-    access_bits: int | None = None
-    operand_bits: dict[str, int] = field(default_factory=dict)
+    access_bits: int | None = None  # width of the narrowest access of the bulk path, per thread
+    operand_bits: dict[str, int] = field(default_factory=dict)  # the same, by the width of the elements
     registers: int | None = None
-    spills: int | None = None
-    shared_bytes: int | None = None
+    spills: int | None = None  # instructions that access local memory (NVIDIA), or spilled registers (AMD)
+    shared_bytes: int | None = None  # per block, without the bytes that the driver reserves
     barriers: int | None = None
     layout_conversions: int | None = None
-    occupancy: float | None = None
-    problems: list[str] = field(default_factory=list)
+    occupancy: float | None = None  # share of the warps that registers, shared memory and block limits allow
+    problems: list[str] = field(default_factory=list)  # why the variant fails the audit
 
 
 def most_shared(target: str) -> int:

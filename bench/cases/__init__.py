@@ -5,11 +5,12 @@ Needs no torch, so that the command refuses wrong arguments quickly.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from halfstep.bench.modules import listed
+from halfstep.cli.command_line import UsageError
 
 if TYPE_CHECKING:
     from halfstep.bench.harness import Case
@@ -19,27 +20,16 @@ GROUPS = ("softmax", "cast", "unscale", "adam", "sgd", "step")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of all cases.
+    """The sizes of all cases."""
 
-    Attributes:
-        elements: elements of the input of a softmax, and of all tensors together in the other groups.
-        columns: numbers of columns of a softmax.
-        cast_elements: elements of a single tensor that is cast.
-        tensors: numbers of tensors into which `elements` are divided.
-        large: elements of the large tensor of the Adam cases; 0 for none.
-        slow: whether to include providers that take seconds to compile.
-        looped: the most tensors for providers that call many operations for each tensor.
-        compiled: the most tensors of a list that is compiled, which takes about a second per tensor on a CPU.
-    """
-
-    elements: int
-    columns: tuple[int, ...]
-    cast_elements: tuple[int, ...]
-    tensors: tuple[int, ...]
-    large: int
-    slow: bool = True
-    looped: int = 1_000
-    compiled: int = 1
+    elements: int  # of the input of a softmax, and of all tensors together in the other groups
+    columns: tuple[int, ...]  # of a softmax
+    cast_elements: tuple[int, ...]  # of a single tensor that is cast
+    tensors: tuple[int, ...]  # numbers of tensors into which `elements` are divided
+    large: int  # elements of the large tensor of the Adam cases; 0 for none
+    slow: bool = True  # whether to include providers that take seconds to compile
+    looped: int = 1_000  # the most tensors for providers that call many operations for each tensor
+    compiled: int = 1  # the most tensors of a list that is compiled, which takes about a second per tensor on a CPU
 
 
 FULL_COLUMNS = tuple(2**power for power in range(8, 21, 2))
@@ -57,6 +47,25 @@ def sizes_for(device_type: str, quick: bool) -> Sizes:
     if quick:
         return Sizes(2**20, QUICK_COLUMNS, (2**14, 2**22), QUICK_TENSORS, 0, slow=False, looped=100)
     return Sizes(2**22, FULL_COLUMNS, (2**12, 2**16, 2**20, 2**24), FULL_TENSORS, 2**24)
+
+
+def listed(module: str, function: str, *arguments: object) -> list[Any]:
+    """What a function of a module lists, both by name: what to measure or to audit.
+
+    Raises:
+        UsageError: there is no such module or function, or the list is empty.
+    """
+    try:
+        items = list(getattr(importlib.import_module(module), function)(*arguments))
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"expected --module to be a module on Python's path, by dotted name, but got {module}: {error}"
+        ) from error
+    except AttributeError as error:
+        raise UsageError(f"--module {module}: {error}; it needs a function {function}()") from error
+    if not items:
+        raise UsageError(f"--module {module}: its {function}() lists nothing")
+    return items
 
 
 def cases(groups: Sequence[str], sizes: Sizes, modules: Sequence[str] = ()) -> list[Case]:

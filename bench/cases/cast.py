@@ -41,10 +41,6 @@ def _to(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x.to(target)
 
 
-def _cast(target: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    return halfstep.cast(x, target)
-
-
 def _compiled(function: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, sources: list[torch.Tensor]) -> Prepared:
     return _new(compiled(function, sizes), sources)
 
@@ -101,7 +97,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for source, target in PAIRS:
         to = partial(_to, DTYPES[target])
         providers: dict[str, Callable[[Any], Prepared]] = {
-            "halfstep": partial(_new, partial(_cast, DTYPES[target])),
+            "halfstep": partial(_new, partial(halfstep.cast, dtype=DTYPES[target])),
             "torch eager": partial(_new, to),
             "torch.compile": partial(_compiled, to, sizes),
         }

@@ -40,12 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of an examination, errors first.
-
-    Attributes:
-        examined: what was examined, in words.
-        findings: what is wrong.
-    """
+    """The `findings` of an examination, errors first, and in words what was `examined`."""
 
     examined: str
     findings: tuple[Finding, ...] = ()
@@ -55,15 +50,8 @@ class Diagnosis:
         """Findings in any order."""
         return cls(examined, tuple(sorted(findings, key=lambda finding: finding.severity)))
 
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the findings."""
-        return [finding.name for finding in self.findings]
+    ok = property(lambda self: not self.findings, doc="Whether nothing was found.")
+    names = property(lambda self: [finding.name for finding in self.findings], doc="The names of the findings.")
 
     def as_dict(self) -> dict[str, Any]:
         """The diagnosis for JSON."""
@@ -106,11 +94,9 @@ def listed(names: Iterable[str], noun: str = "parameter") -> str:
 
 def in_bytes(number: float) -> str:
     """A number of bytes in words."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:,.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+    power = next(power for power in (0, 1, 2, 3) if number < 1024 ** (power + 1) or power == 3)
+    size, unit = number / 1024**power, ("B", "KiB", "MiB", "GiB")[power]
+    return f"{size:,.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.3g} {unit}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -160,7 +146,7 @@ error moments-in-16-bits: {what}
     {stake}
     {masters}; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits
 error updates-lost: 16-bit weights without fp32 masters lose updates below half of their spacing
-    {share} % {which} change nothing
+    {share} % of the updates in {steps} change nothing
     {masters}
 error decay-lost: lr · weight_decay is {decay:.2g}, less than the relative spacing of {dtypes}, and there are no masters
     weight decay changes no weight
@@ -201,9 +187,6 @@ error scale-collapsed: the loss scale is {scale:g}
 error state-not-sharded: the parameters are DTensors, and their state is plain tensors
     torch.distributed.checkpoint takes the shards of all ranks for one tensor: ranks load the state of others
     use an optimizer whose state has the placements of its parameters (torch's and halfstep's)
-error optimizer-cannot-shard: {library} does not support {what} ({issue})
-    {stake}
-    use halfstep.AdamW, or another sharding of these parameters
 --- of some steps
 error gradients-not-cleared: its gradient was added to the one that the last step used
     each step uses the sum of the gradients of all steps before it
@@ -260,9 +243,6 @@ warning weights-in-twice-the-bytes: they are in fp32, and hold numbers of bf16 o
 error tensors-without-elements: they have no elements: shards of another rank, or weights that ZeRO-3 had not gathered
     the checkpoint does not hold the model
     gather the weights before saving, or save with torch.distributed.checkpoint
-warning saved-twice: {first} and {second} have the same bits in two places
-    {bytes}; if they were tied, they are two parameters after loading
-    tie the weights before saving, and again after loading
 --- of an environment
 error version-too-old: halfstep needs {name} {least} or newer
     kernels fail or give other bits
@@ -279,21 +259,9 @@ warning no-compiler: there is no C++ compiler
 error ranks-not-set: {what}
     {stake}
     start torchrun once per machine{remedy}
-error rank-out-of-range: ranks of WORLD_SIZE={world} are 0 to {last}
-    the other ranks wait for one that never comes
-    set RANK below WORLD_SIZE, each once
-error rank-without-gpu: this machine has {gpus} that torch can use
-    the rank fails, or shares a GPU with another
-    start at most one rank per GPU, and check CUDA_VISIBLE_DEVICES
 error master-is-local: the job has {nodes} machines, and each looks for the first rank on itself
     all other machines wait until they time out
     set MASTER_ADDR to the first machine's name
-error interface-not-there: this machine has {interfaces}
-    init_process_group fails on this machine
-    unset {name}, or set it to an interface that all machines have
-warning interface-not-chosen: several interfaces may lead to the other machines, and none is chosen
-    ranks may wait for each other on a network that does not connect them, or on the slow one
-    set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that does
 warning kernels-interpreted: Triton's kernels run in its interpreter
     each takes longer than plain torch
     unset TRITON_INTERPRET; it serves tests without a GPU
@@ -303,12 +271,6 @@ warning slow-setting: a setting for debugging is on
 error gpus-hidden: it is set and empty, which hides all GPUs
     training runs on the CPU
     unset it, or name the GPUs: 0,1
-warning one-thread-per-rank: torchrun sets it, and each rank has {cores} cores
-    steps on the CPU use 1 of {cores} cores
-    set OMP_NUM_THREADS={cores} before torchrun
-warning little-shared-memory: it has {size} MiB, as containers have by default
-    DataLoader workers and ranks of one machine end with a bus error
-    start the container with --shm-size=8g or --ipc=host
 """
 TEXTS = {
     name: (severity, *map(str.strip, texts.splitlines()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +15,16 @@ from halfstep.integrations.doctor.findings import dtype_name
 from halfstep.numerics.scaling.sharding import local
 
 
+@dataclass(eq=False)
 class NonFinite:
-    """The result of `first_nonfinite`; false as long as no operation made NaN or Inf out of finite numbers.
+    """The result of `first_nonfinite`; false as long as no operation made NaN or Inf out of finite numbers."""
 
-    Attributes:
-        module: the name of the innermost module that was computing, ``""`` for the model itself or the backward.
-        kind: the class of this module.
-        operation: the operation as torch names it, such as ``"aten.exp.default"``.
-        value: ``"NaN"``, ``"Inf"`` or ``"-Inf"``: the first one in its result.
-        inputs: shapes, dtypes and largest magnitudes of its inputs, in words.
-        backward: the node of the autograd graph that ran it, such as ``"SqrtBackward0"``; ``""`` in the forward.
-    """
-
-    def __init__(self) -> None:
-        self.module = self.kind = self.operation = self.value = self.backward = ""
-        self.inputs: tuple[str, ...] = ()
+    module: str = ""  # the name of the innermost module that was computing, "" for the model itself or the backward
+    kind: str = ""  # the class of this module
+    operation: str = ""  # as torch names it, such as "aten.exp.default"
+    value: str = ""  # "NaN", "Inf" or "-Inf": the first one in its result
+    inputs: tuple[str, ...] = ()  # shapes, dtypes and largest magnitudes, in words
+    backward: str = ""  # the node of the autograd graph that ran it, such as "SqrtBackward0"; "" in the forward
 
     def __bool__(self) -> bool:
         return bool(self.operation)
@@ -46,8 +42,8 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[NonFinite]:
     """Find the first operation in this block that returns NaN or Inf, although all that it gets is finite.
 
     Inside the block, every operation in forward and backward is followed by a check that waits for the device, and
-    modules of `model` note which of them is computing. Outside of the block nothing is left, so that it costs nothing.
-    Operations inside of compiled graphs are not seen one by one: call the model before ``torch.compile``.
+    modules of `model` note which of them is computing. Operations inside of compiled graphs are not seen one by one:
+    call the model before ``torch.compile``.
 
     Args:
         model: the model whose modules are to be named.
@@ -96,21 +92,19 @@ class _Check(TorchDispatchMode):
         self._result, self._running = result, running
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        options, name = options or {}, str(operation)
-        if self._result or name.split(".")[1].startswith(_PASSIVE):
+        options, name, result = options or {}, str(operation), self._result
+        inputs = [] if result else _floating((arguments, options))
+        if result or name.split(".")[1].startswith(_PASSIVE) or not all(map(_is_finite, inputs)):
             return operation(*arguments, **options)
-        inputs = _floating((arguments, options))
-        finite = all(map(_is_finite, inputs))
         # Operations in place overwrite their inputs, which are described before.
-        words = tuple(map(_in_words, inputs)) if finite and operation._schema.is_mutable else ()
+        words = tuple(map(_in_words, inputs)) if operation._schema.is_mutable else ()
         output = operation(*arguments, **options)
-        broken = next((tensor for tensor in _floating(output) if not _is_finite(tensor)), None) if finite else None
+        broken = next((tensor for tensor in _floating(output) if not _is_finite(tensor)), None)
         if broken is not None:
-            values, result = local(broken).flatten(), self._result
+            values, node = local(broken).flatten(), torch._C._current_autograd_node()
             value = values[~values.isfinite()][0].item()
             result.operation, result.inputs = name, words or tuple(map(_in_words, inputs))
             result.value = "NaN" if value != value else "Inf" if value > 0 else "-Inf"
-            node = torch._C._current_autograd_node()
             result.backward = "" if node is None else node.name()
             if self._running:
                 result.module, result.kind = self._running[-1]

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from halfstep.integrations.doctor.findings import (
-    Diagnosis,
-    Finding,
-    count,
-    dtype_name,
-    dtypes_of,
-    find,
-    in_bytes,
-    listed,
-)
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
 from halfstep.integrations.doctor.setup import (
     BF16,
     FP16,
@@ -29,12 +19,10 @@ from halfstep.integrations.doctor.setup import (
     distinct,
     holds_bf16_only,
     nonfinite,
-    sample,
     size_of,
 )
 from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
-from halfstep.numerics.formats.table import Format, formats
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import is_sharded, local
@@ -42,9 +30,8 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.state_layout import SCALE_KEYS
 
 # The moments that torch's optimizers keep, in the parameter's dtype, before their first step shows them.
-_ADAM = ("exp_avg", "exp_avg_sq")
 _MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), _ADAM),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
     "Adamax": ("exp_avg", "exp_inf"),
     "RMSprop": ("square_avg",),
     "Adadelta": ("square_avg", "acc_delta"),
@@ -57,11 +44,6 @@ _EXACT_BUFFERS = {
     "freqs": "rotary angles",
     **dict.fromkeys(("running_mean", "running_var"), "running statistics of a normalization"),
 }
-# Library, whether only shards without elements are concerned, where it is reported, what happens.
-_CANNOT_SHARD = (
-    ("transformer_engine", True, "TransformerEngine #3202, #3207", "the step fails on some ranks, and others hang"),
-    ("bitsandbytes", False, "bitsandbytes #89, #1633", "checkpoints cannot be resharded; illegal memory accesses"),
-)
 
 
 def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagnosis:
@@ -105,19 +87,18 @@ def examine(setup: Setup) -> Diagnosis:
 
 
 def _values(setup: Setup) -> Iterator[Finding]:
-    tensors = [(name, "weights", parameter) for name, parameter in setup.parameters()]
+    tensors: list[tuple[str, str, Any]] = [(name, "weights", parameter) for name, parameter in setup.parameters]
     tensors += [(name, "buffers", buffer) for name, buffer in setup.model.named_buffers()]
     # A loss scaler skips steps whose gradients overflow, and the last one may be such a step.
     if setup.scaler is None:
-        grads = ((name, gradient_of(parameter)) for name, parameter in setup.parameters())
-        tensors += [(name, "gradients", grad) for name, grad in grads if grad is not None]
+        tensors += [(name, "gradients", gradient_of(parameter)) for name, parameter in setup.parameters]
     for entry in setup.entries:
         tensors += [(entry.name, "weights", entry.parameter)] * (id(entry.parameter) not in setup.names)
         tensors += [(entry.name, key, value) for key, value in entry.state.items()]
         tensors += [(entry.name, key, _marks(value)) for key, value in entry.scales.items() if key in SCALE_KEYS]
     names_by_role: dict[str, list[str]] = defaultdict(list)
     for name, role, tensor in tensors:
-        value = nonfinite(tensor)
+        value = "" if tensor is None else nonfinite(tensor)
         masks = role == "buffers" or (role == "weights" and not tensor.requires_grad)  # they hold infinities
         if value == "NaN" or (value and not masks):
             names_by_role[f"{value} in {role}"].append(name)
@@ -137,10 +118,9 @@ def _marks(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _membership(setup: Setup) -> Iterator[Finding]:
-    if not setup.entries or setup.steps_copies:
-        return
     optimized = {id(entry.parameter) for entry in setup.entries}
-    if outside := [name for name, parameter in setup.trainable() if id(parameter) not in optimized]:
+    outside = [name for name, parameter in setup.trainable if id(parameter) not in optimized]
+    if optimized and outside and not setup.steps_copies:
         disjoint = optimized.isdisjoint(setup.names)
         yield find("optimizer-of-other-parameters" if disjoint else "parameters-not-optimized", outside)
 
@@ -153,7 +133,9 @@ _OF_A_PARAMETER: dict[str, Callable[[Entry], bool]] = {
     # Nearest rounding keeps w (1 - decay) at w for all w below half of the smallest relative spacing.
     "decay-lost": lambda e: e.loses_updates and 0 < e.decay < (2.0**-9 if e.parameter.dtype == BF16 else 2.0**-12),
     # Half of fp16's smallest number, and numbers below, round to 0.
-    "eps-is-zero": lambda e: e.is_adam and e.parameter.dtype == FP16 and not e.keeps_updates and e.eps <= 2.0**-25,
+    "eps-is-zero": lambda e: (
+        e.parameter.dtype == FP16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
+    ),
     "step-in-16-bits": lambda e: isinstance(e.step, torch.Tensor) and e.step.dtype in HALF,
     "state-not-sharded": lambda e: (
         local(e.parameter).numel() < e.parameter.numel()
@@ -236,61 +218,6 @@ def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
     return dict.fromkeys(_MOMENTS_OF_TORCH.get(cls.__name__, momentum), entry.parameter)
 
 
-class UpdateLoss(NamedTuple):
-    """The number of updates of one parameter that rounding loses."""
-
-    name: str
-    updates: int  # nonzero ones
-    lost: int  # of these
-
-    @property
-    def share(self) -> float:
-        return self.lost / self.updates if self.updates else 0.0
-
-
-def count_lost(weight: torch.Tensor, update: torch.Tensor, format: Format) -> tuple[int, int]:
-    """The numbers of nonzero updates, and of those below half the distance from |w| to the next larger number.
-
-    From a power of two toward zero, half of that would suffice; these updates are counted as lost too.
-    """
-    w, u = weight.double(), update.double().abs()
-    # 2^exponent <= |w| < 2^(exponent + 1). The exponent of 0 is replaced by that of the smallest normal number.
-    exponent = torch.where(w == 0, format.emin, torch.frexp(w)[1] - 1).clamp(min=format.emin)
-    half = torch.ldexp(torch.ones_like(w), exponent - format.mantissa - 1)
-    moves = u != 0
-    return int(moves.sum()), int((moves & (u < half)).sum())
-
-
-def _updates(setup: Setup) -> Iterator[Finding]:
-    stepped = any(entry.steps_taken >= 1 for entry in setup.entries)
-    losses = map(_lost_next, (entry for entry in setup.entries if entry.is_adam and entry.loses_updates))
-    yield from lost_updates(losses, "of the next step's updates" if stepped else "of updates as large as lr")
-
-
-def _lost_next(entry: Entry) -> UpdateLoss:
-    """How many elements of a parameter the next step of Adam would update, and how many updates rounding loses."""
-    weight = sample(entry.parameter)
-    if weight.is_meta or not weight.numel():
-        return UpdateLoss(entry.name, 0, 0)
-    update = torch.full_like(weight, entry.lr, dtype=torch.float64)
-    first, second, steps = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq"), entry.steps_taken
-    if steps >= 1 and first is not None and second is not None and first.is_floating_point():
-        beta1, beta2 = map(float, entry.group["betas"])
-        m = sample(first).double() / (1 - beta1**steps)
-        v = sample(second).double() / (1 - beta2**steps)
-        update = entry.lr * m / (v.sqrt() + float(entry.group.get("eps", 0.0)))
-    return UpdateLoss(entry.name, *count_lost(weight, update, formats[dtype_name(weight.dtype)]))
-
-
-def lost_updates(losses: Iterable[UpdateLoss], which: str) -> Iterator[Finding]:
-    """The finding that more than 1 % of the updates are lost."""
-    losses = sorted(losses, key=lambda loss: -loss.share)
-    updates, lost = sum(loss.updates for loss in losses), sum(loss.lost for loss in losses)
-    if updates and lost / updates > 0.01:
-        words = [f"{loss.name} {percent(loss.share)} %" for loss in losses if loss.lost]
-        yield find("updates-lost", listed(words), share=percent(lost / updates), which=which)
-
-
 def _rounded(setup: Setup) -> Iterator[Finding]:
     """State that was in 16 bits in between, and buffers that 16 bits are too few for."""
     rounded = [
@@ -317,11 +244,10 @@ def _scaling(setup: Setup) -> Iterator[Finding]:
     fp16, scaler = setup.computes_in_fp16(), setup.scaler
     if fp16 and scaler is None and setup.entries and not setup.steps_copies:
         yield find("fp16-without-scaler", fp16)
-    if scaler is not None:
-        scale = float(scaler.get_scale())
-        if not 1 <= scale < math.inf:
-            severity = "warning" if 0 < scale < 1 else "error"
-            yield find("scale-collapsed", type(scaler).__name__, severity, scale=scale)
+    scale = 1.0 if scaler is None else float(scaler.get_scale())
+    if not 1 <= scale < math.inf:
+        severity = "warning" if 0 < scale < 1 else "error"
+        yield find("scale-collapsed", type(scaler).__name__, severity, scale=scale)
 
 
 def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
@@ -331,7 +257,7 @@ def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
     weights: list[Any] = [entry.parameter for entry in setup.entries]
     sharded = any(cls.__name__ == "ShardedGradScaler" for cls in type(setup.scaler).__mro__)
     fused = [optimizer for optimizer in setup.optimizers if getattr(optimizer, "_step_supports_amp_scaling", False)]
-    half = [name for name, parameter in setup.trainable() if parameter.dtype == torch.float16]
+    half = [name for name, parameter in setup.trainable if parameter.dtype == torch.float16]
     if half and not sharded and not fused:
         yield find("fp16-weights-with-torch-scaler", half)
     scale = getattr(setup.scaler, "_scale", None)
@@ -349,15 +275,7 @@ def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
         yield find("scaler-of-one-mesh", where)
 
 
-def _shards(setup: Setup) -> Iterator[Finding]:
-    for library, only_empty, issue, stake in _CANNOT_SHARD:
-        entries = [entry for entry in setup.entries if entry.library == library and is_sharded(entry.parameter)]
-        if hit := [entry for entry in entries if not only_empty or not local(entry.parameter).numel()]:
-            shards = "shards without elements" if only_empty else "DTensors"
-            yield find("optimizer-cannot-shard", hit, library=library, what=shards, issue=issue, stake=stake)
-
-
-RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)
+RULES = (_values, _membership, _tied, _moments, _parameters, _rounded, _scaling, _scaler_of_torch)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -379,49 +297,35 @@ def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None
 def _of_tensors(
     tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]
 ) -> Iterator[Finding]:
-    broken: dict[str, str] = {}
-    names_of: dict[str, list[str]] = defaultdict(list)  # names of tensors, by finding
-    by_content: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = defaultdict(list)
+    names_by_finding: dict[str, list[str]] = defaultdict(list)
     done = 0
     for name, tensor in tensors.items():
         entry, strided = name.rpartition(".")[2], tensor.layout == torch.strided and not tensor.is_meta
         squares = entry in ("exp_avg_sq", "max_exp_avg_sq")
-        if tensor.is_floating_point() and not tensor.numel():
-            names_of["tensors-without-elements"].append(name)
-        if value := nonfinite(tensor):
-            broken[name] = value
-        if squares and strided and tensor.element_size() > 1 and bool((distinct(tensor) < 0).any()):
-            names_of["negative-second-moment"].append(name)
-        if strided and holds_bf16_only(tensor):
-            names_of["state-was-rounded" if entry in _STATE else "weights-in-twice-the-bytes"].append(name)
-        if squares and tensor.dtype in HALF:
-            names_of["moments-in-16-bits"].append(name)
-        if strided and tensor.numel() >= 1024 and _bytes(tensor) == tensor.nbytes:
-            codes = tensor.detach().flatten().contiguous().view(torch.uint8).numpy()
-            by_content[tensor.dtype, tensor.shape, hashlib.blake2b(codes.data, digest_size=16).digest()].append(name)
+        for finding, is_wrong in (
+            ("tensors-without-elements", tensor.is_floating_point() and not tensor.numel()),
+            ("values-not-finite", bool(nonfinite(tensor))),
+            (
+                "negative-second-moment",
+                squares and strided and tensor.element_size() > 1 and bool((distinct(tensor) < 0).any()),
+            ),
+            ("state-was-rounded", entry in _STATE and strided and holds_bf16_only(tensor)),
+            ("weights-in-twice-the-bytes", entry not in _STATE and strided and holds_bf16_only(tensor)),
+            ("moments-in-16-bits", squares and tensor.dtype in HALF),
+        ):
+            names_by_finding[finding] += [name] * is_wrong
         done += _bytes(tensor)
         progress(done / total)
-    if broken:
-        first, value = next(iter(broken.items()))
-        yield find("values-not-finite", listed(broken, "tensor"), what=f"{first} holds {value}")
-    copies = [names for names in by_content.values() if len({tensors[name].data_ptr() for name in names}) > 1]
-    # All elements of a constant tensor are the same, which says nothing.
-    copies = [names for names in copies if bool((tensors[names[0]] != tensors[names[0]].flatten()[0]).any())]
-    names_of["saved-twice"] = [name for names in copies for name in names]
-    rounded = names_of["weights-in-twice-the-bytes"]
-    needless = {
-        "saved-twice": sum(_bytes(tensors[name]) for names in copies for name in names[1:]),
-        "weights-in-twice-the-bytes": sum(_bytes(tensors[name]) for name in rounded) // 2,
-    }
-    for finding, names in names_of.items():
+    for finding, names in names_by_finding.items():
         if names:
+            dtypes, first = dtypes_of(tensors[name] for name in names), names[0]
+            broken = finding == "values-not-finite"
             yield find(
                 finding,
                 listed(names, "tensor"),
                 "warning" if finding == "state-was-rounded" else None,
-                **dict(zip(("first", "second"), names, strict=False)),
-                bytes=needless.get(finding, 0),
-                what=f"second moments are in {dtypes_of(tensors[name] for name in names)}",
+                bytes=sum(_bytes(tensors[name]) for name in names) // 2,
+                what=f"{first} holds {nonfinite(tensors[first])}" if broken else f"second moments are in {dtypes}",
                 stake="unless they were rounded stochastically, they grew but never fell, and steps shrank",
                 keys=" and ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)),
             )

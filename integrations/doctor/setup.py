@@ -16,7 +16,7 @@ from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.wrappers import unwrapped
+from halfstep.numerics.scaling.wrappers import stepping, unwrapped
 from halfstep.numerics.state_layout import rounds_stochastically
 
 BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
@@ -49,10 +49,8 @@ class Entry:
     lr = property(lambda self: float(self.group.get("lr") or 0.0))
     eps = property(lambda self: float(self.group.get("eps", 1.0)))
     steps_taken = property(lambda self: 0.0 if self.step is None else float(self.step))
-    library = property(lambda self: type(self.optimizer).__module__.split(".")[0])
     half = property(lambda self: self.parameter.dtype in HALF)
     frozen = property(lambda self: isinstance(self.parameter, torch.nn.Parameter) and not self.parameter.requires_grad)
-    is_adam = property(lambda self: "betas" in self.group or "exp_avg_sq" in self.state)
     loses_updates = property(lambda self: self.parameter.requires_grad and self.lr > 0 and not self.keeps_updates)
 
     @property
@@ -75,9 +73,10 @@ class Entry:
             return True
         if isinstance(self.optimizer, LayoutOptimizer):
             return self.optimizer._layout(self.parameter, self.group).master is not None
-        if self.library == "optimi":  # by default for 16-bit parameters
+        library = type(self.optimizer).__module__.split(".")[0]
+        if library == "optimi":  # by default for 16-bit parameters
             return self.group.get("kahan_sum") is not False
-        if self.library == "flashoptim":
+        if library == "flashoptim":
             return self._option("master_weight_bits") is not None
         return any(map(self._option, _KEEPS)) or any(map(_MASTER.search, self.state))
 
@@ -90,6 +89,8 @@ class Setup:
 
     Attributes:
         names: the names of the model's parameters by their id; tied parameters have one.
+        parameters: names and parameters of the model.
+        trainable: those that require a gradient.
         entries: the parameters in the optimizers.
         steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
     """
@@ -98,7 +99,9 @@ class Setup:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
         self.model = model
-        self.names = {id(parameter): _WRAPPERS.sub("", name) for name, parameter in model.named_parameters()}
+        self.parameters = [(_WRAPPERS.sub("", name), parameter) for name, parameter in model.named_parameters()]
+        self.names = {id(parameter): name for name, parameter in self.parameters}
+        self.trainable = [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
         self.optimizers = list(innermost(optimizer))
         self.scaler = _scaler_of(scaler, optimizer)
         if not getattr(self.scaler, "is_enabled", lambda: True)():
@@ -107,8 +110,7 @@ class Setup:
         self.steps_copies = self._steps_copies(optimizer)
 
     def _entries_of(self, owner: Any) -> Iterator[Entry]:
-        zero = any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(owner).__mro__)
-        optimizer = owner.optim if zero else owner
+        optimizer = stepping(owner)
         for number, group in enumerate(owner.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = self.names.get(id(parameter), f"group {number}, parameter {index}")
@@ -116,11 +118,11 @@ class Setup:
                 step, size = state.pop("step", None), local(parameter).numel()
                 tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and not v.is_sparse}
                 whole = {key: value for key, value in tensors.items() if local(value).numel() == size}
-                rest = {key: value for key, value in tensors.items() if key not in whole}
-                yield Entry(name, parameter, owner, optimizer, group, whole, rest, step)
+                scales = {key: value for key, value in tensors.items() if key not in whole}
+                yield Entry(name, parameter, owner, optimizer, group, whole, scales, step)
 
     def _steps_copies(self, optimizer: Any) -> bool:
-        copies, weights = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable()]
+        copies, weights = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable]
         if not copies or any(id(copy) in self.names for copy in copies):
             return False
         # Optimizers that make copies know the weights, directly or in an object such as apex's stash.
@@ -134,21 +136,12 @@ class Setup:
         # another model instead: then the optimizer never gets a gradient, and the weights part.
         if not all(isinstance(copy, torch.nn.Parameter) for copy in copies) or all(copy.dim() == 1 for copy in copies):
             return True
+        stepped = any(entry.steps_taken >= 1 for entry in self.entries)
         return (
-            any(entry.steps_taken >= 1 for entry in self.entries)
+            stepped
             and [copy.shape for copy in copies] == [weight.shape for weight in weights]
-            and all(
-                torch.equal(sample(c).to(w.device, w.dtype), sample(w)) for c, w in zip(copies, weights, strict=True)
-            )
+            and all(torch.equal(sample(c).to(w), sample(w)) for c, w in zip(copies, weights, strict=True))
         )
-
-    def parameters(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and parameters of the model."""
-        return [(self.names[id(parameter)], parameter) for parameter in self.model.parameters()]
-
-    def trainable(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and parameters of the model that require a gradient."""
-        return [(name, parameter) for name, parameter in self.parameters() if parameter.requires_grad]
 
     def in_words(self) -> str:
         """What is examined."""
@@ -158,7 +151,7 @@ class Setup:
 
     def computes_in_fp16(self) -> str:
         """Where the set-up says that it computes in fp16; empty if it does not say so."""
-        for name, parameter in self.trainable():
+        for name, parameter in self.trainable:
             if parameter.dtype == torch.float16:
                 return f"fp16 weights ({name})"
         for module in self.model.modules():
@@ -182,10 +175,8 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
         inner = unwrapped(optimizer)
         outer = (*outer, inner)
         # Those of torchtitan's containers, which are optimizers themselves, and what any other wrapper holds.
-        contents = [
-            getattr(inner, "optimizers", None),
-            {} if isinstance(inner, torch.optim.Optimizer) else _inside(inner),
-        ]
+        contents = [getattr(inner, "optimizers", None)]
+        contents += [] if isinstance(inner, torch.optim.Optimizer) else _inside(inner)
         parts = [part for part in tree_leaves(contents) if hasattr(part, "param_groups")]
         parts = [part for part in parts if not any(part is container for container in outer)]
         if not parts:

@@ -15,28 +15,12 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
-from halfstep.integrations.doctor.rules import UpdateLoss, doctor, examine, lost_updates
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find, listed
+from halfstep.integrations.doctor.rules import doctor, examine
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
 from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.stand_ins import gradient_of
-
-
-class Watched:
-    """The result of `watch`.
-
-    Attributes:
-        diagnosis: what was found, at rest after the steps and in them; set when the block ends.
-        steps: the number of steps of optimizers that were seen.
-        skipped: the number of those that a loss scaler skipped.
-    """
-
-    def __init__(self) -> None:
-        self.diagnosis = Diagnosis("nothing watched")
-        self.steps = self.skipped = 0
-
-    def __str__(self) -> str:
-        return str(self.diagnosis)
 
 
 @contextmanager
@@ -68,23 +52,21 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
         >>> watched.diagnosis.names
         ['gradients-not-cleared']
     """
-    setup, watched = Setup(model, optimizer, scaler), Watched()
+    setup = Setup(model, optimizer, scaler)
     before = examine(setup)
     schedulers = [] if scheduler is None else [scheduler] if hasattr(scheduler, "step") else list(scheduler)
     with ExitStack() as stack:
-        watcher = _Watcher(setup, watched, stack)
-        watcher.attach(schedulers)
+        watched = Watched(setup, stack)
+        watched._attach(schedulers)
         yield watched
     after = doctor(model, optimizer, scaler)
     findings = {finding.name: finding for finding in (*before.findings, *after.findings)}
     if "optimizer-of-other-parameters" not in after.names:  # the steps showed them to be copies
         findings.pop("optimizer-of-other-parameters", None)
-    if watcher.updates.total():  # what was lost of them is known
-        findings.pop("updates-lost", None)
-    if "values-not-finite" in findings and watcher.broken:
-        first = findings["values-not-finite"]
-        findings[first.name] = replace(first, what=f"{first.what}; {watcher.broken}")
-    findings |= {finding.name: finding for finding in watcher.findings()}
+    if "values-not-finite" in findings and watched._broken:
+        values = findings["values-not-finite"]
+        findings[values.name] = replace(values, what=f"{values.what}; {watched._broken}")
+    findings |= {finding.name: finding for finding in watched._findings()}
     skipped = f" ({watched.skipped} skipped)" if watched.skipped else ""
     watched.diagnosis = Diagnosis.of(f"{before.examined}, {count(watched.steps, 'step')}{skipped}", findings.values())
 
@@ -94,11 +76,19 @@ def _unseen(method: Callable[..., Any]) -> Any:
     return torch._disable_dynamo(torch.no_grad()(method))
 
 
-class _Watcher:
-    """What the hooks see, and what follows from it. Parameters and optimizers are known by their id."""
+class Watched:
+    """The result of `watch`: what its hooks saw. Parameters and optimizers are known by their id.
 
-    def __init__(self, setup: Setup, watched: Watched, stack: ExitStack) -> None:
-        self.setup, self.scaler, self.watched, self._stack = setup, setup.scaler, watched, stack
+    Attributes:
+        diagnosis: what was found, at rest after the steps and in them; set when the block ends.
+        steps: the number of steps of optimizers that were seen.
+        skipped: the number of those that a loss scaler skipped.
+    """
+
+    def __init__(self, setup: Setup, stack: ExitStack) -> None:
+        self.diagnosis = Diagnosis("nothing watched")
+        self.steps = self.skipped = 0
+        self._setup, self._scaler, self._stack = setup, setup.scaler, stack
         self._entries: dict[int, list[Entry]] = defaultdict(list)  # by optimizer
         for entry in setup.entries:
             self._entries[id(entry.owner)].append(entry)
@@ -112,8 +102,8 @@ class _Watcher:
         self._scaled = self._backward = False  # whether a backward began at a scaled loss; whether there was any
         self._in_scaler = self._ran = False  # whether the scaler's step is running, and has run the optimizer's
         # Of all steps:
-        self.broken = ""  # the first step after which a weight was not finite, in words
-        self.updates, self._lost = Counter[str](), Counter[str]()  # numbers of updates and of lost ones, by name
+        self._broken = ""  # the first step after which a weight was not finite, in words
+        self._updates, self._lost = Counter[str](), Counter[str]()  # numbers of updates and of lost ones, by name
         self._since_schedule = [0, 0]  # steps taken and skipped since a schedule advanced
         self._moved = self._gradients = False  # whether a weight changed; whether a gradient was finite and not 0
         self._dtypes: dict[torch.dtype, str] = {}  # of autocast, and the module in which it was seen
@@ -122,37 +112,40 @@ class _Watcher:
         self._overflows = Counter[str]()  # steps with a gradient that is not finite, by name
         self._seen: dict[str, Finding] = {}
 
+    def __str__(self) -> str:
+        return str(self.diagnosis)
+
     def _note(self, name: str, where: Any, **values: Any) -> None:
         self._seen.setdefault(name, find(name, where, **values))
 
     @property
     def _scale(self) -> float:
-        return float(self.scaler.get_scale()) if self.scaler is not None else 1.0
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
     def _is_unscaled(self, parameter: int) -> bool:
         """Whether the scaler has unscaled the gradient of a parameter for the step to come."""
-        states = getattr(self.scaler, "_per_optimizer_states", {})
+        states = getattr(self._scaler, "_per_optimizer_states", {})
         return states.get(self._owners.get(parameter), {}).get("stage") is OptState.UNSCALED
 
     # ----------------------------------------------------------------------------------------------------------- hooks
 
-    def attach(self, schedulers: list[Any]) -> None:
+    def _attach(self, schedulers: list[Any]) -> None:
         """Attach all hooks, and detach them when the stack closes."""
         handles = [
             parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name=name))
-            for name, parameter in self.setup.trainable()
+            for name, parameter in self._setup.trainable
         ]
-        for module in self.setup.model.modules():
+        for module in self._setup.model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 handles.append(module.register_forward_pre_hook(self._before_forward))
-        for optimizer in self.setup.optimizers:
+        for optimizer in self._setup.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 handles.append(optimizer.register_step_post_hook(lambda of, *_: self._after_step(of)))
         for handle in handles:
             self._stack.callback(handle.remove)
-        if self.scaler is not None:
-            self._wrap(self.scaler, "scale", self._in_scale)
-            self._wrap(self.scaler, "step", self._in_scaler_step)
+        if self._scaler is not None:
+            self._wrap(self._scaler, "scale", self._in_scale)
+            self._wrap(self._scaler, "step", self._in_scaler_step)
         for scheduler in schedulers:
             self._wrap(scheduler, "step", self._in_schedule)
         # clip_grad_norm_ looks this function up when it is called, however it was imported.
@@ -188,8 +181,8 @@ class _Watcher:
     @_unseen
     def _after_step(self, optimizer: Any) -> None:
         self._ran = True
-        entries = self._entries[id(optimizer)]
         if self._scaled and not self._in_scaler and self._scale != 1:
+            entries = self._entries[id(optimizer)]
             unscaled = all(self._is_unscaled(id(entry.parameter)) for entry in entries if entry.grad is not None)
             stake = "" if unscaled else f"; gradients are {self._scale:g} times too large"
             self._note("step-without-scaler", type(optimizer).__name__, stake=stake)
@@ -197,11 +190,13 @@ class _Watcher:
 
     def _end_step(self, optimizer: Any, stepped: bool) -> None:
         """Compare weights and gradients, and forget what belongs to one step."""
-        self.watched.steps += 1
+        self.steps += 1
         entries, finite = self._entries[id(optimizer)], True
         for entry in entries:
             key, grad, weight = id(entry.parameter), entry.grad, sample(entry.parameter)
             before, self._weights[key] = self._weights[key], weight
+            if grad is not None:
+                self._used[key] = weakref.ref(grad), grad._version
             if weight.is_meta or (weight.shape, weight.device) != (before.shape, before.device):
                 continue
             kept = weight == before
@@ -215,20 +210,18 @@ class _Watcher:
                 continue
             nonzero = values != 0
             self._gradients |= bool(nonzero.any())
-            if stepped and entry.lr > 0 and not entry.keeps_updates and not self.setup.steps_copies:
-                self.updates[entry.name] += int(nonzero.sum())
+            if stepped and entry.lr > 0 and not entry.keeps_updates and not self._setup.steps_copies:
+                self._updates[entry.name] += int(nonzero.sum())
                 self._lost[entry.name] += int((nonzero & kept).sum())
-        if not self.broken and any(nonfinite(entry.parameter) for entry in entries):
+        if not self._broken and any(nonfinite(entry.parameter) for entry in entries):
             grads = "finite" if finite else "not finite"
-            self.broken = f"seen in weights after step {self.watched.steps}, whose gradients were {grads}"
+            self._broken = f"seen in weights after step {self.steps}, whose gradients were {grads}"
         limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, LayoutOptimizer) else None
         clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
             owner = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
             traffic = 2 * clips * size_of(*(entry.grad for entry in entries))
             self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=owner, bytes=traffic)
-        grads_used = ((id(entry.parameter), entry.grad) for entry in entries)
-        self._used |= {key: (weakref.ref(grad), grad._version) for key, grad in grads_used if grad is not None}
         self._scaled = self._backward = False
 
     # ------------------------------------------------------------------------------------------------- wrapped methods
@@ -257,7 +250,7 @@ class _Watcher:
         flags = [flag for state in states for flag in state.get("found_inf_per_device", {}).values()]
         skipped = not self._ran or any(map(bool, flags))
         self._since_schedule[skipped] += 1
-        self.watched.skipped += skipped
+        self.skipped += skipped
         if not self._ran:
             _unseen(self._end_step)(inner, stepped=False)
         return result
@@ -273,7 +266,7 @@ class _Watcher:
     def _in_clip(self, module: Any, function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, parameters))
-        entries = [entry for entry in self.setup.entries if id(entry.parameter) in ids]
+        entries = [entry for entry in self._setup.entries if id(entry.parameter) in ids]
         if all(parameter.grad is None for parameter in parameters):
             text = "clip_grad_norm_ got no gradient, as from a generator that was used before, or before backward()"
             self._note("clipping-without-effect", count(len(parameters), "parameter"), what=text)
@@ -284,43 +277,40 @@ class _Watcher:
         still = [entry for entry in entries if entry.grad is not None and not self._is_unscaled(id(entry.parameter))]
         if self._scaled and still and self._scale != 1:
             self._note("clipped-scaled-gradients", still, scale=self._scale)
-        if entries and self.setup.is_flat():
+        if entries and self._setup.is_flat():
             self._note("clipped-by-local-norm", "FullyShardedDataParallel")
         return function(parameters, *args, **kwargs)
 
     # ------------------------------------------------------------------------------------------------------ at the end
 
-    def findings(self) -> Iterator[Finding]:
+    def _findings(self) -> Iterator[Finding]:
         """What the steps showed."""
         yield from self._seen.values()
-        entries, watched = self.setup.entries, self.watched
-        stepped = watched.steps - watched.skipped
-        steps = count(stepped, "step")
-        if self._moved:
-            losses = (UpdateLoss(name, number, self._lost[name]) for name, number in self.updates.items())
-            yield from lost_updates(losses, f"of the updates in {steps}")
-        elif stepped and any(entry.lr for entry in entries):
+        setup, stepped, updates = self._setup, self.steps - self.skipped, self._updates.total()
+        entries, steps = setup.entries, count(stepped, "step")
+        if updates and self._moved and self._lost.total() / updates > 0.01:
+            shares = {name: self._lost[name] / max(1, number) for name, number in self._updates.items()}
+            words = [f"{name} {percent(shares[name])} %" for name in sorted(shares, key=shares.__getitem__)[::-1]]
+            yield find("updates-lost", listed(words), share=percent(self._lost.total() / updates), steps=steps)
+        if not self._moved and stepped and any(entry.lr for entry in entries):
             if self._gradients:
                 yield find("weights-unchanged", entries, steps=steps)
             elif not self._overflows:
                 yield find("steps-without-gradients", entries, steps=steps)
-        if watched.skipped >= 3 and not stepped:
+        if self.skipped >= 3 and not stepped:
             worst = [name for name, _ in self._overflows.most_common()]
-            yield find("every-step-skipped", worst or "all gradients", steps=count(watched.skipped, "step"))
-        yield from self._autocast()
-
-    def _autocast(self) -> Iterator[Finding]:
-        setup, fp16 = self.setup, self.setup.computes_in_fp16()
+            yield find("every-step-skipped", worst or "all gradients", steps=count(self.skipped, "step"))
+        # Autocast:
+        fp16 = setup.computes_in_fp16()
         if self._elsewhere and not self._dtypes:
             yield find("autocast-without-effect", self._elsewhere)
-        half = [entry for entry in setup.entries if entry.half and not entry.keeps_updates]
+        half = [entry for entry in entries if entry.half and not entry.keeps_updates]
         dtypes = dtypes_of(entry.parameter for entry in half)
         for dtype, module in self._dtypes.items():
             if half and not setup.steps_copies:
                 yield find("autocast-over-16-bit-weights", half, dtype=dtype_name(dtype), dtypes=dtypes)
-            if dtype == torch.float16 and self.scaler is None and not fp16:
+            if dtype == torch.float16 and self._scaler is None and not fp16:
                 yield find("fp16-without-scaler", f"autocast(fp16) around {module}")
-        eager = self._eager and self.watched.steps
-        if self.scaler is not None and eager and torch.float16 not in self._dtypes and not fp16:
-            size = size_of(*(entry.parameter for entry in setup.entries))
-            yield find("scaler-without-fp16", type(self.scaler).__name__, bytes=size)
+        if self._scaler is not None and self._eager and self.steps and torch.float16 not in self._dtypes and not fp16:
+            size = size_of(*(entry.parameter for entry in entries))
+            yield find("scaler-without-fp16", type(self._scaler).__name__, bytes=size)

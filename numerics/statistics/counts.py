@@ -410,13 +410,10 @@ def statistics(
         factor: float | torch.Tensor = scale.detach().reshape(()).float().clone()
     else:
         factor = checked_scale("scale", scale)
-    rows: dict[torch.device, list[int]] = {}
     values = [countable(name, tensor, chosen) for name, tensor in named.items()]
-    for row, tensor in enumerate(values):
-        rows.setdefault(tensor.device, []).append(row)
     counted = []
-    for device in rows or {torch.device("cpu"): []}:
-        local = rows.get(device, [])
+    for device in {tensor.device: None for tensor in values} or {torch.device("cpu"): None}:
+        local = [row for row, tensor in enumerate(values) if tensor.device == device]
         counts = torch.zeros(len(local), width(errors), dtype=torch.int64, device=device)
         local_scale: torch.Tensor | None = None
         if isinstance(factor, torch.Tensor):

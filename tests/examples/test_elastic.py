@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import train_gpt
-from train_runs import differences, newest, options, report
+from train_runs import differences, newest, report
 
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 2".split()
 OPTIONS = "--strategy ddp --precision fp16 --size nano --steps 20 --batch 4 --save-every 4".split()
@@ -88,7 +88,7 @@ def test_restarted_ranks_do_not_meet_where_the_dead_ones_left_their_addresses(
     place |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": restarts}
     for name, value in place.items():
         monkeypatch.setenv(name, str(value))
-    here = train_gpt.connect(options(strategy="ddp"))
+    here = train_gpt.connect()
     assert here.mean(torch.tensor(3.0)) == 3 and dist.get_world_size() == 1
     left = [key for key in kept.list_keys() if not key.startswith("init/")]
     dist.destroy_process_group()

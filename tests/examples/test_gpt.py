@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT, SIZES, Precision
+from gpt import GPT, INITS, SIZES, Precision, add_adapters, merged, shape_of
 from tolerances import ROUNDOFF
 from torch.utils.flop_counter import FlopCounterMode
-from train_gpt import shape_of
 
 from halfstep.numerics.planning.work import training_flops
 
@@ -99,17 +98,48 @@ def test_a_byte_is_predicted_from_earlier_ones_only() -> None:
     assert model(inputs[:, :21], targets[:, :21]) != model(changed[:, :21], targets[:, :21])
 
 
-class Adapted(torch.nn.Module):
-    """A frozen product with an adapter of low rank beside it, as in LoRA."""
+@pytest.mark.parametrize("init", INITS)
+def test_each_way_of_drawing_weights_has_its_variance(init: str) -> None:
+    up = GPT(SIZES["nano"], Precision.on("fp32", CPU), 0, init=init).blocks[0].up.weight.detach()
+    rows, columns = up.shape
+    expected = {
+        "scaled": columns**-0.5,
+        "gpt2": 0.02,
+        "xavier": (2 / (rows + columns)) ** 0.5,
+        "kaiming": (2 / columns) ** 0.5,
+        "orthogonal": rows**-0.5,
+    }[init]
+    assert up.std().item() == pytest.approx(expected, rel=0.05)
+    if init == "orthogonal":
+        torch.testing.assert_close(up.T @ up, torch.eye(columns), rtol=0, atol=1e-5)
 
-    def __init__(self, weight: torch.Tensor, rank: int) -> None:
-        super().__init__()
-        rows, columns = weight.shape
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.down, self.up = (torch.nn.Parameter(torch.ones(*shape)) for shape in ((rank, columns), (rows, rank)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight) + F.linear(F.linear(x, self.down), self.up)
+def test_adapters_begin_as_the_model_train_only_themselves_and_compute_the_product_of_the_paper() -> None:
+    """W + 2 B A in fp64, of every matrix in the blocks."""
+    tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
+    model, target = (GPT(SIZES["nano"], Precision.on("fp32", CPU), 0) for _ in range(2))
+    add_adapters(model, 3, 7)
+    weights = dict(model.named_parameters())
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert torch.equal(loss, target(tokens[:, :-1], tokens[:, 1:]))
+    loss.backward()
+    matrices = [f"blocks.{block}.{name}" for block in (0, 1) for name in ("qkv", "out", "up", "down")]
+    assert {name for name, weight in weights.items() if weight.grad is not None} == {
+        f"{name}.lora_{letter}" for name in matrices for letter in "ab"
+    }
+    assert weights["blocks.0.down.lora_a"].std().item() == pytest.approx(128**-0.5, rel=0.15)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in matrices:
+            weights[f"{name}.lora_b"].normal_(std=0.1, generator=generator)
+            product = weights[f"{name}.lora_b"].double() @ weights[f"{name}.lora_a"].double()
+            target.get_parameter(f"{name}.weight").add_((2 * product).float())
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    torch.testing.assert_close(model(inputs, targets), target(inputs, targets), rtol=1e-5, atol=0)
+    sums = merged({name: weight.detach() for name, weight in weights.items()})
+    assert sums.keys() == dict(target.named_parameters()).keys()
+    for name, weight in target.named_parameters():
+        torch.testing.assert_close(sums[name], weight.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -117,10 +147,7 @@ def test_planned_flops_are_those_of_the_products(rank: int) -> None:
     """Counted by torch in forward and backward, in which products for frozen weights do not take place."""
     model = GPT(SIZES["nano"], Precision.on("fp32", CPU), seed=0)
     if rank:
-        model.requires_grad_(False)
-        for block in model.blocks:
-            for name in ("qkv", "out", "up", "down"):
-                setattr(block, name, Adapted(getattr(block, name).weight.detach(), rank))
+        add_adapters(model, rank, seed=0)
     tokens = torch.zeros(4, 33, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ import train_gpt
 from browser import chromium
 from corpus import read_corpus
 from gpt import GPT, SIZES, Precision
-from train_runs import options, report, train
+from train_runs import differences, newest, options, report, train, train_together
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -143,16 +144,22 @@ def test_what_is_reported_is_what_the_gradients_were(precision: str, text: Path)
     assert all(f"<td>{row['name']}</td>" in shown for row in gradients["worst"])
 
 
+@pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_bytes_and_flops_are_those_that_are_planned(precision: str, text: Path) -> None:
-    trainer = _trainer(text, precision)
+def test_bytes_and_flops_are_those_that_are_planned(precision: str, lora: int, text: Path) -> None:
+    trainer = _trainer(text, precision, lora=lora)
     trainer.advance()
     trainer.flush()
-    row, planned = trainer.row(), plan(model=train_gpt.shape_of(SIZES["nano"]), precision=precision, batch=4)
+    row, planned = (
+        trainer.row(),
+        plan(model=train_gpt.shape_of(SIZES["nano"]), precision=precision, lora=lora or None, batch=4),
+    )
     parts = {part.name: part.bytes for part in planned.parts}
     states = sum(parts[name] for name in ("remainder", "exp_avg", "exp_avg_sq") if name in parts)
     sizes = [row[f"{part}_bytes_per_param"] for part in ("param", "gradient", "optimizer")]
-    expected = [size / planned.parameters for size in (parts["weights"], parts["gradients"], states)]
+    weights = parts["weights"] + parts.get("frozen weights", 0)
+    expected = [size / planned.parameters for size in (weights, parts["gradients"], states)]
+    assert row["trained_parameters"] * (2 if precision == "bf16" else 4) == parts["gradients"]
     assert row["parameters"] == planned.parameters and sizes == pytest.approx(expected, rel=1e-12)
     assert planned.work is not None and row["mfu"] is None, "there is no datasheet of a CPU"
     assert row["flops_per_s"] * row["step_ms_p50"] / 1000 == pytest.approx(planned.work.training)
@@ -198,6 +205,46 @@ def test_a_loss_that_is_no_number_is_said_and_fails(
     assert read["runs"][0]["final_val_loss"] is None
 
 
+def test_training_ends_when_the_validation_loss_no_longer_falls(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = iter([3.0, 2.5, 2.6, 2.4, 2.4, 2.7, 1.0])
+
+    def validate(self: train_gpt.Trainer) -> None:
+        self.history["validation"].append([self.step, next(losses)])
+
+    monkeypatch.setattr(train_gpt.Trainer, "validate", validate)
+    assert _train(text, tmp_path, "--steps", 40, "--validate-every", 3, "--patience", 2) == 0
+    assert "bf16: ended early at step 18; the best validation loss is 2.4000, at step 12" in capsys.readouterr().out
+    run = report(tmp_path)
+    assert (run["steps"], run["stopped_early"], run["best_step"], run["best_val_loss"]) == (18, True, 12, 2.4)
+
+
+def test_adapters_train_beside_frozen_weights_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """The base stays as it is, the loss is that of one process, resuming keeps the bits, and the sum is a base."""
+    words = ["--size", "nano", "--steps", 4, "--batch", 4, "--save-every", 2]
+    assert train(*words, "--data", os.__file__, "--out", tmp_path / "base") == 0
+    words += ["--data", torch.__file__, "--base", tmp_path / "base", "--lora", 4]
+    assert train(*words, "--out", tmp_path / "single") == 0
+    train_together(2, [[*words, "--strategy", name, "--out", tmp_path / name] for name in ("ddp", "fsdp", "zero1")])
+    expected, before = report(tmp_path / "single"), train_gpt.read_base(tmp_path / "base", "nano")
+    assert expected["trained_parameters"] == 2 * 4 * ((32 + 96) + (32 + 32) + (32 + 128) + (128 + 32))
+    assert expected["findings"] == []
+    for name in ("single", "ddp", "fsdp", "zero1"):
+        assert report(tmp_path / name)["final_val_loss"] == pytest.approx(expected["final_val_loss"], rel=2e-3)
+        weights = newest(tmp_path / name, "bf16")[1]["model"]
+        assert [key for key, weight in before.items() if not torch.equal(weights[key], weight)] == [], name
+    after = train_gpt.read_base(tmp_path / "single", "nano")
+    up = "blocks.0.up.weight"
+    assert after.keys() == before.keys() and not torch.equal(after[up], before[up])
+    _, whole = newest(tmp_path / "single", "bf16")
+    shutil.rmtree(tmp_path / "single" / "checkpoints" / "bf16" / "step-00000004")
+    assert train(*words, "--out", tmp_path / "single", "--resume") == 0
+    assert differences(whole, newest(tmp_path / "single", "bf16")[1]) == []
+    with pytest.raises(checkpoint.CheckpointError, match="size is tiny and was nano"):
+        train_gpt.read_base(tmp_path / "base", "tiny")
+
+
 # ----------------------------------------------------------------------------------------------------- what it refuses
 
 
@@ -214,6 +261,9 @@ def test_a_loss_that_is_no_number_is_said_and_fails(
         (["--master-weights", "split24", "--precision", "fp16"], "expected --precision bf16 with --master-weights"),
         (["--state-dtype", "8bit", "--precision", "compare"], "where torch's optimizer has neither; pass --precision"),
         (["--strategy", "ddp"], "type: torchrun --nproc-per-node 2 examples/train_gpt.py --strategy ddp"),
+        (["--lora", "4"], "--lora 4 without --base, whose frozen weights it adapts"),
+        (["--base", "x", "--init", "gpt2"], "--init with --base, whose weights replace those drawn; pass one of them"),
+        (["--base", "tests/examples"], "holds checkpoints of 0 runs; pass one checkpoint"),
         (["--accumulate", "3"], "to be a multiple of 3 (1 processes times --accumulate 3), but got 16"),
     ],
 )

@@ -20,9 +20,8 @@ import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
 from halfstep.integrations.doctor.environment import Machine, examine_environment
 from halfstep.integrations.doctor.findings import TEXTS
-from halfstep.integrations.doctor.rules import count_lost, examine_checkpoint
+from halfstep.integrations.doctor.rules import examine_checkpoint
 from halfstep.integrations.tensor_files import read_all
-from halfstep.numerics.formats.table import formats
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,20 +66,6 @@ def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
     (found,) = (one for one in watched.diagnosis.findings if one.name == "updates-lost")
     assert 0 < unchanged < total
     assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_lost_updates_against_the_definition(name: str) -> None:
-    form, generator = formats[name], torch.Generator().manual_seed(1)
-    exponents = torch.arange(500) % 33
-    weights = torch.randn(500, generator=generator) * torch.exp2(exponents - 30)
-    updates = torch.randn(500, generator=generator) * torch.exp2(exponents.flip(0) - 25)
-    half = form.eps / 2
-    weights = torch.cat([weights, torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0, 2.0**-14, 2.0**-20])])
-    edge = torch.tensor([1e-9, half, half * (1 - 2**-20), 0.0, half * 0.99, half * 2.0**-14, half * 2.0**-14])
-    updates = torch.cat([updates, edge])
-    lost = [0 < abs(u) < form.ulp(w) / 2 for w, u in zip(weights.tolist(), updates.tolist(), strict=True)]
-    assert count_lost(weights, updates, form) == (506, sum(lost)) and 0 < sum(lost) < 506
 
 
 def test_arguments_that_cannot_be_examined() -> None:
@@ -311,7 +296,6 @@ CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
     ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),
     ({"weight": torch.randn(1024).bfloat16().float()}, "weights-in-twice-the-bytes", "2 KiB of the file"),
     ({"weight": torch.empty(0)}, "tensors-without-elements", "does not hold the model"),
-    ({"head": torch.arange(2048.0) / 3, "embedding": torch.arange(2048.0) / 3}, "saved-twice", "8 KiB; if they"),
 ]
 
 
@@ -331,37 +315,25 @@ def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count
     assert found.findings[0].what == "rows holds NaN"
 
 
-def test_tied_and_constant_tensors_are_not_saved_twice(tmp_path: Path) -> None:
-    weight = torch.randn(2048)
-    assert _saved(tmp_path, head=weight, embedding=weight, ones=torch.ones(2048), more=torch.ones(2048)).ok
-
-
 # ---------------------------------------------------------------------------------------------------------- environment
 
 RANK = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
 TORCHRUN = {**RANK, "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
 GOOD: dict[str, Any] = {
     "variables": TORCHRUN,
-    "cores": 64,
     "gpus": 8,
     "gpu_files": True,
     "cuda": "12.9",
     "versions": {"torch": "2.13.0+cu129", "triton": "3.7.1"},
-    "interfaces": ("lo", "docker0", "eth0"),
-    "shared_memory": 8 << 30,
 }
 
 
 def test_a_good_environment() -> None:
     machine = Machine(**GOOD)
     assert examine_environment(machine).ok
-    assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
+    assert ("rank", "9 of 16 on 2 machines") in machine.facts()
     assert examine_environment(Machine({})).ok
-
-
-def test_this_environment_is_described() -> None:
-    facts = dict(Machine.here().facts())
-    assert facts["torch"] == torch.__version__ and int(facts["cores"]) >= 1
+    assert dict(Machine.here().facts())["torch"] == torch.__version__
 
 
 ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
@@ -371,24 +343,10 @@ ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),
     ({"variables": {"SLURM_NTASKS": "4"}}, "ranks-not-set", "SLURM_NTASKS=4"),
     ({"variables": RANK}, "ranks-not-set", "MASTER_PORT"),
-    ({"variables": {**TORCHRUN, "RANK": "16"}}, "rank-out-of-range", "RANK=16"),
-    ({"gpus": 1}, "rank-without-gpu", "LOCAL_RANK=1"),
     ({"variables": {**TORCHRUN, "MASTER_ADDR": "localhost"}}, "master-is-local", "MASTER_ADDR=localhost"),
-    (
-        {"variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": "ib"}},
-        "interface-not-there",
-        "NCCL_SOCKET_IFNAME=ib",
-    ),
-    ({"interfaces": ("lo", "eth0", "ib0")}, "interface-not-chosen", "eth0, ib0"),
     ({"variables": {**TORCHRUN, "TRITON_INTERPRET": "1"}}, "kernels-interpreted", "TRITON_INTERPRET"),
     ({"variables": {**TORCHRUN, "CUDA_LAUNCH_BLOCKING": "1"}}, "slow-setting", "CUDA_LAUNCH_BLOCKING=1"),
     ({"variables": {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}}, "gpus-hidden", "CUDA_VISIBLE_DEVICES"),
-    (
-        {"variables": {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "gpus": 0, "gpu_files": False},
-        "one-thread-per-rank",
-        "OMP_NUM_THREADS=1",
-    ),
-    ({"shared_memory": 64 << 20}, "little-shared-memory", "/dev/shm"),
 ]
 
 
@@ -398,21 +356,10 @@ def test_an_environment_with_a_fault(changed: dict[str, Any], name: str, where: 
     assert [(one.name, one.where) for one in found.findings] == [(name, where)], str(found)
 
 
-@pytest.mark.parametrize("wanted", ["eth", "^docker", "=eth0"])
-def test_interfaces_as_nccl_reads_them(wanted: str) -> None:
-    assert examine_environment(Machine(**{**GOOD, "variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": wanted}})).ok
-
-
-# ---------------------------------------------------------------------------------------------------------------- docs
-
-
-def test_the_docs_describe_each_finding() -> None:
-    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+def test_each_finding_has_a_row_in_the_docs_and_a_case() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8").partition("## Variables")[0]
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row)} == TEXTS.keys()
-
-
-def test_each_finding_has_a_case() -> None:
     names = {case.name for case in doctor_cases.BREAKS} | set(doctor_ranks.ISSUES.values())
     names |= {name for _, name, _ in CHECKPOINTS} | {name for _, name, _ in ENVIRONMENTS}
     assert TEXTS.keys() <= names

@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from counted_bytes import Peak, storage_bytes
 from torch.distributed.fsdp import FSDPModule
 from trainer_tools import (
     BROKEN,
@@ -302,24 +301,6 @@ def container_alone(folder: Path) -> dict[str, Any]:
     train(trainer)
     (optimizer,) = trainer.optimizers.optimizers
     return {"masters": masters_of(optimizer), "type": type(trainer) is TheirTrainer}
-
-
-def saved_in_8_bits(rank: int, folder: str) -> list[int]:
-    """The peak of bytes while a run with 8-bit moments is saved, above that of its weights, and what they all take."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    optimizer = default_adamw(lr=LR, state_dtype="8bit", rounding="stochastic")
-    with mock.patch.dict(globals(), {"WIDTH": 256}):
-        trainer = trainer_of(Path(folder), "bf16", optimizer=optimizer)
-    train(trainer)
-    (optimizer,) = trainer.optimizers.optimizers
-    assert any(state["exp_avg"].dtype == torch.uint8 for state in optimizer.state.values())
-    (model,) = trainer.model_parts
-    with Peak() as weights:  # torchtitan copies the parts of fused weights
-        model.state_dict()
-    with Peak() as counted:
-        assert trainer.checkpointer.save(2 * SAVED)
-    return [counted.peak - weights.peak, storage_bytes([list(model.parameters()), list(optimizer.state.values())])]
 
 
 def run(rank: int, folder: str) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import transformers
 import trl
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from trainer_tools import (
@@ -252,18 +251,6 @@ def quantized(folder: Path, kind: str, scheme: str) -> Any:
     )
 
 
-def loraplus(folder: Path) -> dict[str, Any]:
-    """PEFT's LoRA+ makes an optimizer of a class that it is given, with a higher rate for some matrices."""
-    model = peft.get_peft_model(language_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    optimizer = create_loraplus_optimizer(model=model, optimizer_cls=halfstep.AdamW, lr=LR, loraplus_lr_ratio=4.0)
-    trainer = trainer_of(folder / "plus", "bf16", model=model)
-    trainer.optimizer = optimizer
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    rates = sorted({group["initial_lr"] for group in optimizer.param_groups})
-    return {"rates": rates, "states": len(optimizer.state), "losses": losses}
-
-
 class WatchedSFT(Breaking, TrainerMixin, trl.SFTTrainer):
     pass
 
@@ -303,7 +290,6 @@ def run(rank: int, folder: str) -> dict[str, Any]:
             found.update(
                 {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
             )
-            found["LoRA+"] = loraplus(place)
             found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in DTYPES})
     if several:
         sharded = {"cls": Sharded, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halfstep.cli.command_line import Parser, a_path, answer, run
 from halfstep.cli.terminal import Progress, Table, joined, text
-
-if TYPE_CHECKING:
-    from halfstep.integrations.doctor.findings import Diagnosis
 
 
 def _parser() -> Parser:
@@ -34,34 +31,26 @@ def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
     return Table((), [(f"  {label}", words) for label, words in rows], wraps=1)
 
 
-def _shown(diagnosis: Diagnosis) -> list[Any]:
-    parts: list[Any] = [text(diagnosis.headline, "strong"), ""]
-    for finding in diagnosis.findings:
-        severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
-        fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
-        parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
-    return parts
-
-
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations.doctor.environment import DEBUGGING, Machine, examine_environment
+    from halfstep.integrations.doctor.environment import Machine, examine_environment
     from halfstep.integrations.doctor.rules import examine_checkpoint
     from halfstep.integrations.tensor_files import read_all
 
-    machine = Machine.here()
-    on_machine = options.env or not options.files
-    diagnoses: list[Diagnosis] = []
-    checkpoint = read_all(options.files)
+    machine, checkpoint, diagnoses = Machine.here(), read_all(options.files), []
     if options.files:
         with Progress(1.0, patience=2.0) as progress:
             diagnoses.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
-    if on_machine:
+    if on_machine := options.env or not options.files:
         diagnoses.append(examine_environment(machine))
     lines = checkpoint.lines()
-    parts = [*lines, *[""] * bool(lines), *(part for diagnosis in diagnoses for part in _shown(diagnosis))]
-    if on_machine:
-        parts += [_labelled(machine.facts()), ""]
-        parts += [text("Variables for debugging, and what they do", "strong"), "", _labelled(DEBUGGING)]
+    parts: list[Any] = [*lines, *[""] * bool(lines)]
+    for diagnosis in diagnoses:
+        parts += [text(diagnosis.headline, "strong"), ""]
+        for finding in diagnosis.findings:
+            severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
+            fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
+            parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
+    parts += [_labelled(machine.facts())] * on_machine
     content = {"facts": dict(machine.facts()), "diagnoses": [diagnosis.as_dict() for diagnosis in diagnoses]}
     answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
     return int(not all(diagnosis.ok for diagnosis in diagnoses))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_processes
 import torch
 from trainer_tools import (
     LR,
@@ -110,11 +108,6 @@ def test_errors_name_the_argument_and_the_remedy() -> None:
         ValueError, match="Expected pipeline_parallel_degree to be 1 with a scaler, but got 2: train in"
     ):
         ours.Trainer(config)
-
-
-def test_saving_a_run_with_moments_in_8_bits_takes_no_memory(tmp_path: Path) -> None:
-    ((peak, size),) = rank_processes.run(torchtitan_ranks.saved_in_8_bits, 1, str(tmp_path))
-    assert peak <= 0.01 * size
 
 
 def test_the_lines_of_the_page_run() -> None:

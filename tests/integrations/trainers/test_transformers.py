@@ -62,12 +62,6 @@ def test_adapters_train_on_frozen_weights(
     assert rank["losses"][-1] < rank["losses"][0]
 
 
-def test_loraplus_makes_our_optimizer(found: dict[str, list[Any]]) -> None:
-    (rank,) = found["LoRA+"]
-    assert rank["rates"][-2:] == [LR, pytest.approx(4 * LR)] and rank["states"] == 4
-    assert rank["losses"][-1] < rank["losses"][0]
-
-
 @pytest.mark.parametrize(
     ("text", "options"),
     [

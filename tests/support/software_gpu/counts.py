@@ -25,7 +25,9 @@ from unittest import mock
 import generated
 import torch
 
-from . import gpu, roofline, sass
+from halfstep.bench.audit import roofline
+
+from . import gpu, sass
 
 # Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
