@@ -187,6 +187,9 @@ error scale-collapsed: the loss scale is {scale:g}
 error state-not-sharded: the parameters are DTensors, and their state is plain tensors
     torch.distributed.checkpoint takes the shards of all ranks for one tensor: ranks load the state of others
     use an optimizer whose state has the placements of its parameters (torch's and halfstep's)
+error optimizer-cannot-shard: {library} does not support {what} ({issue})
+    {stake}
+    use halfstep.AdamW, or another sharding of these parameters
 --- of some steps
 error gradients-not-cleared: its gradient was added to the one that the last step used
     each step uses the sum of the gradients of all steps before it

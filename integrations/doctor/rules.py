@@ -44,6 +44,17 @@ _EXACT_BUFFERS = {
     "freqs": "rotary angles",
     **dict.fromkeys(("running_mean", "running_var"), "running statistics of a normalization"),
 }
+# By library: of which shards, where it is reported, what happens.
+_CANNOT_SHARD = {
+    "transformer_engine": (
+        *("shards without elements", "TransformerEngine #3202, #3207"),
+        "the step fails on some ranks, and others hang",
+    ),
+    "bitsandbytes": (
+        *("DTensors", "bitsandbytes #89, #1633"),
+        "checkpoints cannot be resharded; illegal memory accesses",
+    ),
+}
 
 
 def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagnosis:
@@ -275,7 +286,19 @@ def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
         yield find("scaler-of-one-mesh", where)
 
 
-RULES = (_values, _membership, _tied, _moments, _parameters, _rounded, _scaling, _scaler_of_torch)
+def _shards(setup: Setup) -> Iterator[Finding]:
+    for library, (shards, issue, stake) in _CANNOT_SHARD.items():
+        entries = [
+            entry
+            for entry in setup.entries
+            if is_sharded(entry.parameter) and type(entry.optimizer).__module__.split(".")[0] == library
+            if shards == "DTensors" or not local(entry.parameter).numel()
+        ]
+        if entries:
+            yield find("optimizer-cannot-shard", entries, library=library, what=shards, issue=issue, stake=stake)
+
+
+RULES = (_values, _membership, _tied, _moments, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -81,6 +81,13 @@ class Local(torch.optim.SGD):
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.to_local())
 
 
+class Unsharded(Local):
+    """As those of a library that is known to fail."""
+
+
+Unsharded.__module__ = "bitsandbytes.optim.adamw"
+
+
 def an_optimizer_from_before() -> list[str]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -148,6 +155,7 @@ ISSUES: dict[Callable[[], list[str]], str] = {
     an_optimizer_from_before: "optimizer-of-other-parameters",  # pytorch/pytorch#149205
     lambda: at_rest(_parallel(), AdamW, GradScaler("cpu")): "scaler-of-one-mesh",
     plain_state_of_shards: "state-not-sharded",
+    lambda: at_rest(_sharded(), Unsharded): "optimizer-cannot-shard",  # bitsandbytes #89, #1633
 }
 
 
