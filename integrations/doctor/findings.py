@@ -262,9 +262,21 @@ warning no-compiler: there is no C++ compiler
 error ranks-not-set: {what}
     {stake}
     start torchrun once per machine{remedy}
+error rank-out-of-range: ranks of WORLD_SIZE={world} are 0 to {last}
+    the other ranks wait for one that never comes
+    set RANK below WORLD_SIZE, each once
+error rank-without-gpu: this machine has {gpus} that torch can use
+    the rank fails, or shares a GPU with another
+    start at most one rank per GPU, and check CUDA_VISIBLE_DEVICES
 error master-is-local: the job has {nodes} machines, and each looks for the first rank on itself
     all other machines wait until they time out
     set MASTER_ADDR to the first machine's name
+error interface-not-there: this machine has {interfaces}
+    init_process_group fails on this machine
+    unset {name}, or set it to an interface that all machines have
+warning interface-not-chosen: several interfaces may lead to the other machines, and none is chosen
+    ranks may wait for each other on a network that does not connect them, or on the slow one
+    set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the one that does
 warning kernels-interpreted: Triton's kernels run in its interpreter
     each takes longer than plain torch
     unset TRITON_INTERPRET; it serves tests without a GPU
@@ -274,6 +286,12 @@ warning slow-setting: a setting for debugging is on
 error gpus-hidden: it is set and empty, which hides all GPUs
     training runs on the CPU
     unset it, or name the GPUs: 0,1
+warning one-thread-per-rank: torchrun sets it, and each rank has {cores} cores
+    steps on the CPU use 1 of {cores} cores
+    set OMP_NUM_THREADS={cores} before torchrun
+warning little-shared-memory: it has {size} MiB, as containers have by default
+    DataLoader workers and ranks of one machine end with a bus error
+    start the container with --shm-size=8g or --ipc=host
 """
 TEXTS = {
     name: (severity, *map(str.strip, texts.splitlines()))

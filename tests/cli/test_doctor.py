@@ -15,7 +15,7 @@ from halfstep.integrations.doctor.environment import Machine
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without a GPU, on which two findings are made."""
-    there = Machine({"SLURM_NTASKS": "2", "TRITON_INTERPRET": "1"}, versions={"torch": "2.13.0"})
+    there = Machine({"SLURM_NTASKS": "2"}, versions={"torch": "2.13.0"}, shared_memory=64 << 20)
     monkeypatch.setattr(Machine, "here", lambda: there)
 
 
@@ -24,12 +24,12 @@ def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == ["this environment: 2 findings", "", "error: ranks-not-set", "  where   SLURM_NTASKS=2"]
-    assert "warning: kernels-interpreted" in lines and "  torch      2.13.0" in lines
+    assert "warning: little-shared-memory" in lines and "  torch       2.13.0" in lines
     assert main(["--json"]) == 1
     content = json.loads(capsys.readouterr().out)
     assert content["facts"]["torch"] == "2.13.0"
     names = [finding["name"] for finding in content["diagnoses"][0]["findings"]]
-    assert names == ["ranks-not-set", "kernels-interpreted"]
+    assert names == ["ranks-not-set", "little-shared-memory"]
 
 
 @pytest.mark.usefixtures("machine")

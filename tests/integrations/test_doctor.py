@@ -321,19 +321,25 @@ RANK = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "9", "LOCAL_RANK": 
 TORCHRUN = {**RANK, "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
 GOOD: dict[str, Any] = {
     "variables": TORCHRUN,
+    "cores": 64,
     "gpus": 8,
     "gpu_files": True,
     "cuda": "12.9",
     "versions": {"torch": "2.13.0+cu129", "triton": "3.7.1"},
+    "interfaces": ("lo", "docker0", "eth0"),
+    "shared_memory": 8 << 30,
 }
 
 
 def test_a_good_environment() -> None:
     machine = Machine(**GOOD)
     assert examine_environment(machine).ok
-    assert ("rank", "9 of 16 on 2 machines") in machine.facts()
+    assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
     assert examine_environment(Machine({})).ok
-    assert dict(Machine.here().facts())["torch"] == torch.__version__
+    for names in ("eth", "^docker", "=eth0"):  # as NCCL reads them
+        assert examine_environment(Machine(**{**GOOD, "variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": names}})).ok
+    facts = dict(Machine.here().facts())
+    assert facts["torch"] == torch.__version__ and int(facts["cores"]) >= 1
 
 
 ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
@@ -343,10 +349,24 @@ ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
     ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),
     ({"variables": {"SLURM_NTASKS": "4"}}, "ranks-not-set", "SLURM_NTASKS=4"),
     ({"variables": RANK}, "ranks-not-set", "MASTER_PORT"),
+    ({"variables": {**TORCHRUN, "RANK": "16"}}, "rank-out-of-range", "RANK=16"),
+    ({"gpus": 1}, "rank-without-gpu", "LOCAL_RANK=1"),
     ({"variables": {**TORCHRUN, "MASTER_ADDR": "localhost"}}, "master-is-local", "MASTER_ADDR=localhost"),
+    (
+        {"variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": "ib"}},
+        "interface-not-there",
+        "NCCL_SOCKET_IFNAME=ib",
+    ),
+    ({"interfaces": ("lo", "eth0", "ib0")}, "interface-not-chosen", "eth0, ib0"),
     ({"variables": {**TORCHRUN, "TRITON_INTERPRET": "1"}}, "kernels-interpreted", "TRITON_INTERPRET"),
     ({"variables": {**TORCHRUN, "CUDA_LAUNCH_BLOCKING": "1"}}, "slow-setting", "CUDA_LAUNCH_BLOCKING=1"),
     ({"variables": {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}}, "gpus-hidden", "CUDA_VISIBLE_DEVICES"),
+    (
+        {"variables": {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "gpus": 0, "gpu_files": False},
+        "one-thread-per-rank",
+        "OMP_NUM_THREADS=1",
+    ),
+    ({"shared_memory": 64 << 20}, "little-shared-memory", "/dev/shm"),
 ]
 
 
