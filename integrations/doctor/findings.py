@@ -146,7 +146,7 @@ error moments-in-16-bits: {what}
     {stake}
     {masters}; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits
 error updates-lost: 16-bit weights without fp32 masters lose updates below half of their spacing
-    {share} % of the updates in {steps} change nothing
+    {share} % {which} change nothing
     {masters}
 error decay-lost: lr · weight_decay is {decay:.2g}, less than the relative spacing of {dtypes}, and there are no masters
     weight decay changes no weight
@@ -246,6 +246,9 @@ warning weights-in-twice-the-bytes: they are in fp32, and hold numbers of bf16 o
 error tensors-without-elements: they have no elements: shards of another rank, or weights that ZeRO-3 had not gathered
     the checkpoint does not hold the model
     gather the weights before saving, or save with torch.distributed.checkpoint
+warning saved-twice: {first} and {second} have the same bits in two places
+    {bytes}; if they were tied, they are two parameters after loading
+    tie the weights before saving, and again after loading
 --- of an environment
 error version-too-old: halfstep needs {name} {least} or newer
     kernels fail or give other bits

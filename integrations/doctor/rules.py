@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from halfstep.integrations.doctor.setup import (
     distinct,
     holds_bf16_only,
     nonfinite,
+    sample,
     size_of,
 )
 from halfstep.integrations.tensor_files import TensorFiles
@@ -229,6 +231,36 @@ def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
     return dict.fromkeys(_MOMENTS_OF_TORCH.get(cls.__name__, momentum), entry.parameter)
 
 
+def _updates(setup: Setup) -> Iterator[Finding]:
+    """The next updates of Adam, which follow from its state, and are at most about lr before its first step."""
+    updates, lost = Counter[str](), Counter[str]()
+    for entry in setup.entries:
+        weight = sample(entry.parameter)
+        if "betas" not in entry.group or not entry.loses_updates or weight.is_meta:
+            continue
+        update, steps = torch.full_like(weight, entry.lr, dtype=torch.float64), entry.steps_taken
+        first, second = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq")
+        if steps >= 1 and first is not None and second is not None and first.is_floating_point():
+            beta1, beta2 = map(float, entry.group["betas"])
+            root = (sample(second).double() / (1 - beta2**steps)).sqrt()
+            update = entry.lr * sample(first).double() / (1 - beta1**steps) / (root + entry.eps)
+        nonzero = update != 0
+        larger = (weight.double() + update.abs().copysign(weight.double())).to(weight.dtype)
+        updates[entry.name] += int(nonzero.sum())
+        lost[entry.name] += int((nonzero & (larger == weight)).sum())
+    stepped = any(entry.steps_taken >= 1 for entry in setup.entries)
+    yield from lost_updates(updates, lost, "of the next step's updates" if stepped else "of updates as large as lr")
+
+
+def lost_updates(updates: Counter[str], lost: Counter[str], which: str) -> Iterator[Finding]:
+    """The finding that more than 1 % of the updates, counted by name, are lost."""
+    total = updates.total()
+    if total and lost.total() / total > 0.01:
+        shares = {name: lost[name] / max(1, number) for name, number in updates.items()}
+        words = [f"{name} {percent(shares[name])} %" for name in sorted(shares, key=shares.__getitem__)[::-1]]
+        yield find("updates-lost", listed(words), share=percent(lost.total() / total), which=which)
+
+
 def _rounded(setup: Setup) -> Iterator[Finding]:
     """State that was in 16 bits in between, and buffers that 16 bits are too few for."""
     rounded = [
@@ -298,7 +330,7 @@ def _shards(setup: Setup) -> Iterator[Finding]:
             yield find("optimizer-cannot-shard", entries, library=library, what=shards, issue=issue, stake=stake)
 
 
-RULES = (_values, _membership, _tied, _moments, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)
+RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded, _scaling, _scaler_of_torch, _shards)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -321,6 +353,7 @@ def _of_tensors(
     tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]
 ) -> Iterator[Finding]:
     names_by_finding: dict[str, list[str]] = defaultdict(list)
+    by_content: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = defaultdict(list)
     done = 0
     for name, tensor in tensors.items():
         entry, strided = name.rpartition(".")[2], tensor.layout == torch.strided and not tensor.is_meta
@@ -337,8 +370,15 @@ def _of_tensors(
             ("moments-in-16-bits", squares and tensor.dtype in HALF),
         ):
             names_by_finding[finding] += [name] * is_wrong
+        if strided and tensor.numel() >= 1024 and _bytes(tensor) == tensor.nbytes:
+            codes = tensor.detach().flatten().contiguous().view(torch.uint8).numpy()
+            if (codes != codes[0]).any():
+                key = tensor.dtype, tensor.shape, hashlib.blake2b(codes.data, digest_size=16).digest()
+                by_content[key].append(name)
         done += _bytes(tensor)
         progress(done / total)
+    for names in by_content.values():
+        names_by_finding["saved-twice"] += names if len({tensors[name].data_ptr() for name in names}) > 1 else []
     for finding, names in names_by_finding.items():
         if names:
             dtypes, first = dtypes_of(tensors[name] for name in names), names[0]
@@ -347,6 +387,7 @@ def _of_tensors(
                 finding,
                 listed(names, "tensor"),
                 "warning" if finding == "state-was-rounded" else None,
+                **dict(zip(("first", "second"), names, strict=False)),
                 bytes=sum(_bytes(tensors[name]) for name in names) // 2,
                 what=f"{first} holds {nonfinite(tensors[first])}" if broken else f"second moments are in {dtypes}",
                 stake="unless they were rounded stochastically, they grew but never fell, and steps shrank",

@@ -15,11 +15,10 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grad
 from torch.utils._pytree import tree_leaves
 
-from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find, listed
-from halfstep.integrations.doctor.rules import doctor, examine
+from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
+from halfstep.integrations.doctor.rules import doctor, examine, lost_updates
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
 from halfstep.integrations.optim.classes import LayoutOptimizer
-from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 
@@ -286,12 +285,10 @@ class Watched:
     def _findings(self) -> Iterator[Finding]:
         """What the steps showed."""
         yield from self._seen.values()
-        setup, stepped, updates = self._setup, self.steps - self.skipped, self._updates.total()
+        setup, stepped = self._setup, self.steps - self.skipped
         entries, steps = setup.entries, count(stepped, "step")
-        if updates and self._moved and self._lost.total() / updates > 0.01:
-            shares = {name: self._lost[name] / max(1, number) for name, number in self._updates.items()}
-            words = [f"{name} {percent(shares[name])} %" for name in sorted(shares, key=shares.__getitem__)[::-1]]
-            yield find("updates-lost", listed(words), share=percent(self._lost.total() / updates), steps=steps)
+        if self._moved:
+            yield from lost_updates(self._updates, self._lost, f"of the updates in {steps}")
         if not self._moved and stepped and any(entry.lr for entry in entries):
             if self._gradients:
                 yield find("weights-unchanged", entries, steps=steps)

@@ -68,6 +68,17 @@ def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
     assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
 
 
+@pytest.mark.parametrize(("dtype", "lr", "which"), [(BF16, 1e-4, "updates as large as lr"), (torch.float32, 1e-4, "")])
+def test_lost_updates_are_predicted_at_rest(dtype: torch.dtype, lr: float, which: str) -> None:
+    model = _net(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    for expected in (which, which and "the next step's updates"):
+        stakes = [finding.stake for finding in doctor(model, optimizer).findings if finding.name == "updates-lost"]
+        assert [stake.partition(" % of ")[2] for stake in stakes] == [f"{expected} change nothing"] * bool(expected)
+        model(torch.randn(4, 16).to(dtype)).square().mean().backward()
+        optimizer.step()
+
+
 def test_arguments_that_cannot_be_examined() -> None:
     model = _net()
     assert error_of(TypeError, lambda: doctor([model], None)) == (  # type: ignore[arg-type]
@@ -296,6 +307,7 @@ CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
     ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),
     ({"weight": torch.randn(1024).bfloat16().float()}, "weights-in-twice-the-bytes", "2 KiB of the file"),
     ({"weight": torch.empty(0)}, "tensors-without-elements", "does not hold the model"),
+    ({"head": torch.arange(2048.0) / 3, "embedding": torch.arange(2048.0) / 3}, "saved-twice", "8 KiB; if they"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -204,3 +205,21 @@ def test_the_lines_of_the_page_run() -> None:
     exec(page_block("Accelerate"), names)
     assert type(names["accelerator"]) is ours.Accelerator and names["norm"] > 0
     assert not same_bits(before, list(names["model"].parameters()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_a_prepared_optimizer_counts_again(copied: Any) -> None:
+    model = network()
+    _, (optimizer,) = ready(halfstep.GradScaler("cpu", init_scale=SCALE), model)
+    model[0].weight.grad[0, 0] = math.nan
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    again = copied(optimizer)
+    again.param_groups[0]["params"][0].grad = torch.ones(16, 8)
+    again.scaler.scale(torch.ones(()))
+    again.step()
+    assert not again.step_was_skipped
+    again.scaler.scale(torch.ones(()))
+    again.param_groups[0]["params"][0].grad = torch.full((16, 8), math.inf)
+    again.step()
+    assert again.step_was_skipped
