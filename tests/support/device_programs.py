@@ -47,7 +47,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 # By the name of an optimizer: whether a parameter is on the GPU, by its index; and the class.
 OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "AdamW on both": (lambda index: index % 2 == 0, halfstep.AdamW),
-    "AdamW on both, the CPU first": (lambda index: index % 2 == 1, halfstep.AdamW),
     "AdamW on the CPU": (lambda index: False, halfstep.AdamW),
     "AdamW on the GPU": (lambda index: True, halfstep.AdamW),
     "AdamW in the backward": (lambda index: False, halfstep.AdamW),
@@ -55,7 +54,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "OffloadedAdamW, step": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward="step")),
     "OffloadedAdamW, None": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward=None)),
     "torch's AdamW on both": (lambda index: index % 2 == 0, torch.optim.AdamW),
-    "torch's fused AdamW on the CPU": (lambda index: False, partial(torch.optim.AdamW, fused=True)),
     "torch's fused AdamW on the GPU": (lambda index: True, partial(torch.optim.AdamW, fused=True)),
 }
 STEPS = (
