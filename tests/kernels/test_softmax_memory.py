@@ -39,13 +39,12 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @INTERPRETED
-@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
-@pytest.mark.parametrize(("queries", "keys"), [(12, 304), (7, 301), (20, 260), (170, 133)])
+@pytest.mark.parametrize(("queries", "keys", "log"), [(12, 304, False), (7, 301, True), (170, 133, False)])
 def test_columns_that_causal_drops_are_not_loaded(
     path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if path != "one pass" and (queries > keys or log != (queries == 7)):
-        pytest.skip("on the slower paths, log_softmax takes one of the shapes and softmax the others, and no long one")
+    if path != "one pass" and queries > keys:
+        pytest.skip("slow")
     function = halfstep.log_softmax if log else halfstep.softmax
     batch = 2 if queries < 10 else 1
     x = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
