@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -15,10 +14,8 @@ from typing import Any
 import generated
 import layout_table
 import pytest
-import tolerances
 import torch
 import torch.distributed as dist
-from packaging.requirements import Requirement
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,13 +54,6 @@ def test_links_out_of_the_folder_lead_to_the_repository() -> None:
         "[a](https://example.org/us/blob/main/tests/x.py) [b](../optimizer.md#state) [c](../index.md) "
         "[d](https://a.org/b) [e](#here)"
     )
-
-
-def test_docstrings_that_are_put_together_are_written_out() -> None:
-    source = '_REST = " of {name}."\nclass A:\n    __doc__ = "The doc" + _REST.format(name="A")\n'
-    names: dict[str, Any] = {}
-    exec(module("hooks").with_docstrings(source).replace("__doc__ =", "other ="), names)
-    assert names["A"].__doc__ == "The doc of A."
 
 
 # ------------------------------------------------------------------------------------------------- links and names
@@ -115,13 +105,6 @@ def test_make_targets_files_and_tests_that_are_named_exist(page: Path) -> None:
         assert any(f"def {name}(" in path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-def test_files_that_code_names_exist() -> None:
-    folders = ("bench", "integrations", "kernels", "numerics", "src")
-    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    names = {name for path in sources for name in FILE.findall(path.read_text(encoding="utf-8"))}
-    assert names and {name for name in names if not (ROOT / name).exists()} == set()
-
-
 def test_names_in_the_readme_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w/])halfstep\.(\w[\w.]*\w)", readme))
@@ -150,59 +133,6 @@ def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> 
     torch.manual_seed(0)
     exec(script.replace("range(300)", "range(60)"), {})
     assert float(capsys.readouterr().out.removeprefix("loss ")) < 0.01
-
-
-def test_what_pip_is_told_to_install_can_be_installed() -> None:
-    """No index has halfstep yet: it comes from a clone, or from the repository. Its extras exist."""
-    folders = ("bench", "examples", "integrations", "kernels", "numerics", "src/halfstep/cli")
-    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    text = "\n".join(path.read_text("utf-8") for path in [*PAGES, *sources] if path.name != "RELEASING.md")
-    told = re.findall(r"""pip install (?:-e )?(?:"([^"{]+)"|'([^'{]+)'|([\w./]+))""", text)
-    (table,) = re.findall(
-        r"^\[project.optional-dependencies\]\n(.*?)^\[", (ROOT / "pyproject.toml").read_text(), re.M | re.S
-    )
-    extras = set(re.findall(r"^(\w+) = ", table, re.M))
-    assert {"plots", "trainers"} <= extras
-    for name in map("".join, told):
-        wished = Requirement(re.sub(r"^\.(/halfstep)?", "clone", name))
-        assert wished.extras <= extras, name
-        assert wished.name != "halfstep" or wished.url == "git+https://github.com/halfstep/halfstep", name
-    assert "halfstep" in "".join(map("".join, told))
-
-
-# Numbers of README that state no measurement: moments of 8 bits, the date of a check.
-EXEMPT = ("2026-11-26", "of 8 bits")
-NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-])")
-
-
-def prose(text: str) -> str:
-    """Without code, and without where links lead."""
-    return " ".join(re.sub(r"```.*?```|`[^`]*`|(?<=\])\([^)]*\)", " ", text, flags=re.DOTALL).split())
-
-
-def numbers(text: str) -> set[float]:
-    return {float(number.replace(",", "")) for number in NUMBER.findall(text)}
-
-
-def test_every_number_in_the_readme_has_a_source() -> None:
-    page = (DOCS / "measurements.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(.+?)` \| .*? \| \[.*?\]\((.*?)\) \|.*\d{4}-\d\d-\d\d \|$", page, flags=re.MULTILINE)
-    rest = prose((ROOT / "README.md").read_text(encoding="utf-8"))
-    for words, source in rows:
-        assert words in rest, f"docs/measurements.md quotes {words!r}, which README does not say"
-        assert numbers(words.replace("of 8 bits", "")) <= numbers((DOCS / source).read_text(encoding="utf-8")), words
-    for words in [*(words for words, _ in rows), *EXEMPT]:
-        rest = rest.replace(words, "")
-    for found in NUMBER.finditer(rest):
-        near = rest[max(0, found.start() - 30) : found.end() + 30]
-        pytest.fail(f"README: give the source of {near!r} in docs/measurements.md, or add it to EXEMPT")
-
-
-def test_the_bytes_of_other_optimizers_are_those_counted() -> None:
-    table = (DOCS / "comparison.md").read_text(encoding="utf-8")
-    for row in json.loads((ROOT / "bench/results/cpu/bytes_per_parameter.json").read_text())["rows"]:
-        amount = f"{row['bytes']:.2f}" if row["bytes"] else f"{row['planned']:g}, planned"
-        assert f"| {row['optimizer']} | {row['master']} | {amount} |" in table
 
 
 # ------------------------------------------------------------------------------------------------ errors and tables
@@ -235,29 +165,6 @@ def test_bytes_of_the_layouts() -> None:
         made = planning.plan(10**9, optimizer=optimizer, precision=precision)
         held, moved = made.totals.peak / 1e9, made.step_traffic / 1e9
         assert row[2:5] == [f"{round(number, 2):g}" for number in (held, held - 2, moved)], options
-
-
-def test_the_pictures_show_what_the_page_says() -> None:
-    pictures = module("pictures")
-    weights = pictures.weights(40)
-    assert weights["bf16 without a master, nearest"] == [1.0] * 41
-    assert weights["bf16, split master: the master"] == weights["fp32"]
-    # Each of 40 steps rounds the weight; what an update of 10^-4 errs is far less.
-    assert abs(weights["fp32"][-1] - (1 - 40e-4)) < 40 * tolerances.ROUNDOFF[torch.float32]
-    x, nearest, mean = pictures.rounded(9, 50)
-    assert set(nearest.tolist()) == {1.0, 1.0 + 2.0**-7}
-    # The standard deviation of a number rounded to one of two neighbors is at most half their distance.
-    assert float((mean - x).abs().max()) < tolerances.STOCHASTIC_SIGMAS * 2.0**-8 / 50**0.5
-    moments = pictures.second_moments(600)
-    # To nearest, a moment v of squares s stops where 0.001 (s - v) is less than half an ulp, at least 2^-9 v; the last
-    # step that changed it may have gone an ulp beyond, at most 2^-7 v.
-    assert moments["bf16, nearest"][-1] < 0.001 / (0.001 + 2.0**-9) * (1 + 2.0**-7) / (1 - 0.999**600)
-    scatter = tolerances.STOCHASTIC_SIGMAS * tolerances.CODED_SCATTER / 4096**0.5
-    assert abs(moments["8 bits, stochastic (default)"][-1] - 1) < scatter
-    held = pictures.gradient_bytes(6, 64)
-    all_of_them = 6 * 64 * 64 * 2 / 2**20
-    assert max(held["step after the backward"]) == all_of_them
-    assert max(held["steps inside the backward"]) == all_of_them / 3
 
 
 # ------------------------------------------------------------------------------------------------------ Python blocks

@@ -25,14 +25,6 @@ OTHERS = {
 EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - OTHERS)
 
 
-def _torchrun(script: Path) -> str:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 # Prints a line if Python shuts down, which Gloo's threads can abort.
 SHUTS_DOWN = (
     f"import atexit, runpy, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); atexit.register(print, 'shut down'); "
@@ -61,29 +53,18 @@ def test_there_is_one_for_each_way_to_train_on_several_gpus() -> None:
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_it_runs_as_it_says_and_the_loss_falls(script: Path) -> None:
     assert f"\ntorchrun --nproc-per-node 2 examples/{script.name}\n" in script.read_text().partition('"""\n')[0]
-    # With the variables that torchrun sets, and one by torchrun as it says. One rank prints, one line.
+    # With the variables that torchrun sets; examples/test_elastic.py runs it. One rank prints, one line.
     said = _forked(script, 2)
-    if script.stem == "ddp":
-        assert _torchrun(script) == said
     told = re.fullmatch(rf"{script.stem}: loss ([0-9.]+) before, ([0-9.]+) after\n", said)
     assert told is not None, said
     before, after = map(float, told.group(1, 2))
     assert after < 0.3 * before
 
 
-def test_it_fails_where_training_does_not_work(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.py"
-    text = (ROOT / "examples" / "ddp.py").read_text()
-    assert text.count("scaler.step(optimizer)") == 1
-    broken.write_text(text.replace("scaler.step(optimizer)", "scaler.unscale_(optimizer)").replace("scaler.clip", "# "))
-    with pytest.raises(AssertionError, match=r"ended with \[1\]"):
-        _forked(broken, 1)
-
-
 def test_the_largest_model_takes_what_is_planned() -> None:
     assert "\npython examples/largest.py --memory 4\n" in LARGEST.read_text().partition('"""\n')[0]
     # Few elements: a CPU without instructions for bf16 takes a hundred times as long for its products.
-    words = [sys.executable, str(LARGEST), "--memory", "0.1", "--width", "256", "--steps", "6", "--batch", "1"]
+    words = [sys.executable, str(LARGEST), "--memory", "0.1", "--width", "256", "--steps", "4", "--batch", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -101,7 +82,7 @@ def test_the_largest_model_takes_what_is_planned() -> None:
 def test_bytes_per_parameter_are_those_of_the_layouts(tmp_path: Path) -> None:
     results, picture = tmp_path / "bytes.json", tmp_path / "bytes.png"
     arguments = ["--width", "256", "--layers", "2", "--out", str(results), "--picture", str(picture)]
-    subprocess.run([sys.executable, str(BYTES), *arguments], check=True, capture_output=True, timeout=300)
+    assert forks.run([BYTES, *arguments]).returncode == 0
     measured = {row["optimizer"]: row["bytes"] for row in json.loads(results.read_text())["rows"]}
     expected = {"torch AdamW, fp32 weights": 16.0, "torch AdamW": 8.0, "halfstep AdamW": 14.0}
     assert {name: round(measured[name], 2) for name in expected} == expected

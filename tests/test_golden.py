@@ -6,17 +6,14 @@ import golden
 import pytest
 from implementations import ALL, using
 
-import halfstep
-from halfstep.kernels import backend
-
 EXACT = [(subject, name) for subject, (_, names, _) in golden.CASES.items() if subject != "softmax" for name in names]
-# Under the interpreter, `make test` runs a fifth of Adam's layouts, and `make exhaustive` the others.
+# Under the interpreter, `make test` runs a ninth of the optimizers' layouts, and `make exhaustive` the others.
 CASES = [
     pytest.param(
         *case,
         name,
         marks=[pytest.mark.golden] * (name == "triton")
-        + [pytest.mark.exhaustive] * (case[0] == "adam" and name == "triton" and number % 5 != 0),
+        + [pytest.mark.exhaustive] * (case[0] in ("adam", "sgd") and name == "triton" and number % 9 != 0),
     )
     for name in ALL
     for number, case in enumerate(EXACT)
@@ -48,15 +45,3 @@ def test_subjects_are_recorded_whole() -> None:
         digests = golden.recorded(subject)
         for recorded in digests.values() if subject == "softmax" else [digests]:
             assert list(recorded) == names
-
-
-def test_a_bit_changes_the_digest() -> None:
-    results = golden.cast("fp32 bf16 nearest plain")
-    before = golden.digest(results)
-    results["tensor"].view(golden.INTEGERS[2])[-1] ^= 1
-    assert golden.digest(results) != before
-    with halfstep.backend("reference"):
-        nan = {"nan": golden.torch.tensor([float("nan")])}
-        other = {"nan": -nan["nan"]}
-    assert golden.digest(nan) == golden.digest(other)  # NaN is a class
-    assert backend.chosen() != "reference"

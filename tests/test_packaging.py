@@ -5,6 +5,7 @@ Nothing is downloaded: the new environments see this one's packages, torch among
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -81,6 +82,7 @@ def sources() -> list[Path]:
     ]
 
 
+@functools.cache
 def version() -> str:
     return run(sys.executable, "-c", "import halfstep; print(halfstep.__version__)")
 

@@ -138,10 +138,8 @@ def killed_after_each_step(out: Path, only: str) -> list[str]:
 
 
 def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", r"^machine$|captured$|streams$|^time of adamw, fp32, 10 tensors$")
-    assert names[:3] == ["machine", "bits of steps captured", "bits of steps on two streams"] and names[3].startswith(
-        "time of adamw"
-    )
+    names = killed_after_each_step(tmp_path / "out", "^machine$|^time of adamw, fp32, 10 tensors$")
+    assert names[0] == "machine" and names[1].startswith("time of adamw")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["device"] == "model of a GPU" and results["left_out"] == 0
     assert [result["provider"] for result in results["results"]] == ["halfstep"]
@@ -150,7 +148,7 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings = {"BENCH_GPU_ONLY": "^machine|bits of cast|captured|streams$"}
-    faults = {"BENCH_GPU_HANGS": "bits of cast", "BENCH_GPU_LIMIT": "15", "BENCH_GPU_DIES": "bits of steps captured"}
+    faults = {"BENCH_GPU_HANGS": "bits of cast", "BENCH_GPU_LIMIT": "8", "BENCH_GPU_DIES": "bits of steps captured"}
     process = command(out, **settings, **faults)
     text = process.communicate()[0]
     assert process.returncode == 1, text
@@ -160,7 +158,7 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
         ("bits of steps captured", "stopped"),
         ("bits of steps on two streams", "passed"),
     ]
-    assert re.search(r"bits of cast: stopped, it took more than 15 s", text)
+    assert re.search(r"bits of cast: stopped, it took more than 8 s", text)
     assert "bits of steps captured: stopped, its process ended with status -11" in text
     # A line that was cut off, and records of other code, do not count.
     with (out / "checks.jsonl").open("a") as file:
@@ -172,9 +170,10 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
     assert len(records) == 4
 
 
+@pytest.mark.exhaustive
 def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
     process = command(
-        tmp_path / "out", minutes=0.5, BENCH_GPU_ONLY="^machine|bits of cast", BENCH_GPU_HANGS="bits of cast"
+        tmp_path / "out", minutes=0.3, BENCH_GPU_ONLY="^machine|bits of cast", BENCH_GPU_HANGS="bits of cast"
     )
     assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
     assert outcomes(tmp_path / "out") == [("machine", "passed")]

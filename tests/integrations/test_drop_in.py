@@ -12,6 +12,7 @@ from layouts import some
 from oracles import BF16, FP32
 from states import copies_of, give_gradients, masters, parameters_of, same_bits, train
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 import halfstep
@@ -147,9 +148,8 @@ def test_stochastic_rounding_of_a_wrapper_subclass_is_refused_before_anything_ch
     assert (parameter.a == 1).all()
 
 
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-@layouts
-def test_meta_and_fake_parameters_get_state_like_real_ones(layout: str, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "layout"), [*(("meta", layout) for layout in LAYOUTS), ("fake", "8 bits")])
+def test_meta_and_fake_parameters_get_state_like_real_ones(kind: str, layout: str) -> None:
     """Who plans memory runs the whole training so."""
     mode = FakeTensorMode()
     make = (lambda p: p.to("meta")) if kind == "meta" else mode.from_tensor
@@ -296,3 +296,47 @@ def test_a_master_kept_in_another_way_from_now_on_keeps_its_bits(before: str, af
         train(one, [7])
     assert optimizer.state[model[0].weight]["master"].dtype == (torch.int16 if after == "split" else torch.float32)
     assert same_bits(masters(optimizer), masters(other))
+
+
+# --------------------------------------------------------------------------------------- what goes wrong in others
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"eps": 0.0}])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_asking_for_the_state_of_a_fresh_optimizer_takes_no_step(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """torch.distributed.checkpoint takes a step with lr = 0 and gradients of 0 to find out what state there is."""
+    model = torch.nn.Linear(3, 3).to(dtype)
+    fresh = copy.deepcopy(model)
+    options = {"decoupled_weight_decay": True, **options}
+    optimizer, other = (halfstep.Adam(each.parameters(), **options) for each in (model, fresh))
+    asked: Any = get_optimizer_state_dict(model, optimizer)
+    state = asked["state"]["weight"]
+    assert torch.equal(model.weight, fresh.weight)
+    assert float(state["step"]) == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+    for parameters, each in ((model.weight, optimizer), (fresh.weight, other)):  # the first real step is a first step
+        parameters.grad = torch.ones_like(parameters)
+        each.step()
+    assert torch.equal(model.weight, fresh.weight)
+    assert float(optimizer.state[model.weight]["step"]) == 1
+
+
+def test_a_state_that_holds_a_master_only_is_completed() -> None:
+    """As another library's loader may leave it."""
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = halfstep.AdamW([parameter])
+    optimizer.state[parameter]["master"] = parameter.detach().float()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert set(optimizer.canonical_state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+def test_a_scale_that_overflowed_200_times_is_not_zero() -> None:
+    """After 166 overflows torch's is, and the next finite gradient is multiplied by 1/0 after the check."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer, scaler = halfstep.AdamW([parameter], lr=0.1), halfstep.GradScaler("cpu")
+    for step in range(201):
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum() * (float("inf") if step < 200 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() > 0 and bool((parameter < 1).all())

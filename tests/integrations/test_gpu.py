@@ -99,10 +99,10 @@ def amp(parameters: list[torch.nn.Parameter], name: str = "cuda", **options: Any
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", WHERE)
 def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str, special: bool) -> None:
-    if interpreted(where) and (special or kind == "Adam") and layout != "split":
-        pytest.skip("one layout is enough for the test itself")
-    if interpreted(where) and LAYOUTS[layout][1].get("state_dtype") == "8bit":
-        pytest.skip("slow under the interpreter; test_optim_coded.py has it")
+    if (devices.MODELED or interpreted(where)) and layout not in ("split", "split, 8 bits"):
+        pytest.skip("two layouts are enough for the test itself; test_golden.py has every one")
+    if interpreted(where) and (layout != "split" or special or kind == "Adam"):
+        pytest.skip("slow under the interpreter")
     dtype, options = LAYOUTS[layout]
     make = getattr(halfstep, kind)
     with kernels_on(where) as device:
@@ -121,6 +121,8 @@ def test_steps_have_the_bits_of_the_reference(where: str, layout: str, kind: str
 @pytest.mark.parametrize("layout", ["fp32", "split", "fp16"])
 @pytest.mark.parametrize("where", WHERE)
 def test_amp_steps_with_overflows_and_clipping_have_the_bits_of_the_reference(where: str, layout: str) -> None:
+    if (devices.MODELED or interpreted(where)) and layout != "fp16":
+        pytest.skip("one layout is enough for the test itself")
     dtype, options = LAYOUTS[layout]
 
     def run(device: torch.device) -> tuple[Any, Any]:
@@ -341,7 +343,7 @@ def test_every_device_steps_its_own_parameters() -> None:
 # --------------------------------------------------------------------------------------------------- a model learning
 
 
-@gpu
+@pytest.mark.gpu(only="fp16 products are slow on a CPU")
 def test_autocast_training_follows_torchs() -> None:
     """fp16 autocast over fp32 parameters: halfstep's optimizer and scaler against torch's, same model, same data."""
     losses = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from states import SHAPES, copies_of, give_gradients, parameters_of, same_bits, train
 from tolerances import ADAM_AGAINST_TORCH
 from torch.optim import lr_scheduler, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfstep
 
@@ -351,25 +349,6 @@ def test_hooks_of_state_dict_and_load_state_dict(ours: Any, layout: str) -> None
     assert all(optimizer.state[parameter]["step"] == 2 for parameter in optimizer.param_groups[0]["params"])
 
 
-@every
-def test_hooks_of_step_for_one_and_for_all_optimizers(ours: Any, layout: str) -> None:
-    said: list[str] = []
-
-    def says(word: str) -> Any:
-        return lambda optimizer, args, kwargs: said.append(word)
-
-    optimizer, other = ours(weights_of(layout), **LAYOUTS[layout][1]), torch.optim.SGD(weights_of("fp32"))
-    handles = [register_optimizer_step_pre_hook(says("all")), register_optimizer_step_post_hook(says("all after"))]
-    for one in (optimizer, other):
-        handles += [one.register_step_pre_hook(says("own")), one.register_step_post_hook(says("own after"))]
-    for one in (optimizer, other, optimizer):
-        train(one, [0])
-    for handle in handles:
-        handle.remove()
-    train(optimizer, [1])
-    assert said == ["all", "own", "own after", "all after"] * 3
-
-
 # ------------------------------------------------------------------------------------------- copies, names and printing
 
 
@@ -499,21 +478,3 @@ def test_groups_that_torch_refuses_are_refused_with_its_error(ours: Any, layout:
     for nothing in ([], iter(())):
         with pytest.raises(ValueError, match="optimizer got an empty parameter list"):
             ours(nothing)
-
-
-@every
-def test_sparse_gradients_are_refused_before_anything_moves(ours: Any, layout: str) -> None:
-    for options in arguments(ours, layout):
-        parameters = weights_of(layout, [(3, 4), (2, 2)])
-        optimizer = ours(parameters, **options)
-        for step in (1, 2):
-            before = [parameter.detach().clone() for parameter in parameters]
-            give_gradients(0, parameters)
-            dense = parameters[1].grad
-            parameters[1].grad = dense.to_sparse()
-            with pytest.raises(RuntimeError, match=re.escape("to have a dense gradient, but got layout")):
-                optimizer.step()
-            assert same_bits(before, [parameter.detach() for parameter in parameters]), options
-            parameters[1].grad = dense
-            optimizer.step()
-            assert all(state["step"].item() == step for state in optimizer.state.values())

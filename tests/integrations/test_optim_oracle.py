@@ -79,7 +79,7 @@ def masters_of(optimizer: Any, parameters: list[Any]) -> list[torch.Tensor]:
     return [state[index].get("master", p.detach()) for index, p in enumerate(parameters)]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(options=configurations)
 def test_random_configurations_against_float64(options: dict[str, Any]) -> None:
     """Masters of every kind hold the same bits, and lie as near float64 as the roundings of their steps allow."""

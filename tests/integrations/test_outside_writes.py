@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -174,19 +173,6 @@ def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
     assert asked and not waiting & set(asked)
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-@layouts
-def test_copies_of_an_optimizer_have_seen_what_was_written(name: str, copier: Any) -> None:
-    model, optimizer = trained(name)
-    new = other_weights(model)
-    copy_in(model, new)
-    _, other = copier((model, optimizer))
-    train(optimizer, range(5, 7))
-    train(other, range(5, 7))
-    assert same_bits(masters(optimizer), masters(other))
-    assert (masters(other)[0] - new["0.weight"].float()).abs().max() < 0.02
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("full", FP16), ("fp16", BF16), ("full", BF16)])
 def test_a_model_converted_to_another_dtype_keeps_the_masters(name: str, dtype: torch.dtype) -> None:
     """Conversion writes nothing new: the master still knows more than either."""
@@ -278,16 +264,3 @@ def test_loading_the_saved_pair_in_either_order_keeps_every_bit(name: str, first
         load()
     assert same_bits(masters(other), masters(optimizer))
     assert same_bits(weights_of(resumed), weights_of(model))
-
-
-@layouts
-def test_other_weights_loaded_after_the_optimizer_win(name: str) -> None:
-    saved = copy.deepcopy(trained(name)[1].state_dict())
-    resumed, other = trained(name, steps=0)
-    other.load_state_dict(saved)
-    new = other_weights(resumed)
-    resumed.load_state_dict(new)
-    other.param_groups[0]["lr"] = 0.0
-    train(other, [5])
-    assert same_bits(weights_of(resumed), list(new.values()))
-    assert all(torch.equal(rounded(m, name), p) for m, p in zip(masters(other), resumed.parameters(), strict=True))

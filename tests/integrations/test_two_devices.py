@@ -45,13 +45,6 @@ def pair(gpu: torch.device, dtype: torch.dtype = torch.float32) -> list[torch.nn
 # ------------------------------------------------------------------------------------------------------------ functions
 
 
-def advice(gpu: torch.device) -> list[str]:
-    """With the scale on another device than the gradients."""
-    grads = {"w": integers((40,), torch.float32, 2, CPU)}
-    scale = number(2.0**-8, gpu)
-    return [str(halfstep.advise_scale(grads, scaled_by=scale).as_dict())]
-
-
 def flags_of_torchs_scalers(gpu: torch.device, limit: float | None, found_inf: float) -> list[bytes]:
     """A scale and a flag on either device, as torch sets them on optimizers that unscale in their step."""
     results = []
@@ -62,28 +55,6 @@ def flags_of_torchs_scalers(gpu: torch.device, limit: float | None, found_inf: f
         optimizer.step()
         results += optimizer.param_groups[0]["params"]
     return bits(results)
-
-
-def tensor_options(gpu: torch.device) -> list[bytes]:
-    results = []
-    for device in (CPU, gpu):
-        rates = {"lr": number(LR, device), "betas": (number(0.5, device), number(0.75, device))}
-        optimizer = halfstep.AdamW(pair(gpu), **rates)  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] = number(LR / 4, device)
-        optimizer.step()
-        results += optimizer.param_groups[0]["params"]
-    return bits(results)
-
-
-def a_first_step_without_learning_rate(gpu: torch.device) -> list[bytes]:
-    """As `torch.distributed.checkpoint` takes it to create the state."""
-    parameters = pair(gpu)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = halfstep.AdamW(parameters, lr=0.0, eps=0.0)
-    optimizer.step()
-    return bits([*parameters, *(optimizer.state[parameter]["step"] for parameter in parameters)])
 
 
 def two_optimizers(gpu: torch.device, on_gpu: bool) -> list[bytes]:
@@ -146,12 +117,9 @@ def combined_over_ranks(gpu: torch.device, on_gpu: bool) -> list[bytes]:
 
 
 FUNCTIONS: dict[str, Callable[[torch.device], list[Any]]] = {
-    "advice": advice,
     "grad_scale and found_inf": partial(flags_of_torchs_scalers, limit=None, found_inf=0.0),
     "grad_scale and found_inf, clipped": partial(flags_of_torchs_scalers, limit=1.0, found_inf=0.0),
     "found_inf set": partial(flags_of_torchs_scalers, limit=1.0, found_inf=1.0),
-    "options that are tensors": tensor_options,
-    "first step with lr 0": a_first_step_without_learning_rate,
     "two optimizers, scale on the GPU": partial(two_optimizers, on_gpu=True),
     "two optimizers, scale on the CPU": partial(two_optimizers, on_gpu=False),
     "monitor": monitored,

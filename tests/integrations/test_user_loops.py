@@ -25,41 +25,32 @@ IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed t
 # What cannot be done when the gradients are used in the backward. Each of these loops must be refused.
 REFUSED = {
     "reads or writes the gradients of the whole model after the backward": """
-        clip_grad_norm clip_grad_norm_and_model_zero_grad clip_grad_norm_of_groups clip_infinity_norm_of_one_module
-        clip_in_two_calls clip_grad_value clip_each_gradient_by_hand clip_the_norm_by_hand clip_with_foreach
-        adaptive_clipping clipped_by_the_optimizer norm_of_gradients_in_the_log
-        norm_of_gradients_in_the_log_after_the_step histogram_of_gradients flat_vector_of_gradients gradients_as_numpy
-        centralized_gradients noise_on_gradients gradients_replaced_by_others decay_added_to_gradients
-        a_row_without_gradient masked_gradients nan_gradients_set_to_zero a_step_skipped_for_nan_gradients
-        sharpness_aware averaged_by_hand slow_gradients accumulation_without_sync_clipped
-        accumulation_divided_at_the_end hooks_after_accumulation_after_the_optimizer hooks_that_add_decay_to_gradients
-        gradients_of_two_tasks_projected two_steps_with_the_same_gradients ppo nanogpt mingpt""",
+        clip_grad_norm clip_grad_value clip_with_foreach clipped_by_the_optimizer gradients_as_numpy
+        norm_of_gradients_in_the_log_after_the_step gradients_replaced_by_others a_row_without_gradient
+        a_step_skipped_for_nan_gradients sharpness_aware accumulation_without_sync_clipped nanogpt
+        hooks_after_accumulation_after_the_optimizer gradients_of_two_tasks_projected
+        two_steps_with_the_same_gradients""",
     "scales the loss, and must know about all gradients whether they are finite": """
         scaler_of_torch scaler_of_torch_clipped scaler_of_ours scaler_of_ours_in_fp16_that_overflows
-        scaler_of_ours_clipped timm""",
-    "has several backwards in a step, and does not say so": """
-        accumulation accumulation_and_model_zero_grad two_losses_in_two_backwards
-        reentrant_checkpoints_that_share_a_block gan""",
+        scaler_of_ours_clipped""",
+    "has several backwards in a step, and does not say so": "accumulation reentrant_checkpoints_that_share_a_block gan",
     "discards gradients after the backward that has used them": """
-        gradients_of_one_layer_dropped a_step_skipped_after_the_backward a_step_skipped_and_zeroed_at_the_top
-        an_exception_in_a_backward adversarial_training gan_in_one_backward_each td3_with_a_delayed_actor""",
+        gradients_of_one_layer_dropped a_step_skipped_and_zeroed_at_the_top an_exception_in_a_backward
+        td3_with_a_delayed_actor""",
     "sets an option after the backward that has used it": "learning_rate_set_between_backward_and_step",
 }
 # `in_backward="step"` has no context for the micro-batches before the last one, as steps in the backward have.
 REFUSED_BY_OFFLOAD_STEP = """
     accumulation_without_sync accumulation_with_an_odd_last_batch accumulated_gradients_discarded
-    two_backwards_of_one_graph litgpt mmengine""".split()
+    two_backwards_of_one_graph""".split()
 # What differs and cannot be noticed: the weights between backward and step are those after the step.
 DIFFERENT = (
     "decay_by_hand_between_backward_and_step",
     "model_copied_between_backward_and_step",
     "the_last_step_skipped",
 )
-# torch's AdamW in fp32 is as near as rounding lets it be, except where rounding decides.
-NOT_AS_TORCH = (
-    "autocast",  # rounds to 16 bits in its middle
-    "direct_preference_optimization",  # the gradient of a bias is 0 but for rounding (2e-8), and Adam divides by it
-)
+# torch's AdamW in fp32 is as near as rounding lets it be, except where the loop rounds to 16 bits in its middle.
+NOT_AS_TORCH = ("autocast",)
 
 refused = {(name, way) for name in " ".join(REFUSED.values()).split() for way in IN_BACKWARD}
 refused |= {(name, "offload step") for name in REFUSED_BY_OFFLOAD_STEP}
@@ -94,14 +85,14 @@ def expected(name: str, layout: str) -> dict[str, Tensor]:
 
 
 def cases(cells: Iterable[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Parametrize a test with programs, ways and layouts. Other layouts than the first for a third of the programs."""
+    """Parametrize a test with programs, ways and layouts. Other layouts than the first for a sixth of the programs."""
     names = list(PROGRAMS)
     return pytest.mark.parametrize(
         ("name", "way", "layout"),
         [
             pytest.param(
                 *(name, way, layout),
-                marks=[pytest.mark.exhaustive] if number and names.index(name) % 3 != number else [],
+                marks=[pytest.mark.exhaustive] if number and names.index(name) % 6 != number else [],
             )
             for name, way in cells
             for number, layout in enumerate(LAYOUTS_OF_16_BITS)
@@ -139,7 +130,7 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 def test_the_tables_name_programs() -> None:
     tables = [*" ".join(REFUSED.values()).split(), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *NOT_AS_TORCH]
-    assert len(PROGRAMS) >= 160 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
+    assert len(PROGRAMS) >= 80 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
 
 
 # ------------------------------------------------------------------------------------------- random loops with mistakes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
 from typing import Any
 
 import block_oracle
@@ -38,23 +37,21 @@ def gradient(layout: Layout, size: int, rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal(size).astype(np.float32).astype(NUMPY[layout.grad])
 
 
-# Under the interpreter, each layout at one offset from an address of 16 bytes, and one layout at each.
-ONCE = {SPLIT: (8,), SPLIT24: (0, 1, 8), FULL: (1,), ALONE: (0,)}
-PLACES = [
-    pytest.param(name, layout, offset, marks=[pytest.mark.exhaustive] * (name == "triton" and offset not in once))
-    for name, (layout, once), offset in product(ALL, ONCE.items(), (0, 1, 8))
-]
+SHAPES = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
+SHAPES += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272), (40, 32), (7, 33), (70, 31)]
+SHAPES += [(9, 96), (1, 9000), (2, 6016), (9, 992)]
+# Rows shorter and longer than a block and a chunk, of whole blocks and not.
+FEW_SHAPES = [(18, 1), (19, 27), (5, 129), (9, 144), (40, 32), (2, 2304), (1, 2500)]
 
 
-@pytest.mark.parametrize(("name", "layout", "offset"), PLACES, ids=label)
-def test_rows_of_every_length(name: str, layout: Layout, offset: int) -> None:
+@pytest.mark.parametrize("names", [("reference", "native"), ("triton",)], ids=["CPU", "triton"])
+@layouts
+def test_rows_of_every_length(names: tuple[str, ...], layout: Layout) -> None:
     """Several rows in a block of the kernel, several chunks in a row, blocks of one element; aligned or not."""
     rng = np.random.default_rng(0)
-    shapes = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
-    shapes += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272), (40, 32), (7, 33), (70, 31)]
-    shapes += [(9, 96), (1, 17000), (3, 6016), (37, 992)]
+    shapes, offsets = (FEW_SHAPES, (len(label(layout)) % 3,)) if names == ("triton",) else (SHAPES, (0, 1, 8))
     tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
-    examine((name,), layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], offset)
+    examine(names, layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], *offsets)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -120,11 +117,13 @@ def test_huge_and_tiny_gradients_make_no_nan(name: str, stochastic: bool) -> Non
 
 
 # The short way is compiled code's: the interpreter does not have it.
-@pytest.mark.parametrize("name", [*ALL[:-1], pytest.param(ALL[-1], marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "names", [("reference", "native"), pytest.param(("triton",), marks=pytest.mark.exhaustive)], ids=["CPU", "triton"]
+)
 @pytest.mark.parametrize(
     "layout", [SPLIT, SPLIT24, Layout(BF16, BF16, CODED, FULL_MASTER, False, False, stochastic=True), ALONE], ids=label
 )
-def test_roots_and_quotients_of_every_size(name: str, layout: Layout) -> None:
+def test_roots_and_quotients_of_every_size(names: tuple[str, ...], layout: Layout) -> None:
     """Kernels have a short way for the usual sizes, which is not exact for others, nor for weights that are no numbers.
 
     Each row has gradients of one power of two: second moments from 0 to beyond the largest fp32 number, with quotients
@@ -147,7 +146,7 @@ def test_roots_and_quotients_of_every_size(name: str, layout: Layout) -> None:
         grads.append(np.where(rng.random(grad.shape) < 0.01, 0, grad).reshape(-1).astype(np.float32))
     first = [grad.astype(NUMPY[layout.grad]) for grad in grads]
     second = [grad[::-1].copy() for grad in first]
-    examine((name,), layout, tensors, [Step(first), Step(first), Step(second)])
+    examine(names, layout, tensors, [Step(first), Step(first), Step(second)])
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -88,6 +88,8 @@ CASTS: list[tuple[torch.dtype, torch.dtype, dict[str, Any]]] = [
 def test_casts_have_the_bits_of_the_reference(
     source: torch.dtype, target: torch.dtype, options: dict[str, Any]
 ) -> None:
+    if devices.MODELED and options:
+        pytest.skip("test_cast.py has every rounding")
     codes = torch.arange(256).to(torch.uint8).view(source) if source in EIGHT_BITS else patterns(many(), source)
     tensors = [codes, *(codes[: size % 256 if source in EIGHT_BITS else size] for size in SIZES)]
     with halfstep.backend("reference"):

@@ -9,7 +9,6 @@ import torch
 from implementations import using
 
 import halfstep
-from halfstep.kernels import multi_tensor
 from halfstep.kernels.multi_tensor import (
     ADDRESSES,
     FIRST_CHUNK,
@@ -17,7 +16,6 @@ from halfstep.kernels.multi_tensor import (
     TableCache,
     TensorTable,
     check_tensor_list,
-    is_flat,
 )
 
 CPU = torch.device("cpu")
@@ -69,19 +67,6 @@ def test_too_many_chunks_for_one_launch_are_refused_before_anything_is_made() ->
     )
 
 
-def test_the_table_is_written_only_where_addresses_moved() -> None:
-    table = TensorTable([3, 3], operands=2, chunk=4, device=CPU)
-    table.refresh(0, [100, 200])
-    table.refresh(1, [300, 400])
-    version = table.rows._version
-    table.refresh(0, [100, 200])
-    table.refresh(1, [300, 400])
-    assert table.rows._version == version
-    table.refresh(1, [300, 500])
-    assert table.rows._version == version + 1
-    assert table.rows[ADDRESSES:].tolist() == [[100, 200], [300, 500]]
-
-
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -96,31 +81,6 @@ def test_the_cache_finds_a_table_again_and_follows_its_tensors() -> None:
     assert cache.table(second, first) is table
     assert table.rows[ADDRESSES].tolist() == [t.data_ptr() for t in second]
     assert cache.table([torch.ones(6), torch.ones(5)], first) is not table, "other sizes, another table"
-
-
-def test_the_cache_forgets_the_table_unused_for_longest() -> None:
-    cache = TableCache(operands=1, chunk=4, capacity=2)
-    one, two, three = ([torch.ones(size)] for size in (1, 2, 3))
-    of_one, of_two = cache.table(one), cache.table(two)
-    assert cache.table(one) is of_one
-    cache.table(three)  # pushes out two
-    assert cache.table(one) is of_one
-    again = cache.table(two)
-    assert again is not of_two
-    assert again.rows[ADDRESSES].item() == two[0].data_ptr()
-
-
-def test_a_graph_gets_a_table_of_its_own_that_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = TableCache(operands=2, chunk=4)
-    ours = [torch.ones(5)]
-    kept = cache.table(ours, numbers=([7],))
-    version = kept.rows._version
-    with monkeypatch.context() as patch:
-        patch.setattr(multi_tensor, "current_stream", lambda device: None)
-        for _ in range(2):
-            own = cache.table(ours, numbers=([8],))
-            assert own is not kept and own.rows[ADDRESSES:].tolist() == [[ours[0].data_ptr()], [8]]
-    assert cache.table(ours, numbers=([7],)) is kept and kept.rows._version == version
 
 
 @pytest.mark.parametrize("name", ["reference", "native"])
@@ -146,16 +106,6 @@ def test_threads_do_not_read_each_others_tables(name: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-
-
-def test_is_flat() -> None:
-    x = torch.zeros(4, 6)
-    assert is_flat(x) and is_flat(x.t()) and is_flat(torch.zeros(2, 3, 4).permute(2, 0, 1))
-    assert is_flat(torch.tensor(1.0)) and is_flat(torch.empty(0)) and is_flat(torch.empty(0, 3).t())
-    assert is_flat(x[1:]) and is_flat(x.view(-1)[3:5])
-    assert is_flat(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-    assert not is_flat(x[:, 1:]) and not is_flat(x[::2]) and not is_flat(torch.zeros(1).expand(3))
-    assert not is_flat(x.as_strided((3, 3), (1, 1))), "elements that overlap"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forks
-import platformdirs
 import pytest
 
 from halfstep.kernels import native
@@ -274,16 +273,6 @@ def test_a_cache_that_cannot_be_written_is_read(toy: Path, tmp_path: Path, monke
     assert [path.name for path in folder.iterdir()] == [name]
 
 
-def test_a_file_system_without_locks_is_no_obstacle(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    def without(*_: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", without)
-    assert answer() == 42 and len(cached(tmp_path)) == 1
-
-
 def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy.write_text('extern "C" int answer() { return ANSWER; }\n')
     plain = shlex.join(native.compiler() or [])
@@ -365,13 +354,6 @@ def test_a_fork_before_anything_ran_keeps_its_threads() -> None:
     assert run(code).stdout == "2 2\n"
 
 
-def test_without_openmp_it_compiles_single_threaded(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apple's clang refuses -fopenmp."""
-    refuse = 'for a in "$@"; do [ "$a" = -fopenmp ] && echo "unsupported option -fopenmp" >&2 && exit 1; done'
-    monkeypatch.setenv("CXX", str(compiler_script(tmp_path, refuse)))
-    assert answer() == 42
-
-
 def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path: Path) -> None:
     """The last resort of `_flag_sets`, for compilers that know neither."""
     for source in sorted(Path(native.__file__).parent.rglob("*.cpp")):
@@ -416,16 +398,9 @@ def test_what_is_missing_is_named_and_the_reference_runs(
         assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("kind", ["a file in the way", "read-only"])
-def test_an_unusable_cache_folder_costs_a_compilation_and_nothing_else(tmp_path: Path, kind: str) -> None:
-    if kind == "read-only":
-        if os.geteuid() == 0:
-            pytest.skip("root may write anywhere")
-        tmp_path.chmod(0o500)
-        cache = tmp_path
-    else:
-        (tmp_path / "file").write_text("")
-        cache = tmp_path / "file" / "cache"
+def test_an_unusable_cache_folder_costs_a_compilation_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file" / "cache"
     scratch = tmp_path.parent / f"{tmp_path.name}-scratch"
     scratch.mkdir()
     done = run(USE, HALFSTEP_CACHE=str(cache), TMPDIR=str(scratch))
@@ -470,16 +445,6 @@ def test_what_a_killed_compilation_leaves_is_removed(
         native.library.cache_clear()
         native.library("toy")
     assert not list(cache.glob("compilation-*"))
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALFSTEP_CACHE", "/a/b")
-    assert native.cache_folder() == Path("/a/b")
-    monkeypatch.setenv("HALFSTEP_CACHE", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert native.cache_folder() == Path("/c/halfstep")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert native.cache_folder() == platformdirs.user_cache_path("halfstep", appauthor=False)
 
 
 def test_functions_take_what_their_source_declares(toy: Path) -> None:

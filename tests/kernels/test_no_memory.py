@@ -18,9 +18,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from verdicts import unscaled
 
 import halfstep
-from halfstep.kernels import multi_tensor, unscale
+from halfstep.kernels import unscale
 from halfstep.kernels.loss_scale import Rules, State, update
-from halfstep.kernels.multi_tensor import TableCache, TensorTable, address, all_have_memory, has_memory
+from halfstep.kernels.multi_tensor import TableCache, TensorTable, address
 from halfstep.kernels.unscale import Tally
 
 CPU = torch.device("cpu")
@@ -32,14 +32,6 @@ NOWHERE = (
 
 class Named(torch.Tensor):
     """A subclass that overrides no operation: its elements are in its own memory."""
-
-
-class Logged(torch.Tensor):
-    """A subclass with memory, whose elements are nevertheless what its operations say."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def freed(offset: int = 0) -> torch.Tensor:
@@ -72,47 +64,6 @@ def nowhere() -> dict[str, torch.Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers
-
-
-@pytest.mark.parametrize(
-    ("tensor", "there"),
-    [
-        (torch.ones(3), True),
-        (torch.ones(5)[2:], True),
-        (torch.empty(0), True),
-        (torch.nn.Parameter(torch.ones(3)), True),
-        (torch.ones(3).as_subclass(Named), True),
-        (torch.inference_mode()(torch.ones)(3), True),
-        (torch.ones(3).as_subclass(Logged), False),
-        (two(), False),
-        (torch.nn.Parameter(two()), False),
-        (fake(3), False),
-        (torch.empty(3, device="meta"), False),
-        (torch.empty(0, device="meta"), False),
-        (torch.nn.LazyLinear(3).weight, False),
-        *((tensor, False) for tensor in nowhere().values()),
-    ],
-)
-def test_has_memory(tensor: torch.Tensor, there: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch warns where the address of a fake tensor is asked for
-        assert has_memory(tensor) is there
-        if type(tensor) not in multi_tensor.PLAIN_TYPES or tensor.is_meta:
-            assert all_have_memory([tensor]) is there
-
-
-def test_under_fake_mode_and_transforms_nothing_has_memory() -> None:
-    x, seen = torch.ones(3), []
-    with FakeTensorMode():
-        assert not has_memory(x) and not all_have_memory([x])
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        seen.append(has_memory(x))
-        return x.sum()
-
-    torch.func.vmap(f)(torch.ones(2, 3))
-    torch.func.grad(f)(x)
-    assert seen == [False, False] and has_memory(x) and all_have_memory([x]) and all_have_memory([])
 
 
 @pytest.mark.parametrize("name", nowhere())

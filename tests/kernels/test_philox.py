@@ -74,55 +74,6 @@ def test_the_reference_and_the_oracle_against_the_definition(first: int, seed: i
         assert noise.words(index.numpy().astype(np.uint64), seed, step, stream, draw).tolist() == words
 
 
-# ----------------------------------------------------------------------------------------------------------- statistics
-#
-# Each statistic stays within five standard deviations of what independent, uniform draws give; the seeds are fixed.
-# That names which differ in one bit have unrelated draws is Philox's own claim, which the published vectors carry over.
-
-COUNT = 2**16  # calls, of eight elements
-
-
-def draws(draw: int, seed: int = 0, first: int = 0) -> np.ndarray:
-    """The random bits of elements from `first` on, as uint16."""
-    words = reference_words(torch.arange(first, first + 8 * COUNT), seed, 0, 0, draw)
-    return (words.numpy() >> 16).astype(np.uint16)
-
-
-def most_unbalanced_bit(numbers: np.ndarray) -> float:
-    """By how many standard deviations the number of ones of a bit differs from half, at most."""
-    ones = np.array([np.count_nonzero(numbers >> np.uint16(bit) & np.uint16(1)) for bit in range(16)])
-    return float(np.abs(ones - len(numbers) / 2).max() / (len(numbers) ** 0.5 / 2))
-
-
-def chi_square(found: np.ndarray, expected: np.ndarray | float) -> float:
-    """By how many of its standard deviations chi-square exceeds the degrees of freedom."""
-    found = found.ravel()
-    return float((((found - expected) ** 2 / expected).sum() - (found.size - 1)) / (2 * (found.size - 1)) ** 0.5)
-
-
-@pytest.mark.parametrize("draw", range(3))
-@pytest.mark.parametrize("first", [0, 2**35 - 4 * COUNT])
-def test_draws_are_uniform(draw: int, first: int) -> None:
-    numbers = draws(draw, first=first)
-    assert most_unbalanced_bit(numbers) < 5
-    assert chi_square(np.bincount(numbers >> 6, minlength=1024), len(numbers) / 1024) < 5
-    assert chi_square(np.bincount(numbers & 1023, minlength=1024), len(numbers) / 1024) < 5
-    # A number and the next one, which is another half of a word or another word or call.
-    pairs = (numbers[:-1] >> 11).astype(np.int64) * 32 + (numbers[1:] >> 11)
-    assert chi_square(np.bincount(pairs, minlength=1024), len(pairs) / 1024) < 5
-
-
-def test_any_two_of_the_24_draws_of_a_call_are_independent() -> None:
-    """Two of a call, bit by bit at every distance, and as numbers; three may determine each other."""
-    columns = np.concatenate([draws(draw, seed=1).reshape(-1, 8) for draw in range(3)], axis=1)
-    correlation = np.corrcoef(columns.astype(np.float64), rowvar=False)
-    assert np.abs(correlation - np.eye(24)).max() < 5 / COUNT**0.5
-    for one in range(24):
-        for other in range(one):
-            assert most_unbalanced_bit(columns[:, one] ^ columns[:, other]) < 5.5  # 4,416 bits in all
-    assert (columns[:, 0] ^ columns[:, 2] == columns[:, 8]).all()  # draw 1 of element 0, of draws 0 of 0 and 2
-
-
 # ------------------------------------------------------------------------------------------------------------- kernels
 
 

@@ -357,7 +357,7 @@ def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) 
         small_strided_tiles(monkeypatch, 16, 128)
 
     @settings(
-        max_examples=100 if name != "triton" else 20 if path == "one pass" else 6,  # what the interpreter has time for
+        max_examples=100 if name != "triton" else 8 if path == "one pass" else 3,  # what the interpreter has time for
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

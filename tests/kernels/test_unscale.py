@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from fractions import Fraction
 
 import numpy as np
@@ -16,7 +14,6 @@ from implementations import ALL, twins, using
 from oracles import BF16, DTYPES, FP16, FP32, assert_same_bits
 from strategies import laid_out
 from tolerances import SUM_OF_SQUARES
-from torch.utils._python_dispatch import TorchDispatchMode
 from verdicts import over
 from verdicts import unscaled as unscaled_in_place
 
@@ -201,7 +198,7 @@ def test_more_chunks_than_lanes() -> None:
 SCALES = (None, 1.0, 2.0**-16, 0.5, 1 / 3, 3e38, 1e-45, 0.0, -2.0, INF, NAN)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK, CHUNK + 1)), min_size=1, max_size=5), st.sampled_from(SCALES))
 def test_any_list_has_the_same_answer_everywhere(tensors: list[torch.Tensor], inv_scale: float | None) -> None:
     """What is checked is the unscaled value: a scale below 1 can make a finite gradient overflow."""
@@ -217,7 +214,7 @@ def test_any_list_has_the_same_answer_everywhere(tensors: list[torch.Tensor], in
             near(result.sum_of_squares.item(), np.concatenate([array.reshape(-1) for array in arrays]))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK + 1)), min_size=1, max_size=4),
     st.sampled_from([0.5, 1 / 3, 2e5, 3e38, 1e-45, 0.0, -0.0, INF]),
@@ -366,27 +363,6 @@ def test_parameters_and_gradients_that_require_gradients() -> None:
             assert parameter.tolist() == [2] * 5 and parameter.requires_grad
 
 
-@pytest.mark.parametrize("name", ["native", "triton"])
-def test_checking_reads_memory_that_nobody_may_write(name: str) -> None:
-    """A page mapped read-only: a store would kill the process."""
-    with using(name, "unscale") as device:
-        if device.type != "cpu":
-            pytest.skip("pages of the host")
-        page = mmap.mmap(-1, 65536)
-        page.write(np.full(16384, 2.0, np.float32).tobytes())
-        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        libc = ctypes.CDLL(None, use_errno=True)
-        read_write, read_only = mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ
-        tensor = torch.frombuffer(page, dtype=FP32)
-        assert tensor.data_ptr() == address
-        assert libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(65536), read_only) == 0
-        try:
-            assert halfstep.foreach_check([tensor[1:]], inv_scale=0.5).sum_of_squares.item() == 16383
-            assert halfstep.foreach_check([tensor]).sum_of_squares.item() == 4 * 16384
-        finally:
-            libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(65536), read_write)
-
-
 # ------------------------------------------------------------------------------------------------------------- scaling
 
 
@@ -458,18 +434,6 @@ def test_a_scale_is_its_reciprocal_rounded_once(name: str, scale: float) -> None
 # ------------------------------------------------------------------------------------------- answers and what is kept
 
 
-class Operations(TorchDispatchMode):
-    """The names of torch's operations inside the block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_answer_given_back_is_written_again(name: str) -> None:
     with using(name, "unscale") as device:
@@ -487,23 +451,6 @@ def test_an_answer_given_back_is_written_again(name: str) -> None:
         unscale.check(tensors, Factor(0.5), out=first)
         answer = first.found_inf.item(), first.sum_of_squares.item(), first.flags.tolist()
         assert answer == (0, (CHUNK + 8) / 4, [0, 0])
-
-
-def test_the_steady_state_makes_no_tensor() -> None:
-    """On a CPU and with `out`, not one operation of torch runs; without it, three new tensors are made."""
-    tensors = [torch.ones(size) for size in (5, 0, 5000)]
-    with using("native", "unscale"):
-        check = halfstep.foreach_check(tensors)
-        factor = torch.tensor(0.5)
-        with Operations():  # while a mode watches, the table is that of `TableCache`, which is made once
-            halfstep.foreach_check(tensors)
-        with Operations() as seen:
-            unscale.check(tensors, Factor(factor), out=check)
-            unscale.check(tensors, Factor(0.25), out=check)
-        assert seen.names == []
-        with Operations() as seen:
-            halfstep.foreach_check(tensors)
-        assert seen.names == ["aten.empty.memory_format"] * 3
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from software_gpu.amd import ASSUMED, UnknownAssembly
-from software_gpu.gpu import COUNTS, SoftwareGPU
+from software_gpu.gpu import SoftwareGPU
 from software_gpu.snippets import wave_kernel
 
 STORE = "\tglobal_store_dword v1, v2, s[4:5]"
@@ -26,18 +25,6 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
         run(machine, access, torch.zeros(63, dtype=torch.int32))
     masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{access}"
     run(machine, masked, torch.zeros(63, dtype=torch.int32))
-
-
-def test_sectors_are_counted(machine: SoftwareGPU) -> None:
-    """64 lanes of 4 bytes, then 63 of them, of which the last sector is touched too."""
-    masked = f"\tv_cmp_gt_u32_e32 vcc, 63, v0\n\ts_and_saveexec_b64 s[12:13], vcc\n{STORE}"
-    machine.launches.clear()
-    with machine.set(keep=True, counting=True):
-        run(machine, f"{LOAD}\n{LOAD}\n{masked}", torch.zeros(64, dtype=torch.int32))
-    (launch,) = machine.launches
-    assert launch.counts is not None
-    rows = [dict(zip(COUNTS, row, strict=True)) for row in launch.counts.tolist() if row[COUNTS.index("requests")]]
-    assert [[row[name] for name in ("sectors", "least", "fresh")] for row in rows] == [[8, 8, 8], [8, 8, 0], [8, 8, 8]]
 
 
 BUFFER = """
@@ -94,27 +81,3 @@ def test_barriers_that_a_wave_misses(machine: SoftwareGPU) -> None:
     body = "\tv_readfirstlane_b32 s12, v0\n\ts_cmp_lg_u32 s12, 0\n\ts_cbranch_scc1 .LEND\n\ts_barrier\n.LEND:"
     with pytest.raises(RuntimeError, match="a barrier that wave 1 never reaches"):
         run(machine, body, torch.zeros(4, dtype=torch.int32), threads=128)
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("\tv_sin_f32_e32 v3, v4", "line 8: 'v_sin_f32_e32 v3, v4': the machine does not know v_sin_f32"),
-        ("\tv_add_f32_e64 v3, v4, v5 clamp", "clamp at v_add_f32"),
-        ("\tv_add_f32_e64 v3, v4, v5 mul:2", "mul at v_add_f32"),
-        ("\tv_add_f32_e32 v3, v4", "v_add_f32 takes 3 operands, not 2"),
-        ("\tglobal_atomic_or v3, v1, v4, s[4:5] sc0", "sc0 at global_atomic_or"),
-        ("\tv_mov_b32_dpp v3, v4 wave_shr:1 row_mask:0xf bank_mask:0xf", "an exchange between lanes of a kind"),
-    ],
-)
-def test_what_it_does_not_know(machine: SoftwareGPU, body: str, expected: str) -> None:
-    with pytest.raises(UnknownAssembly, match=expected):
-        run(machine, body, torch.zeros(1))
-
-
-@pytest.mark.parametrize("mode", ASSUMED)
-def test_modes_that_it_does_not_have(machine: SoftwareGPU, mode: str) -> None:
-    """Flushed subnormals and other roundings among them."""
-    text = wave_kernel("").replace(f".amdhsa_{mode} {ASSUMED[mode]}", f".amdhsa_{mode} {ASSUMED[mode] ^ 1}")
-    with pytest.raises(UnknownAssembly, match=f"tested asks for .amdhsa_{mode} "):
-        machine.run_text(text, 0, 0, 0, 0, threads=64)

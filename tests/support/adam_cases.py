@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -249,19 +250,20 @@ class Memory:
 
 
 def examine(
-    names: tuple[str, ...], layout: Layout, tensors: list[AdamTensor], steps: list[Step], offset: int = 0
+    names: tuple[str, ...], layout: Layout, tensors: list[AdamTensor], steps: list[Step], *offsets: int
 ) -> list[AdamTensor]:
-    """Take the steps in each implementation, and compare each with the oracle. Returns the oracle's last state."""
+    """Take the steps in each implementation, at each offset in elements from an aligned address, and compare with the
+    oracle. Returns the oracle's last state."""
     expected, history = tensors, []
     for step in steps:
         expected = step.expected(expected)
         history.append(expected)
-    for name in names:
+    for name, offset in itertools.product(names, offsets or (0,)):
         with using(name, "adam") as device:
             memory = Memory(layout, tensors, device, offset)
             for number, (step, after) in enumerate(zip(steps, history, strict=True), 1):
                 memory.step(step)
-                memory.compare(after, f"{name}, step {number}")
+                memory.compare(after, f"{name}, offset {offset}, step {number}")
     return expected
 
 

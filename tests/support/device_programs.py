@@ -9,16 +9,15 @@ As a program it is the campaign: ``python tests/support/device_programs.py --tri
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import campaign
 import torch
 from stream_model import Model
 
@@ -47,7 +46,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 # By the name of an optimizer: whether a parameter is on the GPU, by its index; and the class.
 OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "AdamW on both": (lambda index: index % 2 == 0, halfstep.AdamW),
-    "AdamW on both, the CPU first": (lambda index: index % 2 == 1, halfstep.AdamW),
     "AdamW on the CPU": (lambda index: False, halfstep.AdamW),
     "AdamW on the GPU": (lambda index: True, halfstep.AdamW),
     "AdamW in the backward": (lambda index: False, halfstep.AdamW),
@@ -55,7 +53,6 @@ OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "OffloadedAdamW, step": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward="step")),
     "OffloadedAdamW, None": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward=None)),
     "torch's AdamW on both": (lambda index: index % 2 == 0, torch.optim.AdamW),
-    "torch's fused AdamW on the CPU": (lambda index: False, partial(torch.optim.AdamW, fused=True)),
     "torch's fused AdamW on the GPU": (lambda index: True, partial(torch.optim.AdamW, fused=True)),
 }
 STEPS = (
@@ -299,26 +296,5 @@ def run(seed: int, length: int = 8) -> Counter[str]:
     return Counter([setting[0], *(what for what, _ in operations)])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
-    done: Counter[str] = Counter()
-    wrong = []
-    start = time.monotonic()
-    for seed in range(given.seed, given.seed + given.tries):
-        try:
-            done += run(seed)
-        except (AssertionError, RuntimeError) as error:
-            wrong.append(seed)
-            print(f"seed {seed}: {error}", flush=True)
-        if (seed - given.seed) % 100 == 99:
-            print(f"{seed - given.seed + 1} programs, {time.monotonic() - start:.0f} s", flush=True)
-    print(dict(sorted(done.items())))
-    print(f"{len(wrong)} of {given.tries} programs went wrong")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(campaign.main(__doc__, run, 1000))

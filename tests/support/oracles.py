@@ -7,7 +7,6 @@ included, which torch's on the CPU is not), so an oracle written in them has the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -51,11 +50,6 @@ def bits(values: torch.Tensor | np.ndarray) -> np.ndarray:
     """The bit patterns, as unsigned integers of the same size."""
     array = to_numpy(values) if isinstance(values, torch.Tensor) else np.ascontiguousarray(values)
     return array.view(UNSIGNED[array.dtype.itemsize])
-
-
-def from_bits32(patterns: np.ndarray | Sequence[int]) -> np.ndarray:
-    """The fp32 values of bit patterns."""
-    return np.asarray(patterns, dtype=np.uint32).view(np.float32)
 
 
 def assert_same_bits(actual: torch.Tensor | np.ndarray, expected: torch.Tensor | np.ndarray, what: object = "") -> None:

@@ -8,17 +8,16 @@ As a program it is the campaign: ``python tests/support/stream_training.py --tri
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import campaign
 import torch
 from stream_model import Model
 
@@ -258,26 +257,5 @@ def run(seed: int, length: int = 14, order: str = "random", kernels: str = "nati
     return done
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tries", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
-    done: Counter[str] = Counter()
-    wrong = []
-    start = time.monotonic()
-    for seed in range(given.seed, given.seed + given.tries):
-        try:
-            done += run(seed)
-        except (AssertionError, RuntimeError) as error:
-            wrong.append(seed)
-            print(f"seed {seed}: {error}", flush=True)
-        if (seed - given.seed) % 1000 == 999:
-            print(f"{seed - given.seed + 1} programs, {time.monotonic() - start:.0f} s", flush=True)
-    print(dict(sorted(done.items())))
-    print(f"{len(wrong)} of {given.tries} programs went wrong")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(campaign.main(__doc__, run, 10000))

@@ -297,7 +297,11 @@ def experts(dtype: torch.dtype, placed: str) -> Spread:
     return Spread(net, fully_shard(net, mesh=dense, ignored_params={net.experts}))
 
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+# FSDP1's strategies, and whether the optimizer has the original parameters.
+STRATEGIES = (
+    *(("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)),
+    *(("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)),
+)
 TOPOLOGIES: dict[str, Callable[[torch.dtype], Spread]] = {
     "DDP": ddp,
     "ZeRO-1": zero1,
@@ -305,8 +309,7 @@ TOPOLOGIES: dict[str, Callable[[torch.dtype], Spread]] = {
         f"FSDP1 {strategy}{', original parameters' if original else ''}": partial(
             fsdp1, strategy=strategy, use_orig_params=original
         )
-        for strategy in STRATEGIES
-        for original in (False, True)
+        for strategy, original in STRATEGIES
     },
     "FSDP1, some ranks with nothing": partial(fsdp1, strategy="FULL_SHARD", use_orig_params=True, cls=Tiny),
     "FSDP1 sharded inside copied": fsdp1_nested,

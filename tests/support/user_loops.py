@@ -1,4 +1,4 @@
-"""More than a hundred short training loops as people write them, for test_user_loops.py.
+"""Short training loops as people write them, for test_user_loops.py.
 
 A program is a function of a `Run`, which hands out models, batches and optimizers. Everything else in it is torch, and
 nothing knows which optimizer it drives: torch's AdamW, `halfstep.AdamW`, the same with steps in the backward, or one of
@@ -16,7 +16,6 @@ import functools
 import inspect
 import io
 import math
-import operator
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -298,8 +297,6 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "step": lambda model, optimizer: optimizer.step(),
     "model.zero_grad": lambda model, optimizer: model.zero_grad(),
-    "model.zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
-    "module.zero_grad": lambda model, optimizer: [module.zero_grad() for module in model],
     "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
     "p.grad.detach_().zero_()": lambda model, optimizer: [grad.detach_().zero_() for grad in grads(model)],
     "p.grad.data.zero_()": lambda model, optimizer: [grad.data.zero_() for grad in grads(model)],
@@ -307,17 +304,12 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 # By name, what each iteration calls in turn.
 ORDERS = {
     "tutorial": ("zero_grad", "loss", "backward", "step", "log"),
-    "zero_grad_after_the_step": ("loss", "backward", "step", "zero_grad"),
     "zero_grad_between_forward_and_backward": ("loss", "zero_grad", "backward", "step"),
-    "model_zero_grad_first": ("model.zero_grad", "loss", "backward", "step"),
     "model_zero_grad_after_the_step": ("loss", "backward", "step", "model.zero_grad"),  # the Trainer of transformers
     "zero_grad_to_zeros": ("zeros", "loss", "backward", "step"),
-    "model_zero_grad_to_zeros": ("loss", "backward", "step", "model.zeros"),
     "gradients_set_to_none_by_hand": ("p.grad = None", "loss", "backward", "step"),  # early versions of nanoGPT
     "gradients_zeroed_by_hand": ("loss", "backward", "step", "p.grad.detach_().zero_()"),  # old versions of torch
     "data_of_gradients_zeroed": ("loss", "backward", "step", "p.grad.data.zero_()"),
-    "zeroed_twice": ("zero_grad", "model.zero_grad", "loss", "backward", "step", "zero_grad"),
-    "one_module_zeroed_at_a_time": ("module.zero_grad", "loss", "backward", "step"),
     "two_steps_with_the_same_gradients": ("zero_grad", "loss", "backward", "step", "step"),
 }
 
@@ -448,10 +440,6 @@ def step_scheduler(aux: Any) -> None:
     aux.step()
 
 
-def limit_norm(grad: Tensor, limit: Tensor) -> None:
-    grad.detach().copy_(torch.where(grad.norm() < limit, grad, grad * (limit / grad.norm().clamp(min=1e-6))))
-
-
 def log_evaluation(run: Run, model: Any, x: Tensor, y: Tensor) -> None:
     model.eval()
     with torch.inference_mode():
@@ -463,10 +451,6 @@ def average(run: Run, module: nn.Module) -> nn.Module:
     """A module that is compared at the end."""
     run.averages.append(module)
     return module
-
-
-def frozen_copy(run: Run, model: nn.Module) -> nn.Module:
-    return average(run, copy.deepcopy(model).requires_grad_(False))
 
 
 def ema(run: Run, model: nn.Module) -> Any:
@@ -489,12 +473,6 @@ def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return loss + slope.pow(2).sum()
 
 
-def preferred(model: Any, aux: Any, x: Tensor, y: Tensor) -> Tensor:
-    """TRL's: chosen and rejected go through the model in one backward, and a frozen copy is the reference."""
-    margin = aux(x.flip(0), y) - aux(x, y)
-    return -F.logsigmoid(model(x.flip(0), y) - model(x, y) - margin)
-
-
 def two_losses(model: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     first, second = model(x)
     return F.mse_loss(first, y), F.l1_loss(second, y)
@@ -506,54 +484,10 @@ def two_backwards(run: Run, loss: tuple[Tensor, Tensor]) -> None:
     loss[1].backward()
 
 
-def two_forwards_and_backwards(model: Any, x: Tensor, y: Tensor) -> None:
-    F.mse_loss(model(x)[0], y).backward()
-    F.l1_loss(model(x)[1], y).backward()
-
-
-def clip_by_hand(run: Run, model: Any) -> None:
-    total = math.sqrt(sum(grad.data.norm(2).item() ** 2 for grad in grads(model)))
-    run.log(total)
-    if total > 0.1:
-        each(lambda p: p.grad.data.mul_(0.1 / (total + 1e-6)))(model)
-
-
-def clip_in_two_calls(run: Run, model: Any) -> None:
-    norm = nn.utils.get_total_norm(grads(model))
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    run.log(norm)
-
-
 def clip_with_foreach(run: Run, model: Any) -> None:
     norm = torch.stack(torch._foreach_norm(grads(model))).norm()
     torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
     run.log(norm)
-
-
-def log_similarity(run: Run, model: Any, aux: list[Tensor]) -> None:
-    aux.append(torch.cat([grad.flatten() for grad in grads(model)]))
-    if len(aux) > 1:
-        run.log(F.cosine_similarity(aux[-1].float(), aux[-2].float(), dim=0))
-
-
-def amplify_slow(model: Any, aux: dict[str, Tensor]) -> None:
-    """Grokfast: an average of gradients is added to each (Lee et al., 2024)."""
-    for name, p in model.named_parameters():
-        aux.setdefault(name, p.grad.data.detach().clone())
-        aux[name] = aux[name] * 0.9 + p.grad.data.detach() * 0.1
-        p.grad.data = p.grad.data + aux[name] * 2
-
-
-def average_and_copy_back(model: Any, aux: list[Tensor], step: int) -> None:
-    torch._foreach_lerp_(aux, [p.data for p in model.parameters()], 0.1)
-    if step % 2:
-        each_of_two(lambda p, mean: p.data.copy_(mean))(model, aux)
-
-
-def look_ahead(model: Any, aux: list[Tensor], step: int) -> None:
-    for p, anchor in zip(model.parameters(), aux if step % 3 == 2 else (), strict=False):
-        anchor += 0.5 * (p.data - anchor)
-        p.data.copy_(anchor)
 
 
 def merge_lora(model: LoRA, step: int) -> None:
@@ -564,62 +498,14 @@ def merge_lora(model: LoRA, step: int) -> None:
         nn.init.zeros_(model.b.weight)
 
 
-def copies(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def with_hidden_gradient(run: Run, model: Any, x: Tensor, y: Tensor) -> None:
-    hidden = model[:2](x)
-    hidden.retain_grad()
-    F.mse_loss(model[2:](hidden), y).backward()
-    run.log(hidden.grad.norm())
-
-
 def set_gradients(model: nn.Module, computed: Iterable[Tensor]) -> None:
     each_of_two(lambda p, grad: setattr(p, "grad", grad))(model, computed)
-
-
-def functional_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    def loss_of_values(values: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(torch.func.functional_call(model, values, (x,)), y)
-
-    computed = torch.func.grad(loss_of_values)({name: p.detach() for name, p in model.named_parameters()})
-    set_gradients(model, [computed[name] for name, _ in model.named_parameters()])
-
-
-def reptile_gradients(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Meta-learning: an inner loop on a copy, whose distance is the gradient (Nichol et al., 2018)."""
-    inner = copy.deepcopy(model)
-    for _ in range(2):
-        update(torch.optim.SGD(inner.parameters(), lr=0.1), F.mse_loss(inner(x), y))
-    set_gradients(model, [p.data - moved.data for p, moved in zip(model.parameters(), inner.parameters(), strict=True)])
-
-
-def attack(run: Run, model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """An adversarial example, while the model is frozen."""
-    model.requires_grad_(False)
-    x.requires_grad_(True)
-    F.mse_loss(model(x), y).backward()
-    run.log(x.grad.norm())
-    model.requires_grad_(True)
 
 
 def one_block_twice() -> nn.Module:
     model = GPT()
     model.blocks[1] = model.blocks[0]
     return model
-
-
-def with_log_variances() -> nn.Module:
-    model = Heads()
-    model.register_parameter("log_variances", nn.Parameter(torch.zeros(2)))
-    return model
-
-
-def weighted_losses(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Uncertainty weights of two tasks (Kendall et al., 2018)."""
-    losses = torch.stack([F.mse_loss(out, y) for out in model(x)])
-    return (losses * torch.exp(-model.log_variances) + model.log_variances).sum()
 
 
 def in_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -650,48 +536,16 @@ def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
 LOOPS: dict[str, Callable[[Run], None]] = {
     # Gradients are clipped.
     "clip_grad_norm": loop(between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.1))),
-    "clip_grad_norm_of_groups": loop(between=lambda run, optimizer: run.log(clip_grad_norm_(params(optimizer), 0.1))),
-    "clip_infinity_norm_of_one_module": loop(
-        between=lambda run, model: run.log(clip_grad_norm_(model[0].parameters(), 0.01, math.inf, foreach=False))
-    ),
     "clip_grad_value": loop(between=lambda model: clip_grad_value_(model.parameters(), 0.02)),
-    "clip_each_gradient_by_hand": loop(between=each(lambda p: p.grad.data.clamp_(-0.02, 0.02))),
-    # timm's, of each unit to the norm of its weight (Brock et al., 2021).
-    "adaptive_clipping": loop(
-        between=each(lambda p: limit_norm(p.grad, p.detach().norm().clamp(min=1e-3) * 0.01)),
-    ),
-    "clip_grad_norm_and_model_zero_grad": loop(  # transformers' inner loop
-        GPT,
-        setup=lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-        between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.5)),
-        after=lambda model, aux: (aux.step(), model.zero_grad()),
-    ),
-    "clip_in_two_calls": loop(between=clip_in_two_calls),
-    "clip_the_norm_by_hand": loop(between=clip_by_hand),
     "clip_with_foreach": loop(between=clip_with_foreach),
     # They are read or written.
-    "flat_vector_of_gradients": loop(setup=lambda: [], between=log_similarity),
-    "noise_on_gradients": loop(
-        between=each(lambda p: setattr(p, "grad", operator.iadd(p.grad, 0.01 * torch.randn_like(p.grad))))
-    ),
-    # As loops without DistributedDataParallel average over ranks, of which there is one.
-    "averaged_by_hand": loop(between=each(lambda p: setattr(p, "grad", operator.itruediv(p.grad, 2)))),
-    "slow_gradients": loop(setup=lambda: {}, between=amplify_slow),
-    "norm_of_gradients_in_the_log": loop(between=lambda run, model: run.log(*(grad.norm() for grad in grads(model)))),
     "norm_of_gradients_in_the_log_after_the_step": loop(
         after=lambda run, model: run.log(sum(grad.float().pow(2).sum() for grad in grads(model)) ** 0.5)
-    ),
-    "histogram_of_gradients": loop(
-        between=lambda run, model: [run.log(*torch.histc(grad.detach().float(), 4)) for grad in grads(model)]
     ),
     "gradients_as_numpy": loop(
         between=lambda run, model: run.log(max(abs(grad.float().numpy()).max() for grad in grads(model)))
     ),
-    "centralized_gradients": loop(
-        between=each(lambda p: p.grad.sub_(p.grad.mean(dim=1, keepdim=True)) if p.dim() > 1 else None)
-    ),
     "gradients_replaced_by_others": loop(between=each(lambda p: setattr(p, "grad", p.grad * 0.5 + 0.01 * p.detach()))),
-    "decay_added_to_gradients": loop(between=each_without_grad(lambda p: p.grad.add_(p, alpha=0.1)), weight_decay=0.0),
     "a_row_without_gradient": loop(GPT, between=lambda model: model.embedding.weight.grad[3].zero_()),
     # The last layer is not trained in the first steps (DINO).
     "gradients_of_one_layer_dropped": loop(
@@ -712,35 +566,19 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "decay_with_foreach_on_data": loop(
         after=lambda model: torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
     ),
-    "decay_through_groups": loop(after=lambda optimizer: [p.data.mul_(0.99) for p in params(optimizer)]),
     "weights_written_by_numpy": loop(after=each(lambda p: p.data.view(torch.uint8).numpy().reshape(-1)[:4].fill(0))),
     # nGPT, and dictionaries of sparse autoencoders.
     "rows_of_unit_norm": loop(
         after=lambda model: setattr(model[0].weight, "data", F.normalize(model[0].weight.data, dim=1))
     ),
-    "noise_on_weights": loop(after=each_without_grad(lambda p: p.add_(torch.randn_like(p), alpha=0.01))),
     "weights_from_a_vector": loop(
         after=lambda model: vector_to_parameters(parameters_to_vector(model.parameters()) * 0.99, model.parameters())
     ),
-    "a_layer_initialized_again": loop(
-        count=5,
-        after=lambda model, step: (
-            step == 2 and (nn.init.normal_(model[3].weight, std=0.02), model[0].reset_parameters())
-        ),
-    ),
-    "ema_copied_back": loop(count=5, setup=copies, after=average_and_copy_back),
-    "lookahead": loop(count=6, setup=copies, after=look_ahead),
     # Parameters come and go.
     "lora": loop(LoRA, params=lambda model: filter(lambda p: p.requires_grad, model.parameters())),
     "lora_merged_and_begun_again": loop(LoRA, count=5, after=merge_lora),
     "decay_of_matrices_only": loop(GPT, params=lambda model: by_dimension(model, lr=0.02)),
     "backbone_frozen_later": loop(count=5, top=lambda model, step: model[0].requires_grad_(step < 2)),
-    "frozen_and_unfrozen_in_turn": loop(
-        Heads,
-        count=6,
-        top=lambda model, step: model.first.requires_grad_(step % 2 == 0),
-        loss=lambda model, x, y: sum(F.mse_loss(out, y) for out in model(x)),
-    ),
     "a_head_that_a_batch_does_not_use": loop(
         Heads, count=5, loss=lambda model, step, x, y: F.mse_loss(model(x)[step % 2], y)
     ),
@@ -753,7 +591,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
         count=5, after=lambda optimizer, step: setattr(optimizer, "state", defaultdict(dict)) if step == 2 else None
     ),
     # Learning rates.
-    "learning_rate_set_at_the_top": loop(top=set_rates),
     "learning_rate_set_between_backward_and_step": loop(between=set_rates),  # build-nanogpt
     # DINO's loop sets the decay too.
     "decay_that_is_scheduled": loop(
@@ -761,34 +598,16 @@ LOOPS: dict[str, Callable[[Run], None]] = {
             lr=0.01 * 0.8**step, weight_decay=0.1 * step, betas=(0.9 - 0.1 * step, 0.99)
         )
     ),
-    "reduced_on_plateau": loop(
-        count=6,
-        setup=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5),
-        after=lambda run, optimizer, aux, loss: (aux.step(loss.item()), run.log(optimizer.param_groups[0]["lr"])),
-    ),
     # Other models and losses.
-    "a_learned_parameter_of_the_loss": loop(with_log_variances, loss=weighted_losses),
     "reentrant_checkpoints_that_share_a_block": loop(one_block_twice, loss=checkpointed(reentrant=True)),
     # torch's power iteration has no bf16, so the layer is in fp32 in each layout.
     "spectrally_normalized": loop(linear(spectral_norm), dtype=FP32),
     "autocast": loop(dtype=FP32, loss=in_autocast),
     # Other backwards.
     "two_backwards_of_one_graph": loop(Heads, loss=two_losses, backward=two_backwards),
-    "two_losses_in_two_backwards": loop(Heads, loss=nothing, backward=two_forwards_and_backwards),
-    "two_losses_in_one_backward": loop(Heads, loss=two_losses, backward=lambda loss: torch.autograd.backward(loss)),
-    "gradients_of_activations": loop(loss=nothing, backward=with_hidden_gradient),
-    "gradients_of_torch_func": loop(loss=nothing, backward=functional_gradients),
     "gradients_of_autograd_grad": loop(
         backward=lambda model, loss: set_gradients(model, torch.autograd.grad(loss, list(model.parameters())))
     ),
-    "reptile": loop(loss=nothing, count=3, backward=reptile_gradients),
-    "a_model_frozen_for_evaluation": loop(after=attack),
-    "mingpt": loop(
-        GPT, betas=(0.9, 0.95), between=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None
-    ),
-    "tied_weights": loop(GPT),
-    "dropout_layers": loop(dropout),
-    "batch_norm_and_evaluation": loop(convnet, after=log_evaluation),
     "parametrized_weight": loop(linear(weight_norm)),
     "recurrent_network": loop(lambda: nn.GRUCell(7, 5), count=3, loss=unrolled),
     "checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=False)),
@@ -801,48 +620,13 @@ LOOPS: dict[str, Callable[[Run], None]] = {
         ),
     ),
     "gradient_penalty": loop(loss=penalized),
-    "reinforce": loop(
-        loss=lambda model, x: torch.stack(
-            [-model(x).log_softmax(1)[row, row % 5] * x[row].sum() for row in range(6)]
-        ).sum()
-    ),
     # With something beside the model.
-    "masked_gradients": loop(  # a pruned layer stays pruned
-        setup=lambda model: torch.rand_like(model[0].weight) > 0.5,
-        top=lambda model, aux: model[0].weight.data.mul_(aux),
-        between=lambda model, aux: model[0].weight.grad.mul_(aux),
-        after=lambda model, aux: model[0].weight.data.mul_(aux),
-    ),
-    "weights_set_by_copies_of_data": loop(  # back to the best
-        setup=lambda model: [p.data.clone() for p in model.parameters()],
-        after=at(1, each_of_two(lambda p, value: p.data.copy_(value))),
-    ),
     "model_loaded_in_the_middle": loop(
         count=5,
         setup=lambda model: copy.deepcopy(model.state_dict()),
         after=at(2, lambda model, aux: model.load_state_dict(aux)),
     ),
-    "ema_by_hand": loop(
-        setup=frozen_copy, after=torch.no_grad()(each_of_two(lambda p, mean: mean.mul_(0.9).add_(p, alpha=0.1)))
-    ),
     "ema_of_torch": loop(setup=ema, after=lambda model, aux: aux.update_parameters(model)),
-    "dqn_with_a_target_network": loop(
-        count=6,
-        setup=frozen_copy,
-        loss=lambda model, aux, x, y: F.smooth_l1_loss(model(x)[:, 0], aux(x).max(dim=1).values * 0.9 + y[:, 0]),
-        after=each_of_two(lambda p, slow: slow.data.copy_(0.3 * p.data + 0.7 * slow.data)),
-    ),
-    # BYOL: the teacher is an average of the student, and begins as a copy.
-    "momentum_teacher": loop(
-        setup=frozen_copy,
-        loss=lambda model, aux, x: -F.cosine_similarity(model(x), aux(x.flip(0))).mean(),
-        after=each_of_two(lambda p, slow: setattr(slow, "data", slow.data * 0.9 + p.data * 0.1)),
-    ),
-    "distillation": loop(
-        setup=lambda run: run.model().eval().requires_grad_(False),
-        loss=lambda model, aux, x: F.kl_div(model(x).log_softmax(1), aux(x).softmax(1), reduction="batchmean"),
-    ),
-    "direct_preference_optimization": loop(GPT, setup=frozen_copy, loss=preferred),
     "compiled_model": loop(
         setup=lambda model: torch.compile(model, backend="aot_eager"), loss=lambda aux, x, y: F.mse_loss(aux(x), y)
     ),
@@ -860,23 +644,13 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     ),
     # Hooks.
     "hooks_on_tensors": loop(setup=each(lambda p: p.register_hook(lambda grad: grad.clamp(-0.02, 0.02)))),
-    "hooks_on_modules": loop(
-        setup=lambda run, model: (
-            model[0].register_forward_hook(lambda module, args, out: out * 1.5),
-            model[3].register_full_backward_hook(lambda module, grads, _: run.log(grads[0].norm())),
-        )
-    ),
     "hooks_after_accumulation_after_the_optimizer": loop(setup=hooked(lambda p: p.grad.mul_(0.5).add_(0.01))),
-    "hooks_that_add_decay_to_gradients": loop(setup=hooked(lambda p: p.grad.add_(0.1 * p.detach()))),
     "hooks_on_the_optimizer": loop(
         setup=lambda model, optimizer: optimizer.register_step_post_hook(
             lambda *_: each(lambda p: p.data.mul_(0.99))(model)
         )
     ),
     # Steps are left out.
-    "nan_gradients_set_to_zero": loop(
-        top=set_nan, between=each(lambda p: torch.nan_to_num(p.grad, nan=0, posinf=1e5, neginf=-1e5, out=p.grad))
-    ),
     "a_step_skipped_for_nan_gradients": loop(
         count=5, top=set_nan, skip=lambda model: any(not torch.isfinite(grad).all() for grad in grads(model))
     ),
@@ -888,31 +662,13 @@ LOOPS: dict[str, Callable[[Run], None]] = {
 # ---------------------------------------------------------------------------------------- other loops
 
 
-class Lookahead:
-    """The wrapper that is copied from project to project: slow weights of what the groups of the optimizer hold."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer, self.zero_grad, self.steps = optimizer, optimizer.zero_grad, 0
-        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.steps += 1
-        for fast in params(self.optimizer):
-            slow = self.state[fast].setdefault("slow", fast.data.clone())
-            if self.steps % 2 == 0:
-                slow.add_(fast.data - slow, alpha=0.5)
-                fast.data.copy_(slow)
-
-
 def accumulating(
     every: int,
     scale: float = 1.0,
     no_sync: bool = True,
     between: Callable[..., Any] = lambda run, model: None,
-    zero: Callable[..., Any] = lambda model, optimizer: optimizer.zero_grad(),
 ) -> Callable[[Run], None]:
-    """A program with a step after `every` micro-batches, and `zero` afterwards."""
+    """A program with a step after `every` micro-batches."""
 
     def program(run: Run) -> None:
         model, optimizer = run.start()
@@ -923,42 +679,18 @@ def accumulating(
             if last:
                 between(run, model)
                 optimizer.step()
-                zero(model, optimizer)
+                optimizer.zero_grad()
 
     return program
 
 
 ACCUMULATING = {
     "accumulation": accumulating(3, 1 / 3, no_sync=False),
-    "accumulation_and_model_zero_grad": accumulating(2, 0.5, no_sync=False, zero=lambda model, _: model.zero_grad()),
     "accumulation_without_sync": accumulating(2, 0.5),  # nanoGPT's, and Accelerate's
     "accumulation_without_sync_clipped": accumulating(
         3, between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.1))
     ),
-    # By the number of tokens, which is known after the last micro-batch.
-    "accumulation_divided_at_the_end": accumulating(
-        2, 30.0, between=lambda _, model: each(lambda p: p.grad.div_(60))(model)
-    ),
 }
-
-
-def players(run: Run, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """A generator, a discriminator, and their optimizers."""
-    g = run.model(lambda: nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 7)))
-    d = run.model(lambda: nn.Sequential(nn.Linear(7, 9), nn.LeakyReLU(0.2), nn.Linear(9, 1)))
-    return g, d, run.adamw(g, **options), run.adamw(d, **options)
-
-
-def generated(run: Run, g: nn.Module) -> Tensor:
-    return g(torch.randn(6, 3).to(run.dtype))
-
-
-def is_real(d: nn.Module, x: Tensor) -> Tensor:
-    return F.softplus(-d(x)).mean()
-
-
-def is_fake(d: nn.Module, x: Tensor) -> Tensor:
-    return F.softplus(d(x)).mean()
 
 
 def scaled(kind: Any, dtype: torch.dtype | None = None, clip: bool = False, bad: int | None = None) -> Any:
@@ -994,26 +726,8 @@ SCALED = {
 }
 
 
-class OptimWrapper:
-    """mmengine's: `update_params` does everything."""
-
-    def __init__(self, optimizer: Any, accumulative_counts: int, no_sync: Callable[..., Any]) -> None:
-        self.optimizer, self.counts, self.inner, self.no_sync = optimizer, accumulative_counts, 0, no_sync
-
-    def update_params(self, loss: Callable[[], Tensor]) -> None:
-        self.inner += 1
-        should_update = self.inner % self.counts == 0
-        with self.no_sync(last=should_update):
-            (loss() / self.counts).backward()
-        if should_update:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-
 class Programs:
     """Each is a function of a run, and if it takes them, of a model and its optimizer (`started`)."""
-
-    # gradients after a backward
 
     def clipped_by_the_optimizer(run):
         run.train(*run.start(**({} if run.way == "torch" else {"max_grad_norm": 1000.0})))
@@ -1033,8 +747,6 @@ class Programs:
                 for p, by in zip(model.parameters(), moved, strict=True):
                     p.sub_(by)
 
-    # weights written, and averaged
-
     def ema_swapped_in_for_evaluation(run, model, optimizer):
         shadow = {name: p.data.clone() for name, p in model.named_parameters()}
         for x, y in run.steps(model, optimizer):
@@ -1048,9 +760,6 @@ class Programs:
             for name, p in model.named_parameters():
                 p.data = backup[name]
 
-    def lookahead_around_the_optimizer(run, model, optimizer):
-        run.train(model, Lookahead(optimizer), 6)
-
     def stochastic_weight_averaging(run):
         model = run.model(convnet)
         averaged = swa_utils.AveragedModel(model)
@@ -1063,24 +772,6 @@ class Programs:
                 scheduler.step()
         swa_utils.update_bn([x for x, _ in run.batches(2)], averaged)
 
-    def switch_ema(run, model, optimizer):
-        """The average becomes the model at the end of each epoch (Li et al., 2024)."""
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5))
-        for _ in range(2):
-            for _ in run.steps(model, optimizer, 3):
-                averaged.update_parameters(model)
-            model.load_state_dict(averaged.module.state_dict())
-
-    # parameters that come and go
-
-    def gradual_unfreezing(run):
-        """ULMFiT: one more layer from the top at each epoch, all of them in the optimizer from the beginning."""
-        model = run.model().requires_grad_(False)
-        optimizer = run.adamw(model)
-        for layer in (model[3], model[2], model[0]):
-            layer.requires_grad_(True)
-            run.train(model, optimizer, 2)
-
     def unfrozen_layers_in_new_groups(run):
         """As lightning's BaseFinetuning."""
         model = run.model().requires_grad_(False)
@@ -1092,16 +783,6 @@ class Programs:
                 layer.requires_grad_(True)
                 optimizer.add_param_group({"params": layer.parameters(), "lr": 0.001 * step})
             update(optimizer, F.mse_loss(model(x), y))
-
-    def a_new_head_and_a_new_optimizer(run, model, optimizer):
-        run.train(model, optimizer, 3)
-        model = copy.deepcopy(model)
-        model[3] = nn.Linear(13, 2).to(model[0].weight.dtype)
-        optimizer = run.adamw(model, lr=0.001)
-        for x, y in run.batches(3):
-            update(optimizer, F.mse_loss(model(x), y[:, :2]))
-
-    # accumulation
 
     def accumulation_with_an_odd_last_batch(run, model: Heads, optimizer):
         for step, (x, y) in enumerate(run.batches(5)):
@@ -1124,79 +805,24 @@ class Programs:
                 optimizer.step()
                 model.zero_grad()
 
-    # schedulers
-
-    # hooks
-
     def hooks_after_accumulation_before_the_optimizer(run):
         model = run.model()
         hooked(lambda p: p.grad.clamp_(-0.02, 0.02))(model)
         run.train(model, run.adamw(model))
 
-    # kinds of models
-
-    def pruned_layer(run):
-        from torch.nn.utils import prune
-
-        model = run.model()
-        prune.l1_unstructured(model[0], "weight", amount=0.3)
-        optimizer = run.adamw(model)
-        for step, _ in enumerate(run.steps(model, optimizer)):
-            if step == 1:
-                model[0].weight_orig.data.mul_(model[0].weight_mask)
-
-    def truncated_backpropagation(run):
-        cell, optimizer = run.start(lambda: nn.GRUCell(7, 5))
-        hidden = torch.zeros(6, 5, dtype=cell.weight_ih.dtype)
-        for x, y in run.batches(4):
-            hidden = cell(x, hidden.detach())
-            loss = F.mse_loss(hidden, y)
-            update(optimizer, loss)
-
-    # several optimizers
-
     def gan(run):
         """DCGAN's: the discriminator is not frozen, and the backward of the generator adds to its gradients."""
-        g, d, optimizer_g, optimizer_d = players(run, betas=(0.5, 0.99))
+        g, d = run.model(lambda: nn.Linear(3, 7)), run.model(lambda: nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 1)))
+        optimizer_g, optimizer_d = run.adamw(g), run.adamw(d)
         for real, _ in run.batches(4):
-            fake = generated(run, g)
+            fake = g(torch.randn(6, 3).to(run.dtype))
             d.zero_grad()
-            is_real(d, real).backward()
-            is_fake(d, fake.detach()).backward()
+            F.softplus(-d(real)).mean().backward()
+            F.softplus(d(fake.detach())).mean().backward()
             optimizer_d.step()
             g.zero_grad()
-            is_real(d, fake).backward()
+            F.softplus(-d(fake)).mean().backward()
             optimizer_g.step()
-
-    def gan_in_one_backward_each(run):
-        g, d, optimizer_g, optimizer_d = players(run)
-        for real, _ in run.batches(4):
-            fake = generated(run, g)
-            update(optimizer_g, is_real(d, fake))
-            update(optimizer_d, is_real(d, real) + is_fake(d, fake.detach()))
-
-    def gan_with_a_frozen_discriminator(run):
-        """pix2pix and CycleGAN: `set_requires_grad`."""
-        g, d, optimizer_g, optimizer_d = players(run)
-        for real, _ in run.batches(4):
-            fake = generated(run, g)
-            d.requires_grad_(True)
-            update(optimizer_d, (is_real(d, real) + is_fake(d, fake.detach())) / 2)
-            d.requires_grad_(False)
-            update(optimizer_g, is_real(d, fake))
-
-    def wasserstein_gan_with_gradient_penalty(run):
-        g, d, optimizer_g, optimizer_d = players(run)
-        for step, (real, _) in enumerate(run.batches(6)):
-            d.requires_grad_(step % 3 < 2)
-            if step % 3 < 2:
-                fake = generated(run, g).detach()
-                middle = torch.lerp(real, fake, torch.rand(6, 1).to(run.dtype)).requires_grad_(True)
-                (slope,) = torch.autograd.grad(d(middle).sum(), middle, create_graph=True)
-                penalty = ((slope.norm(dim=1) - 1) ** 2).mean()
-                update(optimizer_d, d(fake).mean() - d(real).mean() + 10 * penalty)
-            else:
-                update(optimizer_g, -d(generated(run, g)).mean())
 
     def autoencoder_with_an_optimizer_per_half(run):
         encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
@@ -1219,31 +845,6 @@ class Programs:
             rest.step()
             model.zero_grad()
 
-    # reinforcement
-
-    def ppo(run):
-        """cleanrl's: several epochs of shuffled minibatches, clipped."""
-        agent, optimizer = run.start(partial(Heads, outputs=1), eps=1e-5)  # the actor, and the critic
-        for update, (x, _) in enumerate(run.batches(2)):
-            optimizer.param_groups[0]["lr"] = (1 - update / 2) * 0.01
-            with torch.no_grad():
-                logits, values = agent(x)
-                actions = logits.argmax(1)
-                old = logits.log_softmax(1).gather(1, actions[:, None]).squeeze(1)
-                returns = values.squeeze(1) + x.sum(1)
-            for _ in range(2):
-                for rows in torch.randperm(6).split(3):
-                    logits, values = agent(x[rows])
-                    new = logits.log_softmax(1).gather(1, actions[rows, None]).squeeze(1)
-                    ratio, advantage = (new - old[rows]).exp(), x[rows].sum(1)
-                    policy = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
-                    entropy = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean()
-                    loss = policy - 0.01 * entropy + 0.5 * ((values.squeeze(1) - returns[rows]) ** 2).mean()
-                    optimizer.zero_grad()
-                    loss.backward()
-                    nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                    optimizer.step()
-
     def td3_with_a_delayed_actor(run):
         """The loss of the actor goes through the critic, whose gradients its own next `zero_grad` discards."""
         actor, critic = run.model(lambda: nn.Linear(7, 2)), run.model(lambda: nn.Linear(9, 1))
@@ -1253,21 +854,6 @@ class Programs:
             if step % 2:
                 update(optimizer_a, -critic(torch.cat([x, actor(x)], 1)).mean())
 
-    # precision
-
-    def timm(run, model, optimizer):
-        """Its NativeScaler clips between unscaling and the step."""
-        scaler = run.scaler(torch.amp.GradScaler)
-        for step, (x, y) in enumerate(run.batches(6)):
-            with run.no_sync(last=step % 2 == 1):
-                scaler.scale(F.mse_loss(model(x), y) / 2).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-                clip_grad_norm_(model.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-
     def norms_in_fp32(run):
         """The model is in 16 bits but for its norms."""
         model = run.model(lambda: nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.Linear(13, 5)))
@@ -1276,8 +862,6 @@ class Programs:
         for x, y in run.batches(4):
             hidden = model[1](model[0](x).float()).to(run.dtype)
             update(optimizer, F.mse_loss(model[2](hidden), y))
-
-    # compiled and functional
 
     def compiled_training_step(run, model, optimizer):
         @torch.compile(backend="eager")
@@ -1290,16 +874,6 @@ class Programs:
 
         for x, y in run.batches(4):
             run.log(train(x, y).detach())
-
-    def compiled_optimizer(run, model, optimizer):
-        @torch.compile(fullgraph=False, backend="eager")
-        def step() -> None:
-            optimizer.step()
-
-        for x, y in run.batches(4):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            step()
 
     def gradients_of_two_tasks_projected(run, model: Heads, optimizer):
         """PCGrad (Yu et al., 2020): each task's gradients are taken from `.grad`, and others are put there."""
@@ -1314,8 +888,6 @@ class Programs:
             for p, a, b in zip(shared, *taken, strict=True):
                 p.grad = a + b - (torch.clamp((a * b).sum(), max=0) / (b * b).sum()) * b
             optimizer.step()
-
-    # saved, copied, closures, interruptions
 
     def resumed_from_a_file(run, model, optimizer):
         file = io.BytesIO()
@@ -1339,17 +911,6 @@ class Programs:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
 
-    def closure(run, model, optimizer):
-        for x, y in run.batches(4):
-
-            def compute(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(x), y)
-                loss.backward()
-                return loss
-
-            run.log(optimizer.step(compute).detach())
-
     def closure_after_model_zero_grad(run, model, optimizer):
         for x, y in run.batches(4):
 
@@ -1360,31 +921,6 @@ class Programs:
 
             model.zero_grad()
             optimizer.step(compute)
-
-    def nan_losses_skipped_before_the_backward(run, model, optimizer):
-        for step, (x, y) in enumerate(run.batches(5)):
-            loss = F.mse_loss(model(x), y) * (math.nan if step == 2 else 1)
-            if not math.isfinite(loss.item()):
-                continue
-            update(optimizer, loss)
-
-    def a_step_skipped_after_the_backward(run, model, optimizer):
-        for step, (x, y) in enumerate(run.batches(5)):
-            F.mse_loss(model(x), y).backward()
-            if step == 2:  # too large
-                model.zero_grad()
-                continue
-            optimizer.step()
-            model.zero_grad()
-
-    def an_exception_in_a_forward(run, model, optimizer):
-        for step, (x, y) in enumerate(run.batches(5)):
-            try:
-                loss = F.mse_loss(model(x if step != 2 else x[:, :3]), y)
-            except RuntimeError:
-                optimizer.zero_grad()
-                continue
-            update(optimizer, loss)
 
     def an_exception_in_a_backward(run, model: GPT, optimizer):
         """Batches that do not fit are skipped, as fairseq does."""
@@ -1409,28 +945,6 @@ class Programs:
             optimizer.step()
             optimizer.zero_grad()
 
-    def adversarial_training(run, model, optimizer):
-        """FGSM: the first backward is for the input, and its gradients of the weights are discarded."""
-        for x, y in run.batches(4):
-            x.requires_grad_(True)
-            F.mse_loss(model(x), y).backward()
-            harder = (x + 0.05 * x.grad.sign()).detach()
-            update(optimizer, F.mse_loss(model(harder), y))
-            optimizer.zero_grad()
-
-    def range_test_of_the_learning_rate(run, model, optimizer):
-        """fastai's: a short run with growing rates, after which everything is as before."""
-        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        for _ in range(2):
-            for step, (x, y) in enumerate(run.steps(model, optimizer, 3)):
-                run.log(F.mse_loss(model(x), y).item())
-                optimizer.param_groups[0]["lr"] = 0.001 * 3 ** (step + 1)  # of the next step
-            model.load_state_dict(before[0])
-            optimizer.load_state_dict(before[1])
-        run.train(model, optimizer, 1, first=2)
-
-    # loops of projects
-
     def nanogpt(run):
         model = run.model(GPT)
         optimizer = run.adamw(model, by_dimension(model), betas=(0.9, 0.95))
@@ -1446,26 +960,6 @@ class Programs:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-
-    def litgpt(run, model: GPT, optimizer):
-        """Accumulates in a context, steps when the last micro-batch is done, and logs a running mean."""
-        running: deque[float] = deque(maxlen=2)
-        for step, (x, y) in enumerate(run.tokens(6)):
-            accumulating = (step + 1) % 2 != 0
-            with run.no_sync(last=not accumulating):
-                loss = model(x, y)
-                (loss / 2).backward()
-            running.append(loss.detach().item())
-            if not accumulating:
-                optimizer.step()
-                optimizer.zero_grad()
-        run.log(*running)
-
-    def mmengine(run):
-        model, optimizer = run.start(convnet)
-        wrapper = OptimWrapper(optimizer, 2, run.no_sync)
-        for x, y in run.batches(6):
-            wrapper.update_params(lambda x=x, y=y: F.mse_loss(model(x), y))
 
     def nanochat(run):
         """Two optimizers in a list, rates scaled from their first values, gradients set to None through the model."""
@@ -1484,18 +978,6 @@ class Programs:
             for optimizer in optimizers:
                 optimizer.step()
             model.zero_grad(set_to_none=True)
-
-    def two_epochs_with_early_stopping(run, model, optimizer):
-        best, state = math.inf, copy.deepcopy(model.state_dict())
-        for _ in range(3):
-            run.train(model, optimizer, 2)
-            with torch.no_grad():
-                loss = sum(F.mse_loss(model(x), y).item() for x, y in run.batches(2, first=9))
-            if loss > best:
-                break
-            best, state = loss, copy.deepcopy(model.state_dict())
-        model.load_state_dict(state)
-        run.log(best)
 
 
 # ------------------------------------------------------------------------------------------------------------------ all

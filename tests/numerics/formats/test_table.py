@@ -56,7 +56,7 @@ def test_figures_by_enumeration(name: str) -> None:
     if form.has_subnormals:
         subnormal = [value for value in positive if value < form.min_normal]
         assert len(subnormal) == 2**form.mantissa - 1 and {gaps[value] for value in subnormal} == {positive[0]}
-    for low, gap in gaps.items():
+    for low, gap in [*gaps.items()][:: max(1, len(gaps) // 2000)]:
         assert form.ulp(float(low)) == gap == form.ulp(-float(low)) == form.ulp(float(low + gap / 3))
     assert form.ulp(0.0) == gaps[positive[0]]
     assert math.log2(form.min_normal) == form.emin and 2.0**form.emax <= form.max < 2.0 ** (form.emax + 1)

@@ -197,26 +197,6 @@ def test_the_scale_does_not_grow_to_infinity() -> None:
     assert scaler.get_scale() == first / 2
 
 
-@pytest.mark.parametrize("ours", [False, True])
-def test_an_optimizer_that_asks_for_the_scaler_is_given_it(ours: bool) -> None:
-    """torch's first protocol, deprecated there: `step(grad_scaler=)`."""
-
-    class Asks(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
-            self.given = grad_scaler
-
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    optimizer = Asks([parameter], lr=1.0)
-    scaler: Any = (halfstep.GradScaler if ours else torch.amp.GradScaler)("cpu")
-    scaler.scale(torch.ones(()))
-    with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
-        scaler.step(optimizer)
-    assert optimizer.given is scaler
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_scaling_keeps_the_structure_of_what_is_scaled(enabled: bool) -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=2.0, enabled=enabled)

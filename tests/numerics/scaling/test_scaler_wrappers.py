@@ -1,6 +1,6 @@
 """Optimizers inside wrappers of trainers: whichever object the scaler is given, one unscaling and one limit.
 
-The wrappers have the shapes of Accelerate's, Fabric's and torchft's; the real ones are in tests/integrations/trainers.
+The wrappers have the shapes of Accelerate's and Fabric's; the real ones are in tests/integrations/trainers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class LikeAccelerates(torch.optim.Optimizer):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self.commits = True  # torchft's may decide not to step
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.optimizer.step(closure)
+        return self.optimizer.step(closure) if self.commits else None
 
 
 class LikeFabrics:
@@ -47,21 +48,6 @@ class LikeFabrics:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
-
-
-class LikeTorchfts(torch.optim.Optimizer):
-    """Holds it as ``optim``, and may decide not to step."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optim = optimizer
-        self.commits = True
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optim.param_groups
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return self.optim.step() if self.commits else None
 
 
 class OwnGroups:
@@ -89,9 +75,8 @@ class Hidden:
 WRAPPERS: dict[str, Any] = {
     "Accelerate's": LikeAccelerates,
     "Fabric's": LikeFabrics,
-    "torchft's": LikeTorchfts,
     "groups of its own": OwnGroups,
-    "two": lambda optimizer: LikeAccelerates(LikeTorchfts(optimizer)),
+    "two": lambda optimizer: LikeAccelerates(LikeAccelerates(optimizer)),
 }
 MAKERS: dict[str, Any] = {
     "halfstep.AdamW": lambda p: halfstep.AdamW(p, lr=0.1),
@@ -150,7 +135,7 @@ def test_wrapper_and_optimizer_are_one_to_the_scaler(wrapper: str, make: str, cl
 def test_a_wrapper_is_not_called_for_a_step_that_is_skipped() -> None:
     """It may do more than step: count, average weights, tell others."""
     scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-    wrapper = LikeTorchfts(optimizer)
+    wrapper = LikeAccelerates(optimizer)
     called: list[int] = []
     wrapper.step = lambda closure=None: called.append(1)  # type: ignore[method-assign, assignment]
     for value in (8.0, INF, 8.0):
@@ -162,7 +147,7 @@ def test_a_wrapper_is_not_called_for_a_step_that_is_skipped() -> None:
 
 def test_a_wrapper_that_refuses_to_step_changes_nothing() -> None:
     scaler, optimizer, parameters = setting(MAKERS["halfstep.AdamW"])
-    wrapper = LikeTorchfts(optimizer)
+    wrapper = LikeAccelerates(optimizer)
     wrapper.commits = False
     give(parameters)
     scaler.clip_grad_norm_(wrapper, LIMIT)

@@ -152,10 +152,6 @@ def test_a_further_group_inside_the_mesh_is_not_reduced_over_again() -> None:
     assert [one.counted[0] for one in agreed] == [True, True, False, False]
 
 
-def on_a_line(*ranks: int) -> Ranks:
-    return Ranks(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True)
-
-
 def test_sets_of_ranks_that_are_no_mesh_are_refused_with_the_remedy() -> None:
     odd = [Ranks(frozenset(ranks), (frozenset(ranks),), (frozenset(ranks),), True) for ranks in ((0, 1, 2), (0, 1, 4))]
     world = World(0, 8, EVERYONE)

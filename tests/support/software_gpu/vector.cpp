@@ -265,7 +265,7 @@ template <class T> bool is_class(T x, u32 asked) {
 // The steps of a division: its operands brought where nothing overflows, the last step, and what is no number. Taken
 // literally, the document's pseudocode of all three makes wrong divisions at either end of the range, which the hardware
 // does not: it scales the denominator up where that overflows, the last step by 2^32 both ways, and leaves NaN where a
-// quotient overflows. Here each is what makes LLVM's sequence of them right; test_amd_instructions.py holds them to it.
+// quotient overflows. Here each is what makes LLVM's sequence of them right.
 template <class T, int BIG, int TINY, int BY> T division_scaled(bool &later, T which, T denominator, T numerator) {
     using Wide = std::conditional_t<sizeof(T) == 4, f64, long double>;
     constexpr T LEAST = std::numeric_limits<T>::min();
