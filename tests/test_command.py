@@ -144,34 +144,6 @@ def test_output_that_nobody_takes_is_said_of_every_command(words: str) -> None:
     assert done.stderr == f"halfstep {words.split()[0]}: {error}"
 
 
-STAND_IN = """
-import os
-
-def autocomplete(parser):
-    choices = [action.choices for action in parser._actions if action.dest == "command"]
-    print(os.environ["_ARGCOMPLETE"], parser.prog, *(choices[0] if choices else ()))
-    raise SystemExit
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "completed"),
-    [
-        ("halfstep b", "1 halfstep  plan doctor why encode decode format compare ladder explore inspect convert bench"),
-        ("halfstep bench r", "2 halfstep bench run gpu audit"),
-        ("halfstep plan --o", "2 halfstep plan"),
-        ("halfstep bench run --onl", "3 halfstep bench run"),
-    ],
-)
-def test_a_shell_completes_the_command_through_argcomplete(line: str, completed: str, tmp_path: Path) -> None:
-    (tmp_path / "argcomplete.py").write_text(STAND_IN)
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": f"{line} more", "COMP_POINT": str(len(line))}
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **asked, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-m", "halfstep"], env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith(completed) and done.stderr == ""
-
-
 @pytest.mark.parametrize(
     "words", ["format", "encode 500 --rounding stochastic --seed 1", "decode 0x4100", "why 1.0001 fp16 e4m3",
               "compare fp16 bf16", "encode nonsense", "plan --params 7e9 --gpus 8", "--help", "--version", "plam",

@@ -66,6 +66,8 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Choose from bench audit"),
         # the lookup
         ("encode 2.5 fp16", "; fp16 is a format, and formats come after -f"),
+        ("encode 1 -f fp16 2.5", "argument -f/--format: unknown format '2.5'; choose from fp64, fp32"),
+        ("encode -f fp16 -2.5", "; numbers come before -f"),
         ("why fp16 2.5", "; fp16 is a format, and the number comes first"),
         ("encode 1 --rounding nearst", "argument --rounding: unknown rounding 'nearst'; did you mean 'nearest'? Choos"),
         ("encode 1 --seed 1", "--seed 1 draws nothing with --rounding nearest; leave it out, or pass"),

@@ -1,6 +1,6 @@
 """``halfstep format, encode, decode, why, compare, ladder``: what a format can hold, what a number becomes in it.
 
-Each command is a function, below its command line. What it returns is printed as JSON or drawn on the screen.
+Each command is a function above its entry in `_LOOKUPS`. What it returns is printed as JSON or drawn on the screen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from halfstep.cli.figures import INSTALL
 from halfstep.cli.formats import compare
 from halfstep.cli.formats.values import (
     Encoded,
-    Line,
     Stored,
     among,
     chances,
@@ -33,22 +32,22 @@ from halfstep.cli.formats.values import (
     fitting,
     line_between,
     number_dict,
+    overflow_threshold,
     reasons,
     rounded,
     short,
 )
 from halfstep.cli.terminal import Table, joined, text, width
 from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, neighbours, parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, next_exact, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _WIDTHS = sorted({format.bits for format in formats.values()})
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each
-_OUTCOMES = {
-    "exact": "good", "exact subnormal": "good", "subnormal": "note", "saturated": "note",
-    "underflow": "bad", "overflow": "bad", "no NaN": "bad", "no sign": "bad",
+_COLOURS = {
+    "exact": "good", "exact subnormal": "good", "subnormal": "note", "saturated": "note", "zero": "faint",
+    **dict.fromkeys(("underflow", "overflow", "no NaN", "no sign", "infinity", "nan"), "bad"),
 }  # fmt: skip
-_CATEGORIES = {"subnormal": "note", "zero": "faint", "infinity": "bad", "nan": "bad"}
 
 # ----------------------------------------------------------------------------------------------------------- arguments
 
@@ -72,50 +71,11 @@ class Typed(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A code, its text, and the number of bits that the text shows; 0 for decimal numbers, which show none."""
+    """A code, the text it was parsed from, and the width in bits that its digits give it."""
 
     text: str
     code: int
-    shown: int
-
-    @property
-    def width(self) -> int:
-        """The width a code is meant in: the first that has room for all its digits, of decimals for the number itself.
-
-        A decimal says nothing of leading zeros, so it is taken for one of the common widths, from 8 bits up.
-
-        Raises:
-            UsageError: no format is as wide.
-        """
-        wide = [width for width in _WIDTHS if width >= self.shown] if self.shown else [8, 16, 32, 64]
-        if self.shown == 20:  # five hexadecimal digits: TF32, if its 19 bits suffice
-            wide.insert(0, 19)
-        for bits in wide:
-            if self.code < 1 << bits:
-                return bits
-        raise UsageError(
-            f"argument CODE: expected up to {_WIDTHS[-1]} bits, but got {self.text}, which has "
-            f"{max(self.shown, self.code.bit_length())}"
-        )
-
-
-class _Parser(command_line.Parser):
-    """The shared parser with an option -f that takes several names."""
-
-    def prepared(self, words: Sequence[str]) -> list[str]:
-        """The words, with -f repeated before each name of a format that follows it."""
-        options = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
-        repeated: list[str] = []
-        naming = False  # after -f and a name; not after --, where no word starts with "-"
-        for word in super().prepared(words):
-            if word.startswith("-"):
-                naming = word in options
-            elif command_line.is_number(word.strip()):
-                naming = False
-            elif naming and repeated[-1] not in options:
-                repeated.append("-f")
-            repeated.append(word)
-        return repeated
+    width: int
 
 
 def _family(name: str) -> list[Format]:
@@ -123,17 +83,13 @@ def _family(name: str) -> list[Format]:
     try:
         return [formats[member] for member in AMBIGUOUS.get(name.strip().lower(), (name.strip(),))]
     except (KeyError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def format_named(name: str) -> Format:
-    """An argparse type: as `_family`, but only the first."""
-    return _family(name)[0]
+        remedy = "; numbers come before -f" if re.match(r"[-\d.]", name) else ""
+        raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
 
 def _small_format(name: str) -> Format:
     """An argparse type: a format whose codes fit a picture."""
-    format = format_named(name)
+    format = _family(name)[0]
     if format.bits > 8:
         raise argparse.ArgumentTypeError(
             f"expected a format of up to 8 bits, but got {format.name}, which has {format.codes:,} codes"
@@ -156,7 +112,11 @@ def number(hint: str) -> Callable[[str], Typed]:
 
 
 def _code(typed: str) -> Code:
-    """An argparse type: a code in hexadecimal, binary or decimal."""
+    """An argparse type: a code in hexadecimal, binary or decimal.
+
+    The digits give the width: the first that has room for all of them. Decimals say nothing of leading zeros, and have
+    the first of the common widths that holds the number. Five hexadecimal digits are TF32, if its 19 bits suffice.
+    """
     digits = typed.strip().lower().replace("_", "")
     base, bits = {"0x": (16, 4), "0b": (2, 1)}.get(digits[:2], (10, 0))
     digits = digits[2:] if bits else digits
@@ -165,21 +125,26 @@ def _code(typed: str) -> Code:
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
             f"got {typed.strip()!r}: for numbers use halfstep encode"
         )
-    return Code(typed.strip(), int(digits, base), bits * len(digits))
+    code, shown = int(digits, base), bits * len(digits)
+    widths = [size for size in _WIDTHS if size >= (19 if shown == 20 else shown)] if bits else [8, 16, 32, 64]
+    for size in widths:
+        if code < 1 << size:
+            return Code(typed.strip(), code, size)
+    had = max(shown, code.bit_length())
+    raise argparse.ArgumentTypeError(f"expected up to {_WIDTHS[-1]} bits, but got {typed.strip()}, which has {had}")
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
+Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
 
 
 def _option(*names: str, **settings: Any) -> Option:
-    """The arguments of add_argument."""
     return names, settings
 
 
 def formats_option(help: str) -> Option:
     """The option -f, which takes several names and may be repeated."""
-    settings = {"action": "extend", "type": _family, "metavar": "FORMAT", "default": [], "help": help}
-    return _option("-f", "--format", dest="formats", **settings)
+    settings: dict[str, Any] = {"action": "extend", "nargs": "+", "type": _family, "metavar": "FORMAT", "default": []}
+    return _option("-f", "--format", dest="formats", help=help, **settings)
 
 
 def rounding_option(modes: Sequence[str]) -> Option:
@@ -194,15 +159,14 @@ OVERFLOW = _option(
 )
 
 
-def _named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
+def named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
+    """Names of formats without an option before them."""
     return _option("named", nargs=nargs, type=_family, metavar=metavar, help=help)
 
 
-def _distinct(families: Iterable[Iterable[Format]], chosen: Iterable[Format] = ()) -> list[Format]:
-    """The formats of all names and of -f without repetitions; all formats if there are none."""
-    return list({format.name: format for group in (*families, chosen) for format in group}.values()) or [
-        *formats.values()
-    ]
+def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
+    """The formats of all names without repetitions; all formats if there are none."""
+    return list({format.name: format for family in families for format in family}.values()) or [*formats.values()]
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
@@ -232,7 +196,7 @@ def _command(name: str, description: str, epilog: str, *options: Option) -> Call
 def main(argv: Sequence[str], command: str) -> int:
     """Run ``halfstep COMMAND`` with these arguments. Returns the exit status."""
     lookup, description, epilog, options = _LOOKUPS[command]
-    parser = _Parser(command, description, epilog)
+    parser = command_line.Parser(command, description, epilog)
     for names, settings in options:
         parser.add_argument(*names, **settings)
 
@@ -253,16 +217,19 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
 
 
 def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
-    return [conversion.as_dict() for conversion in conversions(result.number, result.format)]
+    stored = conversions(result.number, result.format)
+    return [{"value": None if value is None else number_dict(value), "who": names} for value, names in stored]
 
 
 def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
     """The implementations that store another value."""
-    cells = [
-        ("" if index else result.format.name, conversion.text, conversion.who)
-        for result in results
-        for index, conversion in enumerate(conversions(result.number, result.format))
-    ]
+    cells = []
+    for result in results:
+        for index, (value, names) in enumerate(conversions(result.number, result.format)):
+            others = [name for name in names if not name.startswith("torch")]
+            who = ", ".join(["torch", *others] if len(names) - len(others) == 2 else names)
+            shown = "undefined" if value is None else fitting(value, 20, 9)
+            cells.append(("" if index else result.format.name, shown, who))
     return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
 
 
@@ -271,9 +238,9 @@ def _bits(stored: Stored) -> Text:
     return joined(*(text(digits, name) for name, digits in stored.fields.items()), by=" ")
 
 
-def _outcome(result: Encoded) -> Text:
-    """The outcome in its colour."""
-    return text(result.outcome_text, _OUTCOMES.get(result.outcome_text, ""))
+def _coloured(words: str) -> Text:
+    """An outcome or a class in its colour."""
+    return text(words, _COLOURS.get(words, ""))
 
 
 def _fitting(*tables: Table) -> Table:
@@ -286,7 +253,7 @@ def _fitting(*tables: Table) -> Table:
     "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
     f"Formats: {', '.join(formats)},\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
     "example: halfstep format fp16",
-    _named("*", "formats (default: all)", "NAME"),
+    named("*", "formats (default: all)", "NAME"),
 )
 def _format(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
@@ -334,7 +301,7 @@ def _encode(options: argparse.Namespace) -> Answer:
         raise UsageError(
             f"--seed {seed} draws nothing with --rounding {rounding}; leave it out, or pass --rounding stochastic"
         )
-    chosen = _distinct([options.formats])
+    chosen = _distinct(options.formats)
 
     def result(number: Number, format: Format) -> Encoded:
         noise = (
@@ -353,33 +320,26 @@ def _encode(options: argparse.Namespace) -> Answer:
         ]
 
     def shown(typed: Typed, row: Sequence[Encoded]) -> list[Any]:
+        table = _fitting(*(_encodings(row, *columns) for columns in ((24, True, True), (16, True), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
-        elsewhere = _elsewhere_shown(row) if usual else []
-        return [text(typed.notations, "strong"), *_encodings(row), *digits, *elsewhere]
+        return [text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])]
 
     about = {"numbers": [typed.text for typed in options.numbers], "formats": _names(chosen)}
     about |= {"rounding": rounding, "overflow": overflow, "seed": seed}
     return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
 
 
-def _encodings(row: Sequence[Encoded]) -> list[Any]:
-    """A table; on a narrow screen without hexadecimal floats, and with wide codes below it."""
-
-    def cells(result: Encoded, narrow: bool) -> list[str | Text]:
-        code: list[str | Text] = ["-", "", "", *([] if narrow else [""])]
-        if stored := result.stored:
-            code = ["", ""] if narrow and result.format.bits > 16 else [stored.hex, _bits(stored)]
-            code += [stored.text(16)] if narrow else [stored.text(24), number_dict(stored.value)["hex"] or ""]
-        return [result.format.name, *code, result.ulps_text, _outcome(result)]
-
+def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadecimal: bool = False) -> Table:
+    """A row for each format. On narrow screens, bits and hexadecimal floats are left out."""
+    shown = [True, True, bits, True, hexadecimal, True, True]
+    rows = []
+    for result in row:
+        stored, cells = result.stored, [result.format.name, "-", "", "", ""]
+        if stored:
+            cells[1:] = [stored.hex, _bits(stored), stored.text(digits), number_dict(stored.value)["hex"] or ""]
+        rows.append([*itertools.compress([*cells, result.ulps_text, _coloured(result.outcome_text)], shown)])
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
-    wide = Table(header, [cells(result, False) for result in row], {5})
-    if wide.width <= width():
-        return [wide]
-    codes = [result.stored for result in row if result.stored and result.format.bits > 16]
-    below = [(stored.format.name, stored.hex, _bits(stored)) for stored in codes]
-    narrow = Table((*header[:4], *header[5:]), [cells(result, True) for result in row], {4})
-    return [narrow, Table((), below, wraps=2)] if below else [narrow]
+    return Table([*itertools.compress(header, shown)], rows, {sum(shown) - 2})
 
 
 def _all_digits(result: Encoded) -> list[str]:
@@ -416,9 +376,8 @@ def _decode(options: argparse.Namespace) -> Answer:
     def table(row: Sequence[Stored], digits: int) -> Table:
         cells = []
         for stored in row:
-            value, category = (stored.text(digits), number_dict(stored.value)["hex"] or ""), stored.category
-            shown = text(category, _CATEGORIES.get(category, ""))
-            cells.append((stored.format.name, _bits(stored), *value, shown))
+            value = stored.text(digits), number_dict(stored.value)["hex"] or ""
+            cells.append((stored.format.name, _bits(stored), *value, _coloured(stored.category)))
         return Table(("format", "bits", "value", "hex float", "class"), cells)
 
     def shown(typed: Code, row: Sequence[Stored]) -> list[Any]:
@@ -440,19 +399,17 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     Raises:
         UsageError: it is not a code of one of them.
     """
-    bits = None if options.width is None else int(options.width)
-    chosen = _distinct([options.formats]) if options.formats else []
+    bits = options.width and int(options.width)
+    chosen = _distinct(options.formats) if options.formats else []
     for format in chosen:
         if bits not in (None, format.bits):
             raise UsageError(f"--width {bits} is not the {format.bits} bits of --format {format.name}; leave one out")
-    if not chosen:
-        bits = bits or typed.width
-        chosen = [format for format in formats.values() if format.bits == bits]
+    chosen = chosen or [format for format in formats.values() if format.bits == (bits or typed.width)]
     for format in chosen:
         if typed.code >= format.codes:
             raise UsageError(
                 f"argument CODE: expected a code of {format.name} from 0x0 to {format.codes - 1:#x}, but got "
-                f"{typed.text}" + ("; a wider one is chosen with --width or --format" if typed.code < 1 << 64 else "")
+                f"{typed.text}; a wider one is chosen with --width or --format"
             )
     return [Stored(typed.code, format) for format in chosen]
 
@@ -462,13 +419,13 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
     "example: halfstep why 1.0001 fp16",
     _option("number", type=number("the number comes first"), metavar="NUMBER"),
-    _named("*", "formats (default: all)"),
+    named("*", "formats (default: all)"),
     formats_option("the same, as in halfstep encode"),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
 )
 def _why(options: argparse.Namespace) -> Answer:
-    chosen, typed = _distinct(options.named, options.formats), options.number
+    chosen, typed = _distinct([*options.named, *options.formats]), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]
     about = {"number": typed.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
@@ -485,20 +442,13 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
     def code(result: Encoded) -> str | None:
         return None if result.stored is None else result.stored.hex
 
-    sides: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    if finite(number):
-        around = neighbours(number, format)
-        for name, side in (("below", around.code_below), ("above", around.code_above)):
-            sides[name] = None if side is None else Stored(side, format).as_dict()
-        sides["midpoint"] = None if around.midpoint is None else number_dict(around.midpoint)
-        sides["ulp"] = number_dict(around.ulp)
     twice = double_roundings(number, format) if rounding == "nearest" else []
     return {
         "input": typed.as_dict(),
         **result.as_dict(),
         "rule": result.rule,
         "explanation": reasons(result, rounding),
-        **sides,
+        **_neighbours(number, format),
         "roundings": {mode: code(encoded(number, format, mode, overflow)) for mode in ENCODE_ROUNDINGS[:-1]},
         "stochastic": [
             {"code": code(end), "probability": str(share)} for share, end in chances(number, format, overflow)
@@ -506,6 +456,30 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
         "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
     }
+
+
+def _neighbours(number: Number, format: Format) -> dict[str, Any]:
+    """The format's numbers below and above, or the number itself; the middle between them; and an ulp.
+
+    Beyond the last number lies infinity, or NaN in a format without infinity, or nothing in a format without both; the
+    middle is then the threshold of overflow.
+    """
+    if not finite(number):
+        return dict.fromkeys(("below", "above", "midpoint", "ulp"))
+    result, middle = encoded(number, format), None
+    sides: list[Stored | None] = [result.stored, result.stored]
+    if result.stored is None or result.stored.value != number:
+        near = [next_exact(number, format, up=up) for up in (False, True)]
+        open_ended = format.has_infinity or format.has_nan
+        inside = (number > format.lowest or open_ended, number < format.max or open_ended)
+        sides = [encoded(side, format).stored if there else None for side, there in zip(near, inside, strict=True)]
+        if format.lowest < number < format.max:
+            middle = sum(map(Fraction, near)) / 2
+        elif number > 0 or format.signed:
+            middle = overflow_threshold(format, number < 0) * (1 if number > 0 else -1)
+    below, above = (None if side is None else side.as_dict() for side in sides)
+    ulp = number_dict(result.ends[1] - result.ends[0])
+    return {"below": below, "above": above, "midpoint": None if middle is None else number_dict(middle), "ulp": ulp}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
@@ -516,15 +490,12 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
         title.append("nothing")
     else:
         title = joined(title, f"{among(stored.value, format)}, {stored.hex} = ", _bits(stored))
-    parts = [joined(title, ": ", _outcome(result), f", {result.ulps_text} ulp" if result.error else ""), ""]
-    if line := line_between(result):
-        label = typed.text if len(typed.text) <= 24 else among(result.number, format)
-        parts += [*_number_line(width(), line, label), ""]
-    parts += reasons(result, rounding)
+    parts = [joined(title, ": ", _coloured(result.outcome_text), f", {result.ulps_text} ulp" if result.error else "")]
+    parts += ["", *_number_line(result), *reasons(result, rounding)]
     if result.rule not in ("special", "exact", "sign", "least"):
         parts += ["", _roundings(result, overflow)]
-    for twice in double_roundings(result.number, format) if rounding == "nearest" else []:
-        parts += ["", joined(text("note", "note"), f" {double_rounding_words(twice, result)}")]
+    for via, twice in double_roundings(result.number, format) if rounding == "nearest" else []:
+        parts += ["", joined(text("note", "note"), f" {double_rounding_words(via, twice, result)}")]
     elsewhere = _elsewhere_shown([result]) if (rounding, overflow) == ("nearest", "inf") else []
     return [*parts, *([""] if elsewhere else []), *elsewhere]
 
@@ -532,63 +503,47 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
 def _roundings(result: Encoded, overflow: str) -> Table:
     """The value that each rounding mode stores."""
     number, format = result.number, result.format
+    ends = [(mode, encoded(number, format, mode, overflow), "") for mode in ENCODE_ROUNDINGS[:-1]]
+    drawn = [(end.stored, f"with {rounded(share * 100, 6)} %") for share, end in chances(number, format, overflow)]
+    ends += [("stochastic", Encoded(number, format, stored), chance) for stored, chance in drawn]
     rows: list[tuple[str | Text, ...]] = []
-    for rounding in ENCODE_ROUNDINGS[:-1]:
-        end = encoded(number, format, rounding, overflow)
-        if end.stored is not None:
-            value = among(end.stored.value, format)
-            rows.append((rounding, end.stored.hex, value, end.ulps_text, _outcome(end)))
-    for index, (share, end) in enumerate(chances(number, format, overflow)):
-        code = ("", "no NaN") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
-        error, chance = Encoded(number, format, end.stored).ulps_text, rounded(share * 100, 6)
-        rows.append(("" if index else "stochastic", *code, error, f"with {chance} %"))
+    for index, (mode, end, chance) in enumerate(ends):
+        shown = ("", "") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
+        name = "" if index and mode == ends[index - 1][0] else mode
+        rows.append((name, *shown, end.ulps_text, chance or _coloured(end.outcome_text)))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
-
-
-def _label_row(width: int, labels: Sequence[tuple[int, Text]]) -> Text:
-    """Labels centred on columns, moved inward from the ends; one that would touch the label before it is left out."""
-    line = Text("  ")
-    for column, label in labels:
-        start = 2 + min(max(column - label.cell_len // 2, 0), width - label.cell_len)
-        if start >= line.cell_len + 2 or line.cell_len == 2:
-            line.pad_right(start - line.cell_len)
-            line.append_text(label)
-    return line
 
 
 def column_of(position: Fraction, width: int) -> int:
     """The column of a position between 0 and 1. Only 0, 1/2 and 1 are in the first, middle and last column."""
-    middle = (width - 1) // 2
-    for exact, column in ((0, 0), (1, width - 1), (Fraction(1, 2), middle)):
-        if position == exact:
-            return column
-    start, end = (1, middle - 1) if 2 * position < 1 else (middle + 1, width - 2)
+    half = (width - 1) // 2
+    if position in (0, Fraction(1, 2), 1):
+        return int(2 * position) * half
+    start, end = (1, half - 1) if 2 * position < 1 else (half + 1, width - 2)
     return min(max(round(position * (width - 1)), start), end)
 
 
-def _number_line(width: int, line: Line, number: str) -> list[Text]:
-    """The picture of a number between its neighbours on so many columns; `number` is as it was written."""
-    width = min(width, 80) - 4
-    width -= 1 - width % 2  # an odd number of columns has a middle one
-    half, last, column = width // 2, width - 1, column_of(line.position, width)
+def _number_line(result: Encoded) -> list[Text | str]:
+    """The picture of a number between its neighbours, and an empty line; nothing where there is no room for it."""
+    line = line_between(result)
+    if line is None:
+        return []
+    low, high = (value for value, _ in line.ends)
+    half = min(width(), 80) // 2 - (len(low) + len(high)) // 2 - 4
+    if half < 4:
+        return []
     styles = ["good" if line.stored == end else "" for end in (0, 1)]
-    low, high = (text(value, style) for (value, _), style in zip(line.ends, styles, strict=True))
-    first, second = (text(code, "faint") for _, code in line.ends)
-    marks = [text("●" if style else glyph, style) for glyph, style in zip("├┤", styles, strict=True)]
-    return [
-        _label_row(width, [(0, low), (last, high)]),
-        _label_row(width, [(0, first), (half, text(f"halfway {line.middle}", "faint")), (last, second)]),
-        joined("  ", marks[0], "─" * (half - 1) + "┼" + "─" * (last - half - 1), marks[1]),
-        joined("  " + " " * column, text("▲", "strong")),
-        _label_row(width, [(column, text(number, "strong"))]),
-    ]
+    first, last = (text("●" if style else mark, style) for mark, style in zip("├┤", styles, strict=True))
+    track = joined(first, "─" * (half - 1) + "┼" + "─" * (half - 1), last)
+    arrow = " " * (4 + len(low) + column_of(line.position, 2 * half + 1)) + "▲"
+    return [joined("  ", text(low, styles[0]), "  ", track, "  ", text(high, styles[1])), text(arrow, "strong"), ""]
 
 
 @_command(
     "compare",
     "Compare the properties of formats, count the values that they share, and show numbers that differ.",
     "example: halfstep compare fp16 bf16",
-    _named("+", "two or more"),
+    named("+", "two or more"),
 )
 def _compare(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
@@ -627,7 +582,7 @@ def _compare(options: argparse.Namespace) -> Answer:
 
 def _example(result: Encoded) -> Text:
     """A stored value and its outcome."""
-    return joined("-" if result.stored is None else result.stored.text(15), " ", _outcome(result))
+    return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 
 _PANELS = ("range", "density", "codes", "all")
@@ -638,7 +593,7 @@ _PANELS = ("range", "density", "codes", "all")
     "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
     f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
     _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
-    _named("*", "formats of range and density (default: all)"),
+    named("*", "formats of range and density (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
     _option("--codes", type=_small_format, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
@@ -647,7 +602,7 @@ def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
     panels = _PANELS[:-1] if options.kind == "all" else (options.kind,)
-    chosen, codes, out = _distinct(options.named, options.formats), options.codes, str(options.out)
+    chosen, codes, out = _distinct([*options.named, *options.formats]), options.codes, str(options.out)
     pictures.draw(panels, chosen, codes, options.out)
     about = {"out": out, "kind": options.kind, "formats": _names(chosen), "codes": codes.name}
     results = [

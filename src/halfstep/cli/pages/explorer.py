@@ -40,10 +40,8 @@ from halfstep.numerics.formats.exact import (
     Number,
     decode_exact,
     encode_exact,
-    next_down_exact,
-    next_up_exact,
+    next_exact,
     parse_number,
-    ulp_exact,
 )
 from halfstep.numerics.formats.table import Format, formats
 
@@ -84,7 +82,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     """The answer to a state, after a move: ``flip``, a bit (``to`` 0 or 1); ``field``, name and text; ``step``, ±1."""
     state = {**EXAMPLE, **{key: text for key, text in state.items() if key in (*EXAMPLE, "c")}}
     for key, choices in CHOICES.items():
-        if [state[key]] not in [choice[:1] for choice in choices]:
+        if state[key] not in (value for value, _ in choices):
             state[key] = EXAMPLE[key]
     state.pop("x" if state.get("c") else "c", None)
     answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
@@ -154,7 +152,7 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
         case _ if stored.category == "nan":
             code = (code + step) % format.codes
         case _:
-            code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
+            code = encode_exact(next_exact(stored.value, format, up=step > 0), format)
     return code_text(code, format)
 
 
@@ -201,14 +199,14 @@ def _why(question: _Question, result: Encoded) -> list[str]:
         sentences.append(f"Subnormal results are flushed to zero: {result.stored.hex} is stored.")
     elif question.rounding == "nearest":
         doubles = double_roundings(question.number, result.format)
-        sentences += [double_rounding_words(twice, result) for twice in doubles]
+        sentences += [double_rounding_words(via, twice, result) for via, twice in doubles]
     return sentences
 
 
 def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
     line = line_between(result)
-    if result.rule == "least" or line is None:
+    if line is None:
         return None
     percent = float(100 * line.position)
     where = f"{percent:.2f}".rstrip("0").rstrip(".")
@@ -222,37 +220,24 @@ def _code_in(value: Number, format: Format) -> str:
     return code_text(code, format) if decode_exact(code, format) == value else ""
 
 
-def _formula(stored: Stored) -> str:
-    """A code's value, by its fields."""
-    format, fields = stored.format, {name: int(digits, 2) for name, digits in stored.fields.items()}
-    if not finite(stored.value):
-        return "the code of a NaN" if stored.category == "nan" else "the largest exponent, and mantissa 0"
-    if format.kind == "integer":
-        return "two's complement"
-    if format.kind == "scale":
-        return f"2^({stored.code} \u2212 {format.bias})"
-    normal = int(fields["exponent"] > 0)
-    fraction = f"({normal} + {fields['mantissa']}/2^{format.mantissa})" if format.mantissa else str(normal)
-    return f"(\u22121)^{fields['sign']} · 2^({fields['exponent'] or 1} \u2212 {format.bias}) · {fraction}"
-
-
 def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
     value, format = stored.value, result.format
-    rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {stored.bits}")]
-    rows += [("formula", _formula(stored))]
+    rows = [
+        ("format", f"{format.name}: {format.title}"),
+        ("code", f"{stored.hex} = {' '.join(stored.fields.values())}"),
+    ]
     if isinstance(value, Fraction) and value:
-        top, under = value.numerator, value.denominator
-        rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or "")]
-        zeros = (top & -top).bit_length() - 1
-        integer = f"{top >> zeros} · 2^{zeros}" if zeros > 30 else str(value)
-        rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else integer)]
+        under = value.denominator
+        fraction = f"{value.numerator}/2^{under.bit_length() - 1}" if under > 2**30 else str(value)
+        rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or ""), ("fraction", fraction)]
     if result.error is not None:
         ulps = f" = {result.ulps_text} ulp" if result.error else ""
         rows.append(("error", _cut(all_digits(result.error), 60) + ulps))
     if finite(value):
-        rows.append(("ulp", power(Fraction(ulp_exact(value, format)))))
-    for name, following in (("previous", next_down_exact), ("next", next_up_exact)):
-        near = following(value, format)
+        low, high = Encoded(value, format, stored).ends
+        rows.append(("ulp", power(high - low)))
+    for name, up in (("previous", False), ("next", True)):
+        near = next_exact(value, format, up=up)
         code = code_text(encode_exact(near, format), format)
         rows.append((name, "none" if stored.category == "nan" else f"{among(near, format)} ({code})"))
     return [list(row) for row in [*rows, ("class", stored.category)]]
@@ -324,15 +309,13 @@ def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
     """The numbers of both formats around the number, from the least, with their codes; and the number itself."""
     number = Fraction(question.number)
     values = {number}
-    for format in pair:
-        exact = bool(_code_in(number, format))
-        for following, count in ((next_down_exact, _NEAR - exact), (next_up_exact, _NEAR)):
-            near: Number = number
-            for _ in range(count):
-                near = following(near, format)
-                if not finite(near):
-                    break
-                values.add(Fraction(near))
+    for format, up in itertools.product(pair, (False, True)):
+        near: Number = number
+        for _ in range(_NEAR - (not up and bool(_code_in(number, format)))):
+            near = next_exact(near, format, up=up)
+            if not finite(near):
+                break
+            values.add(Fraction(near))
     digits = max(format.max_digits10 for format in pair) + 2
     rows = []
     for value in sorted(values):
