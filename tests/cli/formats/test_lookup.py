@@ -15,7 +15,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lookup_run import STEADY, lines, results, said
 
-from halfstep.cli.formats.commands import column_of
 from halfstep.cli.formats.compare import shared_values
 from halfstep.cli.formats.values import chances, double_roundings, encoded, overflow_threshold, overflows
 from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
@@ -297,28 +296,6 @@ def test_rounding_twice_is_told() -> None:
     assert [(twice["via"], twice["code"]) for twice in result["rounded_twice"]] == [(["fp64", "fp32"], "0x3c00")]
     shown = " ".join(line.strip() for line in lines("why", "1 + 2^-11 + 2^-40", "fp16", COLUMNS="80"))
     assert "first to fp64 and fp32, the number is 1.00048828125, and that becomes 1 instead of 1.0009765625" in shown
-
-
-@pytest.mark.parametrize(
-    ("number", "format", "ends"),
-    [("1.0001", "fp16", "1 ●┤ 1.0009765625"), ("1.0009", "fp16", "1 ├● 1.0009765625"), ("65536", "fp16", ""),
-     ("65530", "fp16", "65504 ├┤ 65536"), ("1", "fp16", ""), ("inf", "fp16", ""), ("0", "e8m0", ""),
-     ("-65510", "fp16", "-65536 ├● -65504"), ("-128.2", "int8", "-129 ├● -128"),
-     ("1e-9", "fp16", "0 ●┤ 5.9604644775390625e-8"), ("-1e-9", "fp16", "-5.9604644775390625e-8 ├● 0")],
-)  # fmt: skip
-def test_the_line_between_neighbours_marks_the_end_that_is_stored(number: str, format: str, ends: str) -> None:
-    line = next((line.strip() for line in lines("why", number, format) if "┼" in line), "")
-    assert re.sub("  ([├●])─+┼─+([┤●])  ", r" \1\2 ", line) == ends
-
-
-def test_only_halfway_stands_in_the_middle() -> None:
-    for width in (15, 35, 75):
-        last, tiny = width - 1, Fraction(1, 10**9)
-        assert [column_of(Fraction(halves, 2), width) for halves in (0, 1, 2)] == [0, last // 2, last]
-        near = [
-            column_of(position, width) for position in (tiny, Fraction(1, 2) - tiny, Fraction(1, 2) + tiny, 1 - tiny)
-        ]
-        assert near == [1, last // 2 - 1, last // 2 + 1, last - 1]
 
 
 # --------------------------------------------------------------------------------------------------- compare, screen

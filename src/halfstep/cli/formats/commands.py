@@ -30,7 +30,6 @@ from halfstep.cli.formats.values import (
     encoded,
     finite,
     fitting,
-    line_between,
     number_dict,
     overflow_threshold,
     reasons,
@@ -173,9 +172,9 @@ def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
 
 
 class Answer(NamedTuple):
-    """The answer of a command: its parsed input, and functions for the results in JSON and what the screen shows."""
+    """The answer of a command: the formats, and functions for the results in JSON and what the screen shows."""
 
-    input: dict[str, Any]
+    formats: list[Format]
     results: Callable[[], list[dict[str, Any]]]
     screen: Callable[[], Iterable[Any]]
 
@@ -201,10 +200,24 @@ def main(argv: Sequence[str], command: str) -> int:
         parser.add_argument(*names, **settings)
 
     def carry_out(options: argparse.Namespace) -> None:
-        about, results, screen = lookup(options)
+        chosen, results, screen = lookup(options)
+        about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
+        about["formats"] = _names(chosen)
         command_line.answer(options, lambda: {"command": command, "input": about, "results": results()}, screen)
 
     return command_line.run(parser, argv, carry_out)
+
+
+def _plain(value: Any) -> Any:
+    """An option in JSON."""
+    match value:
+        case Typed() | Code():  # which are sequences too
+            return value.text
+        case [*members]:
+            return [_plain(member) for member in members]
+        case Format():
+            return value.name
+    return value if value is None or isinstance(value, int) else str(value)
 
 
 def _names(chosen: Iterable[Format]) -> list[str]:
@@ -258,7 +271,7 @@ def _fitting(*tables: Table) -> Table:
 def _format(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
     shown = _all_properties if len(chosen) == 1 else _limits
-    return Answer({"formats": _names(chosen)}, lambda: list(map(compare.format_dict, chosen)), lambda: shown(chosen))
+    return Answer(chosen, lambda: list(map(compare.format_dict, chosen)), lambda: shown(chosen))
 
 
 def _all_properties(chosen: Sequence[Format]) -> list[Any]:
@@ -270,18 +283,15 @@ def _all_properties(chosen: Sequence[Format]) -> list[Any]:
 
 
 def _limits(chosen: Sequence[Format]) -> list[Any]:
-    """One row per format; with overflow, integers and the name in torch if they fit."""
-    header = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has")
-    rows, wide = [], []
+    """One row per format."""
+    header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
         figures = map(short, (format.max, format.min_normal, format.min_subnormal, format.eps))
         digits = f"{format.digits10}-{format.max_digits10}"
-        rows.append([format.name, compare.fields(format), *figures, digits, compare.specials(format)])
-        wide.append(
-            [*rows[-1], compare.overflow(format), compare.count_text(format.integer_range), format.torch or "-"]
+        rows.append(
+            (format.name, compare.fields(format), *figures, digits, compare.specials(format), format.torch or "-")
         )
-    right = {2, 3, 4, 5, 6, 9}
-    return [_fitting(Table((*header, "overflow", "integers to", "torch"), wide, right), Table(header, rows, right))]
+    return [_fitting(Table(header, rows, range(2, 7)), Table(header[:-1], [row[:-1] for row in rows], range(2, 7)))]
 
 
 @_command(
@@ -324,9 +334,7 @@ def _encode(options: argparse.Namespace) -> Answer:
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
         return [text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])]
 
-    about = {"numbers": [typed.text for typed in options.numbers], "formats": _names(chosen)}
-    about |= {"rounding": rounding, "overflow": overflow, "seed": seed}
-    return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
+    return Answer(chosen, results, lambda: _apart(itertools.starmap(shown, rows), ""))
 
 
 def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadecimal: bool = False) -> Table:
@@ -334,8 +342,8 @@ def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadeci
     shown = [True, True, bits, True, hexadecimal, True, True]
     rows = []
     for result in row:
-        stored, cells = result.stored, [result.format.name, "-", "", "", ""]
-        if stored:
+        cells: list[str | Text] = [result.format.name, "-", "", "", ""]
+        if stored := result.stored:
             cells[1:] = [stored.hex, _bits(stored), stored.text(digits), number_dict(stored.value)["hex"] or ""]
         rows.append([*itertools.compress([*cells, result.ulps_text, _coloured(result.outcome_text)], shown)])
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
@@ -360,12 +368,7 @@ def _all_digits(result: Encoded) -> list[str]:
     "16, 32 or 64 bits that holds it. --width and --format override the width.\nexample: halfstep decode 0x4100",
     _option("codes", nargs="+", type=_code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
     formats_option("formats to use; several names, or several times (default: all of the width)"),
-    _option(
-        *("-w", "--width"),
-        choices=list(map(str, _WIDTHS)),
-        metavar="BITS",
-        help=f"bits of the code: {', '.join(map(str, _WIDTHS))}",
-    ),
+    _option("-w", "--width", type=int, choices=_WIDTHS, metavar="BITS", help=f"bits: {', '.join(map(str, _WIDTHS))}"),
 )
 def _decode(options: argparse.Namespace) -> Answer:
     rows = [(typed, _read_in(typed, options)) for typed in options.codes]
@@ -385,12 +388,8 @@ def _decode(options: argparse.Namespace) -> Answer:
         title = f"{typed.text}, {widths.pop()} bits" if len(widths) == 1 else typed.text
         return [text(title, "strong"), _fitting(*(table(row, digits) for digits in (44, 24, 16)))]
 
-    about = {
-        "codes": [typed.text for typed in options.codes],
-        "formats": list(dict.fromkeys(stored.format.name for _, row in rows for stored in row)),
-        "width": options.width and int(options.width),
-    }
-    return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
+    chosen = {stored.format.name: stored.format for _, row in rows for stored in row}
+    return Answer(list(chosen.values()), results, lambda: _apart(itertools.starmap(shown, rows), ""))
 
 
 def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
@@ -399,8 +398,7 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     Raises:
         UsageError: it is not a code of one of them.
     """
-    bits = options.width and int(options.width)
-    chosen = _distinct(options.formats) if options.formats else []
+    chosen, bits = _distinct(options.formats) if options.formats else [], options.width
     for format in chosen:
         if bits not in (None, format.bits):
             raise UsageError(f"--width {bits} is not the {format.bits} bits of --format {format.name}; leave one out")
@@ -428,9 +426,8 @@ def _why(options: argparse.Namespace) -> Answer:
     chosen, typed = _distinct([*options.named, *options.formats]), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]
-    about = {"number": typed.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
     return Answer(
-        about,
+        chosen,
         lambda: [_why_dict(typed, result, *modes) for result in rows],
         lambda: _apart((_explanation(typed, result, *modes) for result in rows), "", ""),
     )
@@ -466,20 +463,20 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
     """
     if not finite(number):
         return dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    result, middle = encoded(number, format), None
-    sides: list[Stored | None] = [result.stored, result.stored]
-    if result.stored is None or result.stored.value != number:
-        near = [next_exact(number, format, up=up) for up in (False, True)]
-        open_ended = format.has_infinity or format.has_nan
-        inside = (number > format.lowest or open_ended, number < format.max or open_ended)
-        sides = [encoded(side, format).stored if there else None for side, there in zip(near, inside, strict=True)]
-        if format.lowest < number < format.max:
-            middle = sum(map(Fraction, near)) / 2
-        elif number > 0 or format.signed:
-            middle = overflow_threshold(format, number < 0) * (1 if number > 0 else -1)
-    below, above = (None if side is None else side.as_dict() for side in sides)
-    ulp = number_dict(result.ends[1] - result.ends[0])
-    return {"below": below, "above": above, "midpoint": None if middle is None else number_dict(middle), "ulp": ulp}
+    result = encoded(number, format)
+    answer: dict[str, Any] = {"midpoint": None, "ulp": number_dict(result.ends[1] - result.ends[0])}
+    if result.stored and result.stored.value == number:
+        return dict.fromkeys(("below", "above"), result.stored.as_dict()) | answer
+    below, above = (next_exact(number, format, up=up) for up in (False, True))
+    if format.lowest < number < format.max:
+        answer["midpoint"] = number_dict((Fraction(below) + Fraction(above)) / 2)
+    elif number > 0 or format.signed:
+        answer["midpoint"] = number_dict(overflow_threshold(format, number < 0) * (1 if number > 0 else -1))
+    inside = format.has_infinity or format.has_nan
+    for name, side, there in (("below", below, number > format.lowest), ("above", above, number < format.max)):
+        stored = encoded(side, format).stored if there or inside else None
+        answer[name] = stored and stored.as_dict()
+    return answer
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
@@ -490,8 +487,9 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
         title.append("nothing")
     else:
         title = joined(title, f"{among(stored.value, format)}, {stored.hex} = ", _bits(stored))
-    parts = [joined(title, ": ", _coloured(result.outcome_text), f", {result.ulps_text} ulp" if result.error else "")]
-    parts += ["", *_number_line(result), *reasons(result, rounding)]
+    error = f", {result.ulps_text} ulp" if result.error else ""
+    parts: list[Any] = [joined(title, ": ", _coloured(result.outcome_text), error), ""]
+    parts += reasons(result, rounding)
     if result.rule not in ("special", "exact", "sign", "least"):
         parts += ["", _roundings(result, overflow)]
     for via, twice in double_roundings(result.number, format) if rounding == "nearest" else []:
@@ -512,31 +510,6 @@ def _roundings(result: Encoded, overflow: str) -> Table:
         name = "" if index and mode == ends[index - 1][0] else mode
         rows.append((name, *shown, end.ulps_text, chance or _coloured(end.outcome_text)))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
-
-
-def column_of(position: Fraction, width: int) -> int:
-    """The column of a position between 0 and 1. Only 0, 1/2 and 1 are in the first, middle and last column."""
-    half = (width - 1) // 2
-    if position in (0, Fraction(1, 2), 1):
-        return int(2 * position) * half
-    start, end = (1, half - 1) if 2 * position < 1 else (half + 1, width - 2)
-    return min(max(round(position * (width - 1)), start), end)
-
-
-def _number_line(result: Encoded) -> list[Text | str]:
-    """The picture of a number between its neighbours, and an empty line; nothing where there is no room for it."""
-    line = line_between(result)
-    if line is None:
-        return []
-    low, high = (value for value, _ in line.ends)
-    half = min(width(), 80) // 2 - (len(low) + len(high)) // 2 - 4
-    if half < 4:
-        return []
-    styles = ["good" if line.stored == end else "" for end in (0, 1)]
-    first, last = (text("●" if style else mark, style) for mark, style in zip("├┤", styles, strict=True))
-    track = joined(first, "─" * (half - 1) + "┼" + "─" * (half - 1), last)
-    arrow = " " * (4 + len(low) + column_of(line.position, 2 * half + 1)) + "▲"
-    return [joined("  ", text(low, styles[0]), "  ", track, "  ", text(high, styles[1])), text(arrow, "strong"), ""]
 
 
 @_command(
@@ -577,7 +550,7 @@ def _compare(options: argparse.Namespace) -> Answer:
         rows = [(typed.text, *map(_example, row)) for typed, row in examples]
         return [Table(("", *_names(chosen)), figures), "", *words, "", Table(("number", *_names(chosen)), rows)]
 
-    return Answer({"formats": _names(chosen)}, results, shown)
+    return Answer(chosen, results, shown)
 
 
 def _example(result: Encoded) -> Text:
@@ -585,15 +558,15 @@ def _example(result: Encoded) -> Text:
     return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 
-_PANELS = ("range", "density", "codes", "all")
+_PANELS = ("range", "codes", "all")
 
 
 @_command(
     "ladder",
-    "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
+    "Draw the range of formats, and every code of a small format.",
     f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
     _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
-    named("*", "formats of range and density (default: all)"),
+    named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
     _option("--codes", type=_small_format, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
@@ -604,9 +577,8 @@ def _ladder(options: argparse.Namespace) -> Answer:
     panels = _PANELS[:-1] if options.kind == "all" else (options.kind,)
     chosen, codes, out = _distinct([*options.named, *options.formats]), options.codes, str(options.out)
     pictures.draw(panels, chosen, codes, options.out)
-    about = {"out": out, "kind": options.kind, "formats": _names(chosen), "codes": codes.name}
     results = [
         {"file": out, "kind": panel, "formats": [codes.name] if panel == "codes" else _names(chosen)}
         for panel in panels
     ]
-    return Answer(about, lambda: results, lambda: [f"{out}: {', '.join(panels)}"])
+    return Answer(chosen, lambda: results, lambda: [f"{out}: {', '.join(panels)}"])

@@ -224,12 +224,7 @@ class Encoded:
 
     @cached_property
     def outcome(self) -> str:
-        """What became of the number.
-
-        ``"exact"``: stored without error. ``"rounded"``: a neighbour is stored. ``"underflow"``: became zero, and was
-        not. ``"overflow"``: became infinity, or NaN in a format without. ``"saturated"``: beyond the largest number,
-        which is stored. ``"none"``: a NaN in a format without.
-        """
+        """What became of the number; docs/lookup.md defines the outcomes."""
         if self.stored is None:
             return "none"
         if self.number != self.number or self.stored.value == self.number:
@@ -261,14 +256,7 @@ class Encoded:
 
     @cached_property
     def rule(self) -> str:
-        """The rule that decides rounding to nearest.
-
-        ``"exact"``: the number is one of the format. ``"nearer"``: the nearer neighbour is taken. ``"tie"``: of two
-        equally near, the one whose last bit is 0. ``"tie_up"``: of these, the larger magnitude, since with one
-        significant bit none is even. ``"overflow"``: it rounds to a number beyond the largest. ``"special"``: an
-        infinity or NaN is not rounded. ``"sign"``: the format has no negative numbers. ``"least"``: the format has no
-        zero, and everything below its least number becomes that.
-        """
+        """The rule that decides rounding to nearest, to which `reasons` gives the words."""
         number, format = self.number, self.format
         if not finite(number):
             return "special"
@@ -365,51 +353,17 @@ def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fractio
     return [(chance, end) for chance, end in zip((1 - share, share), ends, strict=True) if chance]
 
 
-class Line(NamedTuple):
-    """Where a number lies between two numbers of the format, or beyond the largest one."""
-
-    ends: list[tuple[str, str]]  # the values and the codes
-    middle: str  # the value halfway
-    position: Fraction  # 0 at the lower end, 1 at the upper one
-    stored: int | None  # the index of the end that is stored; None for neither
-
-
-def line_between(result: Encoded) -> Line | None:
-    """The `Line` of a number; None where nothing is rounded or both ends overflow."""
-    format, (low, high) = result.format, result.ends if finite(result.number) else (0, 0)
-    if result.rule in ("special", "exact", "sign", "least") or overflows(low if result.number > 0 else high, format):
-        return None
-    exact, ends = Fraction(result.number), []
-    for value in (low, high):
-        code = f"not in {format.name}"
-        if not overflows(value, format):
-            code = code_text(code_of(value if value or exact > 0 else -0.0, format), format)
-        ends.append((among(value, format), code))
-    value_stored = None if result.stored is None else result.stored.value
-    stored = int(value_stored == high) if value_stored in (low, high) else None
-    return Line(ends, among((low + high) / 2, format), (exact - low) / (high - low), stored)
-
-
 # ------------------------------------------------------------------------------------- what other implementations store
 
 
 class Implementation(NamedTuple):
-    """How an implementation casts. All begin with a Python float, thus with the float64 nearest to the number.
-
-    Attributes:
-        name: what it is called here.
-        formats: names of the formats it has.
-        via: formats the number is rounded to on the way.
-        saturates: names of the formats in which overflow and infinities become the largest number.
-        scale: what E8M0 makes of numbers it has none for: ``"magnitude"`` drops the sign and takes 0 for the least,
-            ``"nan"`` makes both NaN.
-    """
+    """How an implementation casts. All begin with a Python float, thus with the float64 nearest to the number."""
 
     name: str
-    formats: tuple[str, ...]
-    via: tuple[str, ...] = ("fp64",)
-    saturates: tuple[str, ...] = ()
-    scale: str = "magnitude"
+    formats: tuple[str, ...]  # that it has
+    via: tuple[str, ...] = ("fp64",)  # to which the number is rounded on the way
+    saturates: tuple[str, ...] = ()  # in which overflow and infinities become the largest number
+    e8m0_nan: bool = False  # whether 0 and negative numbers become NaN in E8M0; else the magnitude counts
 
     def cast(self, number: Number, format: Format) -> Number | None:
         """The value that the implementation stores; None if that is undefined."""
@@ -424,7 +378,7 @@ class Implementation(NamedTuple):
         if number != number:
             return -0.0 if not format.has_nan else math.nan
         if format.kind == "scale":
-            if number <= 0 and self.scale == "nan":
+            if number <= 0 and self.e8m0_nan:
                 return math.nan
             number = -number if number < 0 else number
             if format.min_normal < number < 2 * format.min_normal:
@@ -442,7 +396,7 @@ IMPLEMENTATIONS = (
     Implementation("torch 2.12 and later", _TORCH, ("fp64", "fp32"), saturates=("e4m3fn",)),
     Implementation("torch before 2.12", _TORCH, ("fp64", "fp32")),
     Implementation("numpy", ("fp64", "fp32", "fp16", "int8")),
-    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), scale="nan"),
+    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), e8m0_nan=True),
     Implementation("OCP saturating", ("e4m3fn", "e5m2"), saturates=("e4m3fn", "e5m2")),
     Implementation("OCP non-saturating", ("e4m3fn", "e5m2")),
 )

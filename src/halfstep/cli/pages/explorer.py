@@ -25,7 +25,7 @@ from halfstep.cli.formats.values import (
     finite,
     fitting,
     hex_float,
-    line_between,
+    overflows,
     power,
     reasons,
     rounded,
@@ -38,6 +38,7 @@ from halfstep.numerics.formats.exact import (
     NANS,
     OVERFLOWS,
     Number,
+    code_of,
     decode_exact,
     encode_exact,
     next_exact,
@@ -205,13 +206,18 @@ def _why(question: _Question, result: Encoded) -> list[str]:
 
 def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
-    line = line_between(result)
-    if line is None:
+    number, format = result.number, result.format
+    if result.rule in ("special", "exact", "sign", "least") or overflows(result.ends[number < 0], format):
         return None
-    percent = float(100 * line.position)
-    where = f"{percent:.2f}".rstrip("0").rstrip(".")
-    label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {line.middle}"
-    return {"ends": line.ends, "at": percent, "taken": [line.stored == end for end in (0, 1)], "label": label}
+    ends, (low, high) = [], result.ends
+    for value in (low, high):
+        code = code_text(code_of(value if value or number > 0 else -0.0, format), format)
+        ends.append((among(value, format), f"not in {format.name}" if overflows(value, format) else code))
+    taken = [result.stored is not None and result.stored.value == value for value in (low, high)]
+    percent = float(100 * (Fraction(number) - low) / (high - low))
+    where, halfway = f"{percent:.2f}".rstrip("0").rstrip("."), among((low + high) / 2, format)
+    label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {halfway}"
+    return {"ends": ends, "at": percent, "taken": taken, "label": label}
 
 
 def _code_in(value: Number, format: Format) -> str:
