@@ -29,7 +29,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
     for typed in ("--jsno", "--helpp=3"):
         found = complaint(*name.split(), *NEEDED.get(name, []), typed)
         assert found.startswith(f"halfstep {name}: error: unknown option {typed}; ")
-        assert f"see halfstep {name} --help for those there are" in found
+        assert f"see halfstep {name} --help for the others" in found
     assert "did you mean --help?" in found
     assert list(folder.iterdir()) == []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
 import itertools
 import os
 import re
@@ -21,7 +22,6 @@ from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
 
-PICTURES = (".png", ".svg", ".pdf")
 _NEGATIVE = re.compile(r"-[-+\s]*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
 
 
@@ -30,13 +30,10 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's formatter, with line breaks in descriptions kept and defaults shown."""
+    """argparse's formatter, with defaults shown."""
 
     def __init__(self, prog: str) -> None:  # argparse would import shutil to find out the width
         super().__init__(prog, width=max(20, min(width(), 100)))
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(super(_Help, self)._fill_text(line, width, indent) for line in text.split("\n"))
 
     def _get_help_string(self, action: argparse.Action) -> str:
         described, default = action.help or "", action.default
@@ -77,25 +74,17 @@ class Parser(argparse.ArgumentParser):
             is_fine = option in self._option_string_actions or word == "-" or _NEGATIVE.match(word)
             if word.startswith("-") and not is_fine:
                 near = instead(word.split("=")[0], self._option_string_actions, listed=False)
-                raise UsageError(
-                    f"unknown option {word}; {near}leave it out, or see {self.prog} --help for those there are"
-                )
+                raise UsageError(f"unknown option {word}; {near}leave it out, or see {self.prog} --help for the others")
         options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            raise UsageError(
-                f"unexpected argument {unknown[0]!r}; {self.prog} takes options only: see {self.prog} --help"
-            )
+            self.error(f"unexpected argument {unknown[0]!r}; {self.prog} takes options only: see {self.prog} --help")
         return options
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value != [] and value not in action.choices:
             name = max(action.option_strings, key=len).lstrip("-") if action.option_strings else str(action.metavar)
-            raise argparse.ArgumentError(
-                action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {instead(str(value), action.choices)}"
-            )
-
-
-# -------------------------------------------------------------------------------------------------------------- files
+            remedy = instead(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {remedy}")
 
 
 def a_path(text: str) -> Path:
@@ -107,11 +96,9 @@ def a_path(text: str) -> Path:
 
 def picture(text: str) -> Path:
     """An argparse type: the file that a picture is written to."""
-    if Path(text).suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(PICTURES)}, but got {text!r}")
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"expected a file name ending in .png, .svg, .pdf, but got {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(MISSING)
     return output_file(text)
 
@@ -144,32 +131,24 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------------------ running
-
-
 def run(
     parser: Parser,
     argv: Sequence[str],
     command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Parse the command line and carry it out.
+    """Carry out a command with the parsed options. Returns its exit status (0 for None), 2, or that of `with_output`.
 
     Args:
-        parser: the parser of the command.
-        argv: the arguments of the command.
-        command: receives the parsed options and returns the exit status; None means 0.
+        parser, argv: the parser of the command, and its arguments.
+        command: receives the options.
         refused: exceptions besides `UsageError` whose text is an error message for the user.
-
-    Returns:
-        The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
     """
-    refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
     def carry_out() -> int:
         try:
             return command(parser.parse(argv)) or 0
-        except refusals as error:
+        except (UsageError, *refused) as error:
             complain(parser.prog, str(error))
             return 2
 
@@ -195,28 +174,24 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
         What `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written, and
         2 if another file cannot be used.
     """
+    status = 0
     try:
         try:
             return command()
         finally:  # argparse ends the process after printing help, with output that may still be buffered
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
-        return 0
+        pass
     except OSError as error:
         if error.filename is not None:
             complain(prog, f"{error.filename} cannot be used: {error.strerror}")
             return 2
         complain(prog, f"standard output cannot be written: {error.strerror or error}")
-        _discard_output()
-        return 1
+        status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would fail to write the rest at exit
+    return status
 
 
 def complain(prog: str, text: str) -> None:
     """Print one line on standard error."""
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)
-
-
-def _discard_output() -> None:
-    """Discard the buffered standard output, so that Python does not fail to write it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

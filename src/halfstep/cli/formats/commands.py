@@ -264,7 +264,7 @@ def _fitting(*tables: Table) -> Table:
 @_command(
     "format",
     "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
-    f"Formats: {', '.join(formats)},\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
+    f"Formats: {', '.join(formats)}, by any usual name, and your own by their fields, such as e5m7 or e4m3fnuz; "
     "example: halfstep format fp16",
     named("*", "formats (default: all)", "NAME"),
 )
@@ -297,7 +297,7 @@ def _limits(chosen: Sequence[Format]) -> list[Any]:
 @_command(
     "encode",
     "Round numbers to every format, and show the code, its fields, the stored value and the error in ulps.",
-    "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
+    "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan; "
     "example: halfstep encode 2.5 -f fp16 bf16",
     _option("numbers", nargs="+", type=number("formats come after -f"), metavar="NUMBER"),
     formats_option("formats to use; several names, or several times (default: all)"),
@@ -365,7 +365,7 @@ def _all_digits(result: Encoded) -> list[str]:
     "decode",
     "Show the value of a code in every format of its width.",
     "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of 8, "
-    "16, 32 or 64 bits that holds it. --width and --format override the width.\nexample: halfstep decode 0x4100",
+    "16, 32 or 64 bits that holds it. --width and --format override the width; example: halfstep decode 0x4100",
     _option("codes", nargs="+", type=_code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
     formats_option("formats to use; several names, or several times (default: all of the width)"),
     _option("-w", "--width", type=int, choices=_WIDTHS, metavar="BITS", help=f"bits: {', '.join(map(str, _WIDTHS))}"),
@@ -564,7 +564,7 @@ _PANELS = ("range", "codes", "all")
 @_command(
     "ladder",
     "Draw the range of formats, and every code of a small format.",
-    f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
+    f"Needs matplotlib: {INSTALL}; example: halfstep ladder --out formats.png",
     _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
     named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
