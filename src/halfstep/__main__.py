@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
-from halfstep.cli._interrupt import end, end_or_raise, handle_interrupts, interrupted
 from halfstep.cli.command_line import complain, with_output
 from halfstep.cli.terminal import Table, show
 from halfstep.numerics.messages import instead
@@ -79,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 for success, 1 for failure, 2 for wrong input, 128 + signal if interrupted.
+        The exit status: 0 for success, 1 for failure, 2 for wrong input, 130 if interrupted by Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:  # closed by 2>&-; print would write to standard output instead
@@ -90,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return with_output("halfstep", lambda: _run(arguments))
     except KeyboardInterrupt:
-        return interrupted()
+        print("halfstep: interrupted", file=sys.stderr, flush=True)
+        return 130
 
 
 def _run(arguments: list[str]) -> int:
@@ -118,13 +118,5 @@ def _run(arguments: list[str]) -> int:
     return 2
 
 
-def program() -> int:
-    """The program ``halfstep``: `main`, after which Ctrl-C ends the process at once."""
-    handle_interrupts(None, end_or_raise)
-    status = main()
-    handle_interrupts(end_or_raise, end)
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
@@ -63,7 +62,7 @@ def _explore(options: argparse.Namespace) -> int:
     state = _state(options)
     if options.out is None:
         return serve("explorer", state, options.port, not options.no_open)
-    say(write(Path(options.out), "explorer", state, not options.no_open))
+    say(write(options.out, "explorer", state))
     return 0
 
 
