@@ -144,11 +144,12 @@ def run(
         command: receives the options.
         refused: exceptions besides `UsageError` whose text is an error message for the user.
     """
+    refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
     def carry_out() -> int:
         try:
             return command(parser.parse(argv)) or 0
-        except (UsageError, *refused) as error:
+        except refusals as error:
             complain(parser.prog, str(error))
             return 2
 

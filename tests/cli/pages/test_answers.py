@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 import subprocess
@@ -11,8 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from plan_settings import answer as planned
-from plan_settings import settings, typos, words
+from plan_settings import settings, words
 
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
@@ -21,7 +19,7 @@ from halfstep.cli.pages import planner
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.planner import at_peak
 from halfstep.cli.plan_options import settings as state_of
-from halfstep.cli.plan_tables import digits
+from halfstep.cli.plan_tables import digits, sentences
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact, parse_number
 from halfstep.numerics.formats.table import formats
 
@@ -143,21 +141,21 @@ def test_two_formats_compared() -> None:
 # ------------------------------------------------------------------------------------------------------------ planner
 
 
-def test_plans_are_those_of_the_command() -> None:
-    plans = 0
-    for seed in range(240):
-        state = (typos if seed % 4 == 0 else settings)(seed)
-        ours, theirs = answer({"page": "planner", "state": state}), planned(state)
-        assert ours["error"] == theirs.get("refused", ""), state
-        if "json" in theirs:
-            plans += 1
-            assert ours["plan"]["words"] == theirs["said"], state
-            (plan,) = json.loads(theirs["json"])["plans"]
-            sizes = [part["bytes"] for part in at_peak(plan)]
-            widths = [part[2] for part in ours["plan"]["bar"]["parts"]]
-            assert sum(sizes) == plan["totals"]["peak"] and sum(widths) < 100.1
-            assert widths == pytest.approx([widths[0] * size / sizes[0] for size in sizes])
-    assert plans > 100
+def planned(state: dict[str, str]) -> dict[str, Any]:
+    """The JSON of the command."""
+    return command.planned(command.parser().parse(words(state)))
+
+
+@pytest.mark.parametrize(
+    "state", [EXAMPLES["planner"], {"params": "7e9"}, {"model": "gpt2", "card": "8GiB", "offload": ""}]
+)
+def test_a_plan_is_that_of_the_command(state: dict[str, str]) -> None:
+    ours, content = answer({"page": "planner", "state": state})["plan"], planned(state)
+    (plan,) = content["plans"]
+    sizes = [part["bytes"] for part in at_peak(plan)]
+    widths = [part[2] for part in ours["bar"]["parts"]]
+    assert ours["words"] == sentences(content) and sum(sizes) == plan["totals"]["peak"] and sum(widths) < 100.1
+    assert widths == pytest.approx([widths[0] * size / sizes[0] for size in sizes])
 
 
 def test_settings_of_a_command_line_are_a_state() -> None:
@@ -186,7 +184,7 @@ def test_each_row_of_a_comparison_leads_to_its_plan(what: str) -> None:
     assert [row["here"] for row in table["rows"]].count(True) == (what == "strategies")
     for row in table["rows"]:
         state = {name: text for name, text in row["state"].items() if name != "compare"}
-        (plan,) = json.loads(planned(state)["json"])["plans"]
+        (plan,) = planned(state)["plans"]
         assert digits(plan["totals"]["peak"] / 2**30) == row["cells"][table["head"].index("peak")], row
 
 

@@ -23,7 +23,6 @@ from halfstep.cli.formats.values import (
     Encoded,
     Stored,
     among,
-    chances,
     conversions,
     double_rounding_words,
     double_roundings,
@@ -34,6 +33,7 @@ from halfstep.cli.formats.values import (
     overflow_threshold,
     reasons,
     rounded,
+    roundings,
     short,
 )
 from halfstep.cli.terminal import Table, joined, text, width
@@ -84,16 +84,6 @@ def _family(name: str) -> list[Format]:
     except (KeyError, ValueError) as error:
         remedy = "; numbers come before -f" if re.match(r"[-\d.]", name) else ""
         raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
-
-
-def _small_format(name: str) -> Format:
-    """An argparse type: a format whose codes fit a picture."""
-    format = _family(name)[0]
-    if format.bits > 8:
-        raise argparse.ArgumentTypeError(
-            f"expected a format of up to 8 bits, but got {format.name}, which has {format.codes:,} codes"
-        )
-    return format
 
 
 def number(hint: str) -> Callable[[str], Typed]:
@@ -440,15 +430,16 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
         return None if result.stored is None else result.stored.hex
 
     twice = double_roundings(number, format) if rounding == "nearest" else []
+    ends = roundings(number, format, lambda number, mode: encoded(number, format, mode, overflow))
     return {
         "input": typed.as_dict(),
         **result.as_dict(),
         "rule": result.rule,
         "explanation": reasons(result, rounding),
         **_neighbours(number, format),
-        "roundings": {mode: code(encoded(number, format, mode, overflow)) for mode in ENCODE_ROUNDINGS[:-1]},
+        "roundings": {mode: code(end) for end, mode, chance in ends if chance is None},
         "stochastic": [
-            {"code": code(end), "probability": str(share)} for share, end in chances(number, format, overflow)
+            {"code": code(end), "probability": str(chance)} for end, _, chance in ends if chance is not None
         ],
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
         "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
@@ -500,15 +491,12 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
 
 def _roundings(result: Encoded, overflow: str) -> Table:
     """The value that each rounding mode stores."""
-    number, format = result.number, result.format
-    ends = [(mode, encoded(number, format, mode, overflow), "") for mode in ENCODE_ROUNDINGS[:-1]]
-    drawn = [(end.stored, f"with {rounded(share * 100, 6)} %") for share, end in chances(number, format, overflow)]
-    ends += [("stochastic", Encoded(number, format, stored), chance) for stored, chance in drawn]
-    rows: list[tuple[str | Text, ...]] = []
-    for index, (mode, end, chance) in enumerate(ends):
+    format, rows = result.format, []
+    ends = roundings(result.number, format, lambda number, mode: encoded(number, format, mode, overflow))
+    for (end, mode, chance), (_, before, _) in zip(ends, [ends[-1], *ends], strict=False):
         shown = ("", "") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
-        name = "" if index and mode == ends[index - 1][0] else mode
-        rows.append((name, *shown, end.ulps_text, chance or _coloured(end.outcome_text)))
+        outcome = _coloured(end.outcome_text) if chance is None else f"with {rounded(chance * 100, 6)} %"
+        rows.append(("" if mode == before and chance else mode, *shown, end.ulps_text, outcome))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
 
 
@@ -569,13 +557,15 @@ _PANELS = ("range", "codes", "all")
     named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
-    _option("--codes", type=_small_format, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
+    _option("--codes", type=lambda name: _family(name)[0], default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
 )
 def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
     panels = _PANELS[:-1] if options.kind == "all" else (options.kind,)
     chosen, codes, out = _distinct([*options.named, *options.formats]), options.codes, str(options.out)
+    if codes.bits > 8:
+        raise UsageError(f"argument --codes: expected a format of up to 8 bits, but got {codes.name}, which has more")
     pictures.draw(panels, chosen, codes, options.out)
     results = [
         {"file": out, "kind": panel, "formats": [codes.name] if panel == "codes" else _names(chosen)}

@@ -10,8 +10,7 @@ from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
 from halfstep.cli.formats.compare import fields, lowest_exponent
-from halfstep.cli.formats.values import Stored, code_text, rounded, short, special
-from halfstep.numerics.formats.exact import power_of_two
+from halfstep.cli.formats.values import Stored, code_text, rounded, short
 from halfstep.numerics.formats.table import Format
 
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both
@@ -52,26 +51,6 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
             axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
-def _shade(stored: Stored) -> Any:
-    """The colour of a code's class. Larger normal numbers are darker."""
-    from matplotlib.colors import to_rgb
-
-    if stored.category != "normal":
-        return _CLASSES[stored.category]
-    format, exponent = stored.format, power_of_two(Fraction(stored.value))
-    share = (exponent - format.emin) / max(1, format.emax - format.emin)
-    pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
-    return tuple(low + share * (high - low) for low, high in zip(pale, full, strict=True))
-
-
-def _cell(stored: Stored) -> str:
-    """The value with as many digits as fit a cell."""
-    if isinstance(stored.value, float):
-        return special(stored.value)
-    text = short(stored.value)
-    return text if len(text) <= 8 else rounded(stored.value, 3)
-
-
 def draw_codes(axes: Any, format: Format) -> None:
     """Draw every code with its value, coloured by class."""
     columns = min(16, format.codes)
@@ -79,8 +58,9 @@ def draw_codes(axes: Any, format: Format) -> None:
     for code in range(format.codes):
         stored = Stored(code, format)
         row, column = divmod(code, columns)
-        text = _cell(stored)
-        axes.fill_between([column, column + 1], row, row + 1, color=_shade(stored), linewidth=0)
+        axes.fill_between([column, column + 1], row, row + 1, color=_CLASSES[stored.category], linewidth=0)
+        text = stored.text(8)
+        text = rounded(Fraction(stored.value), 3) if text.startswith("≈") else text
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=_INK)
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal as arithmetic
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -11,6 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from halfstep.numerics.formats.exact import (
+    ENCODE_ROUNDINGS,
     Number,
     code_of,
     decode_exact,
@@ -331,26 +333,35 @@ def double_roundings(number: Number, format: Format) -> list[tuple[list[Format],
     return changed
 
 
-def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fraction, Encoded]]:
-    """The possible results of stochastic rounding and their probabilities: toward zero first, then away from it.
+def roundings(
+    number: Number, format: Format, encode: Callable[[Number, str], Encoded]
+) -> list[tuple[Encoded, str, Fraction | None]]:
+    """What `encode`, which rounds a number in a mode, makes of it: results, modes, chances of stochastic results."""
+    rows: list[tuple[Encoded, str, Fraction | None]]
+    rows = [(encode(number, mode), mode, None) for mode in ENCODE_ROUNDINGS[:-1]]
+    ends = [(encode(side, "nearest").stored, chance) for side, chance in _chances(number, format)]
+    if ends[0][0] == ends[-1][0]:
+        ends = [(ends[0][0], Fraction(1))]
+    return rows + [(Encoded(number, format, stored), "stochastic", chance) for stored, chance in ends]
+
+
+def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
+    """The numbers that stochastic rounding can choose and their probabilities: toward zero first, then away from it.
 
     The noise has 32 bits (31 among the subnormals of formats with fewer exponents than fp32), so that a probability is
     a multiple of 2^-32 (2^-31), rounded down for the one away from zero.
     """
     if not finite(number) or number == 0 or (format.kind == "scale" and number < format.min_normal):
-        return [(Fraction(1), encoded(number, format, overflow=overflow))]
+        return [(number, Fraction(1))]
     exact, step = abs(Fraction(number)), Fraction(2) ** unit_exponent(Fraction(number), format)
-    units = exact // step
+    units, part = divmod(exact / step, 1)
     coarse = format.has_subnormals and format.emin > -126 and exact < format.min_normal
     steps = 2**31 if coarse else 2**32
-    share = Fraction((exact / step - units) * steps // 1, steps)
+    share = Fraction(part * steps // 1, steps)
     sides: list[Number] = [units * step, (units + 1) * step]
     if number < 0:
         sides = [-side if side else -0.0 for side in sides]
-    ends = [encoded(side, format, overflow=overflow) for side in sides]
-    if ends[0].stored == ends[1].stored:
-        return [(Fraction(1), ends[0])]
-    return [(chance, end) for chance, end in zip((1 - share, share), ends, strict=True) if chance]
+    return [(side, chance) for side, chance in zip(sides, (1 - share, share), strict=True) if chance]
 
 
 # ------------------------------------------------------------------------------------- what other implementations store

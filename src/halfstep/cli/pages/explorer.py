@@ -18,7 +18,6 @@ from halfstep.cli.formats.values import (
     Stored,
     all_digits,
     among,
-    chances,
     code_text,
     double_rounding_words,
     double_roundings,
@@ -29,6 +28,7 @@ from halfstep.cli.formats.values import (
     power,
     reasons,
     rounded,
+    roundings,
     short,
     special,
 )
@@ -251,14 +251,12 @@ def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
 
 def _modes(question: _Question, format: Format) -> list[list[str]]:
     """A row for each rounding mode, and for each possible result of stochastic rounding."""
-    rows = [_row(mode, *question.result(format, mode)) for mode, _ in CHOICES["r"]]
-    ends = []
-    for share, end in chances(question.number, format, "inf"):
-        result, refusal = question._replace(number=end.number, code=None).result(format, "nearest")
-        ends.append((share, (Encoded(question.number, format, result.stored), refusal)))
-    if question.code is not None or len({result.stored for _, (result, _) in ends}) == 1:
-        ends = [(Fraction(1), question.result(format, "nearest"))]
-    return rows + [[*_row("stochastic", *end)[:4], f"with {rounded(100 * share, 6)} %"] for share, end in ends]
+
+    def encode(number: Number, mode: str) -> Encoded:
+        return question._replace(number=number).result(format, mode)[0]
+
+    rows = [(_row(mode, end, ""), chance) for end, mode, chance in roundings(question.number, format, encode)]
+    return [cells if chance is None else [*cells[:4], f"with {rounded(100 * chance, 6)} %"] for cells, chance in rows]
 
 
 # -------------------------------------------------------------------------------------------------------- all formats
