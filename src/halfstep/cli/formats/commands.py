@@ -31,6 +31,7 @@ from halfstep.cli.formats.values import (
     fitting,
     number_dict,
     overflow_threshold,
+    overflows,
     reasons,
     rounded,
     roundings,
@@ -38,7 +39,7 @@ from halfstep.cli.formats.values import (
 )
 from halfstep.cli.terminal import Table, joined, text, width
 from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, next_exact, parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _WIDTHS = sorted({format.bits for format in formats.values()})
@@ -452,22 +453,20 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
     Beyond the last number lies infinity, or NaN in a format without infinity, or nothing in a format without both; the
     middle is then the threshold of overflow.
     """
+    answer: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
     if not finite(number):
-        return dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    result = encoded(number, format)
-    answer: dict[str, Any] = {"midpoint": None, "ulp": number_dict(result.ends[1] - result.ends[0])}
-    if result.stored and result.stored.value == number:
-        return dict.fromkeys(("below", "above"), result.stored.as_dict()) | answer
-    below, above = (next_exact(number, format, up=up) for up in (False, True))
-    if format.lowest < number < format.max:
-        answer["midpoint"] = number_dict((Fraction(below) + Fraction(above)) / 2)
-    elif number > 0 or format.signed:
-        answer["midpoint"] = number_dict(overflow_threshold(format, number < 0) * (1 if number > 0 else -1))
-    inside = format.has_infinity or format.has_nan
-    for name, side, there in (("below", below, number > format.lowest), ("above", above, number < format.max)):
-        stored = encoded(side, format).stored if there or inside else None
-        answer[name] = stored and stored.as_dict()
-    return answer
+        return answer
+    result, sign = encoded(number, format), -1 if number < 0 else 1
+    for name, mode, side in (("below", "down", 1), ("above", "up", -1)):
+        above_all = mode == "up" and result.rule == "sign"  # the least number lies above all negative ones
+        stored = Stored(0, format) if above_all else encoded(number, format, mode).stored
+        if stored and not stored.value * side > number * side:
+            answer[name] = stored.as_dict()
+    if result.rule not in ("exact", "sign", "least"):
+        beyond = overflows(result.ends[number < 0], format)
+        middle = sign * overflow_threshold(format, number < 0) if beyond else sum(result.ends) / 2
+        answer["midpoint"] = number_dict(Fraction(middle))
+    return answer | {"ulp": number_dict(result.ends[1] - result.ends[0])}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
