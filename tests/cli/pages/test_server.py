@@ -165,7 +165,7 @@ def test_texts_cannot_end_the_script() -> None:
 
 def test_what_the_explorer_refuses(address: tuple[int, str]) -> None:
     for words, message in (
-        (f"--no-open --port {address[0]}", "cannot be used: Address already in use; pass another, or leave"),
+        (f"--no-open --port {address[0]}", "cannot be used: Address already in use; pass another one, or leave"),
         ("-f fp16 -f bf16 -f e5m2", "expected at most two formats, the second to compare with, but got"),
         ("0.1 --number 2", "--number 2 is a second number beside 0.1; leave one out"),
     ):
