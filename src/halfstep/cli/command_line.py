@@ -22,7 +22,7 @@ from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
 
-_NEGATIVE = re.compile(r"-[-+\s]*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
+_NEGATIVE = re.compile(r"-\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
 
 
 class UsageError(ValueError):
