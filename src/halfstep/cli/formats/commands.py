@@ -162,14 +162,8 @@ def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-class Answer(NamedTuple):
-    """The answer of a command: the formats, and functions for the results in JSON and what the screen shows."""
-
-    formats: list[Format]
-    results: Callable[[], list[dict[str, Any]]]
-    screen: Callable[[], Iterable[Any]]
-
-
+# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows.
+Answer = tuple[list[Format], list[Any]]
 _LOOKUPS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str, str, Sequence[Option]]] = {}
 
 
@@ -191,10 +185,11 @@ def main(argv: Sequence[str], command: str) -> int:
         parser.add_argument(*names, **settings)
 
     def carry_out(options: argparse.Namespace) -> None:
-        chosen, results, screen = lookup(options)
+        chosen, results = lookup(options)
         about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
         about["formats"] = _names(chosen)
-        command_line.answer(options, lambda: {"command": command, "input": about, "results": results()}, screen)
+        content = {"command": command, "input": about, "results": results}
+        command_line.answer(options, lambda: content, lambda: results)
 
     return command_line.run(parser, argv, carry_out)
 
@@ -230,8 +225,8 @@ def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
     cells = []
     for result in results:
         for index, (value, names) in enumerate(conversions(result.number, result.format)):
-            others = [name for name in names if not name.startswith("torch")]
-            who = ", ".join(["torch", *others] if len(names) - len(others) == 2 else names)
+            further = [name for name in names if not name.startswith("torch")]
+            who = ", ".join(["torch", *further] if len(names) - len(further) == 2 else names)
             shown = "undefined" if value is None else fitting(value, 20, 9)
             cells.append(("" if index else result.format.name, shown, who))
     return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
@@ -261,19 +256,16 @@ def _fitting(*tables: Table) -> Table:
 )
 def _format(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
-    shown = _all_properties if len(chosen) == 1 else _limits
-    return Answer(chosen, lambda: list(map(compare.format_dict, chosen)), lambda: shown(chosen))
-
-
-def _all_properties(chosen: Sequence[Format]) -> list[Any]:
-    """All properties of one format."""
+    if options.json:
+        return chosen, list(map(compare.format_dict, chosen))
+    if len(chosen) > 1:
+        return chosen, [_limits(chosen)]
     (format,) = chosen
-    rows = [*compare.names(format), *compare.figures(format)]
-    cells = [(text(f"  {name}", "faint"), value) for name, value in rows]
-    return [joined(text(format.name, "strong"), f": {format.title}"), Table((), cells, wraps=1)]
+    rows = [(text(f"  {name}", "faint"), value) for name, value in (*compare.names(format), *compare.figures(format))]
+    return chosen, [joined(text(format.name, "strong"), f": {format.title}"), Table((), rows, wraps=1)]
 
 
-def _limits(chosen: Sequence[Format]) -> list[Any]:
+def _limits(chosen: Sequence[Format]) -> Table:
     """One row per format."""
     header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
@@ -282,7 +274,7 @@ def _limits(chosen: Sequence[Format]) -> list[Any]:
         rows.append(
             (format.name, compare.fields(format), *figures, digits, compare.specials(format), format.torch or "-")
         )
-    return [_fitting(Table(header, rows, range(2, 7)), Table(header[:-1], [row[:-1] for row in rows], range(2, 7)))]
+    return _fitting(Table(header, rows, range(2, 7)), Table(header[:-1], [row[:-1] for row in rows], range(2, 7)))
 
 
 @_command(
@@ -313,19 +305,18 @@ def _encode(options: argparse.Namespace) -> Answer:
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
     usual = (rounding, overflow) == ("nearest", "inf")
 
-    def results() -> list[dict[str, Any]]:
-        return [
+    if options.json:
+        return chosen, [
             {"input": typed.as_dict(), **result.as_dict(), "elsewhere": _elsewhere(result) if usual else []}
             for typed, row in rows
             for result in row
         ]
-
-    def shown(typed: Typed, row: Sequence[Encoded]) -> list[Any]:
+    blocks = []
+    for typed, row in rows:
         table = _fitting(*(_encodings(row, *columns) for columns in ((24, True, True), (16, True), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
-        return [text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])]
-
-    return Answer(chosen, results, lambda: _apart(itertools.starmap(shown, rows), ""))
+        blocks.append([text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])])
+    return chosen, _apart(blocks, "")
 
 
 def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadecimal: bool = False) -> Table:
@@ -363,24 +354,24 @@ def _all_digits(result: Encoded) -> list[str]:
 )
 def _decode(options: argparse.Namespace) -> Answer:
     rows = [(typed, _read_in(typed, options)) for typed in options.codes]
-
-    def results() -> list[dict[str, Any]]:
-        return [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
-
-    def table(row: Sequence[Stored], digits: int) -> Table:
-        cells = []
-        for stored in row:
-            value = stored.text(digits), number_dict(stored.value)["hex"] or ""
-            cells.append((stored.format.name, _bits(stored), *value, _coloured(stored.category)))
-        return Table(("format", "bits", "value", "hex float", "class"), cells)
-
-    def shown(typed: Code, row: Sequence[Stored]) -> list[Any]:
+    chosen = list({stored.format.name: stored.format for _, row in rows for stored in row}.values())
+    if options.json:
+        return chosen, [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
+    blocks = []
+    for typed, row in rows:
         widths = {stored.format.bits for stored in row}
         title = f"{typed.text}, {widths.pop()} bits" if len(widths) == 1 else typed.text
-        return [text(title, "strong"), _fitting(*(table(row, digits) for digits in (44, 24, 16)))]
+        blocks.append([text(title, "strong"), _fitting(*(_decodings(row, digits) for digits in (44, 24, 16)))])
+    return chosen, _apart(blocks, "")
 
-    chosen = {stored.format.name: stored.format for _, row in rows for stored in row}
-    return Answer(list(chosen.values()), results, lambda: _apart(itertools.starmap(shown, rows), ""))
+
+def _decodings(row: Sequence[Stored], digits: int) -> Table:
+    """A row for each format, with values of at most so many digits."""
+    cells = []
+    for stored in row:
+        value = stored.text(digits), number_dict(stored.value)["hex"] or ""
+        cells.append((stored.format.name, _bits(stored), *value, _coloured(stored.category)))
+    return Table(("format", "bits", "value", "hex float", "class"), cells)
 
 
 def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
@@ -417,11 +408,9 @@ def _why(options: argparse.Namespace) -> Answer:
     chosen, typed = _distinct([*options.named, *options.formats]), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]
-    return Answer(
-        chosen,
-        lambda: [_why_dict(typed, result, *modes) for result in rows],
-        lambda: _apart((_explanation(typed, result, *modes) for result in rows), "", ""),
-    )
+    if options.json:
+        return chosen, [_why_dict(typed, result, *modes) for result in rows]
+    return chosen, _apart((_explanation(typed, result, *modes) for result in rows), "", "")
 
 
 def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
@@ -518,26 +507,24 @@ def _compare(options: argparse.Namespace) -> Answer:
         for number in compare.examples(chosen)
     ]
 
-    def results() -> list[dict[str, Any]]:
+    if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
-        shown = list(map(compare.format_dict, chosen))
-        return [{"formats": shown, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}]
-
-    def shown() -> list[Any]:
-        figures = []
-        for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
-            values = [value, *(value for _, value in following)]
-            if name != "codes":
-                style = "strong" if len(set(values)) > 1 else ""
-                figures.append([text(name, "faint"), *(text(value, style) for value in values)])
-        words = [
-            joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
-            for first, second in pairs
+        compared = list(map(compare.format_dict, chosen))
+        return chosen, [
+            {"formats": compared, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}
         ]
-        rows = [(typed.text, *map(_example, row)) for typed, row in examples]
-        return [Table(("", *_names(chosen)), figures), "", *words, "", Table(("number", *_names(chosen)), rows)]
-
-    return Answer(chosen, results, shown)
+    figures = []
+    for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
+        values = [value, *(value for _, value in following)]
+        if name != "codes":
+            style = "strong" if len(set(values)) > 1 else ""
+            figures.append([text(name, "faint"), *(text(value, style) for value in values)])
+    words = [
+        joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
+        for first, second in pairs
+    ]
+    numbers = Table(("number", *_names(chosen)), [(typed.text, *map(_example, row)) for typed, row in examples])
+    return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
 
 
 def _example(result: Encoded) -> Text:
@@ -566,8 +553,7 @@ def _ladder(options: argparse.Namespace) -> Answer:
     if codes.bits > 8:
         raise UsageError(f"argument --codes: expected a format of up to 8 bits, but got {codes.name}, which has more")
     pictures.draw(panels, chosen, codes, options.out)
-    results = [
-        {"file": out, "kind": panel, "formats": [codes.name] if panel == "codes" else _names(chosen)}
-        for panel in panels
-    ]
-    return Answer(chosen, lambda: results, lambda: [f"{out}: {', '.join(panels)}"])
+    if not options.json:
+        return chosen, [f"{out}: {', '.join(panels)}"]
+    drawn = ((panel, [codes] if panel == "codes" else chosen) for panel in panels)
+    return chosen, [{"file": out, "kind": panel, "formats": _names(shown)} for panel, shown in drawn]

@@ -421,8 +421,8 @@ def conversions(number: Number, format: Format) -> list[tuple[Number | None, lis
             value = implementation.cast(number, format)
             stored.setdefault(str(value), (value, []))[1].append(implementation.name)
     nearest = None if number != number and not format.has_nan else decode_exact(code_of(number, format), format)
-    same = all(key == str(nearest) or value == nearest for key, (value, _) in stored.items())
-    return [] if same else list(stored.values())
+    agree = all(key == str(nearest) or value == nearest for key, (value, _) in stored.items())
+    return [] if agree else list(stored.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------- why

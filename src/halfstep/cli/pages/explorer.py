@@ -213,11 +213,11 @@ def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     for value in (low, high):
         code = code_text(code_of(value if value or number > 0 else -0.0, format), format)
         ends.append((among(value, format), f"not in {format.name}" if overflows(value, format) else code))
-    taken = [result.stored is not None and result.stored.value == value for value in (low, high)]
+    stored = [result.stored is not None and result.stored.value == value for value in (low, high)]
     percent = float(100 * (Fraction(number) - low) / (high - low))
     where, halfway = f"{percent:.2f}".rstrip("0").rstrip("."), among((low + high) / 2, format)
     label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {halfway}"
-    return {"ends": ends, "at": percent, "taken": taken, "label": label}
+    return {"ends": ends, "at": percent, "taken": stored, "label": label}
 
 
 def _code_in(value: Number, format: Format) -> str:
