@@ -469,8 +469,9 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
             kept = f"{among(last, format)} is stored, {result.stored.hex}"
             return [*sentences, f"Rounding {_WORDS[rounding][0]} does not overflow: {kept}."]
         threshold = overflow_threshold(format, negative) * (-1 if negative else 1)
-        since = "from" if rounding == "nearest_away" or overflows(threshold, format) else "beyond"
-        about = f", as does every number {since} {among(threshold, format)}" if rounding.startswith("nearest") else ""
+        at = among(threshold, format)
+        since = f"from {at} on" if rounding == "nearest_away" or overflows(threshold, format) else f"beyond {at}"
+        about = f", as does every number {since}" if rounding.startswith("nearest") else ""
         return [*sentences, f"{beyond} overflows{about}.", _instead(result)]
     if end == 0 and rounding.startswith("nearest"):
         half = power(Fraction(format.min_subnormal) / 2)
