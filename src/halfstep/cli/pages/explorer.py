@@ -273,18 +273,13 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
         return round(100 * min(max((exponent - low) / (high - low), 0), 1), 1)
 
     rows: list[list[Any]] = []
-    where: dict[str, list[str]] = {"subnormal in": [], "below the least of": [], "beyond the largest of": []}
     for row in listed:
         limits = (row.min_subnormal, row.min_normal, row.max)
         rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
-        beyond = [limits[0] <= magnitude < limits[1], magnitude < limits[0], magnitude > limits[2]]
-        for names in itertools.compress(where.values(), beyond):
-            names.append(row.name)
-    words = [f"{text} {', '.join(names)}" for text, names in where.items() if names]
-    words = ["It has no place on this axis"] if at is None else [f"The magnitude is 2^{at:.2f}", *words]
+    words = "It is not on this axis." if at is None else f"The magnitude is 2^{at:.2f}."
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
-    return {"at": at if at is None else percent(at), "rows": rows, "ticks": ticks, "words": "; ".join(words) + "."}
+    return {"at": at if at is None else percent(at), "rows": rows, "ticks": ticks, "words": words}
 
 
 # -------------------------------------------------------------------------------------------------------- two formats
