@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import halfstep
 from halfstep.__main__ import main
 from halfstep.cli import plan
 
@@ -34,52 +33,6 @@ def test_an_interrupt_ends_without_a_traceback(
     monkeypatch.setattr(plan, "main", interrupted)
     assert main(["plan"]) == 130
     assert capsys.readouterr().err == "halfstep: interrupted\n"
-
-
-CTRL_C_DURING_AN_IMPORT = """
-import runpy, signal, sys
-
-class Finder:
-    def find_spec(name, path=None, target=None):
-        if name == wanted:
-            try:
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                if name == "numpy":  # torch's C++ goes on without numpy
-                    raise ImportError
-                raise
-
-script, wanted, *sys.argv[1:] = sys.argv[1:]
-sys.meta_path.insert(0, Finder)
-if script == "module":
-    runpy.run_module("halfstep", run_name="__main__")
-from halfstep.__main__ import program
-sys.exit(program())
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "module", "words"),
-    [
-        ("module", "argparse", "--version"),  # imported before the arguments are read
-        ("console script", "torch", "inspect x.pt"),
-        ("module", "numpy", "inspect x.pt"),
-    ],
-)
-def test_an_interrupted_import_ends_without_a_traceback(script: str, module: str, words: str) -> None:
-    code = [sys.executable, "-c", CTRL_C_DURING_AN_IMPORT, script, module, *words.split()]
-    done = subprocess.run(code, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "halfstep: interrupted\n")
-
-
-def test_an_interrupted_end_has_no_traceback() -> None:
-    code = (
-        "import atexit, signal, sys; from halfstep.__main__ import program; "
-        "atexit.register(signal.raise_signal, signal.SIGINT); sys.argv[1:] = ['--version']; sys.exit(program())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "halfstep: interrupted\n")
-    assert done.stdout == f"halfstep {halfstep.__version__}\n"
 
 
 @pytest.mark.parametrize("buffered", ["", "1"])
@@ -139,34 +92,6 @@ def test_output_that_nobody_takes_is_said_of_every_command(words: str) -> None:
     assert done.returncode == 1
     error = "error: standard output cannot be written: No space left on device\n"
     assert done.stderr == f"halfstep {words.split()[0]}: {error}"
-
-
-STAND_IN = """
-import os
-
-def autocomplete(parser):
-    choices = [action.choices for action in parser._actions if action.dest == "command"]
-    print(os.environ["_ARGCOMPLETE"], parser.prog, *(choices[0] if choices else ()))
-    raise SystemExit
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "completed"),
-    [
-        ("halfstep b", "1 halfstep  plan doctor why encode decode format compare ladder explore inspect convert bench"),
-        ("halfstep bench r", "2 halfstep bench run gpu audit"),
-        ("halfstep plan --o", "2 halfstep plan"),
-        ("halfstep bench run --onl", "3 halfstep bench run"),
-    ],
-)
-def test_a_shell_completes_the_command_through_argcomplete(line: str, completed: str, tmp_path: Path) -> None:
-    (tmp_path / "argcomplete.py").write_text(STAND_IN)
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": f"{line} more", "COMP_POINT": str(len(line))}
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **asked, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-m", "halfstep"], env=environment, capture_output=True, text=True)
-    assert done.stdout.startswith(completed) and done.stderr == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import numpy as np
 from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import (
     beyond_code,
-    largest_magnitude,
     nan_code,
     stops_at_the_end,
     subnormal_steps,
@@ -172,29 +171,3 @@ def _decode(codes: Array, form: Format) -> Array:
     if form.kind == "fnuz":
         patterns[codes == _U(form.sign_bit)] = 0x7FF8 << 48
     return values
-
-
-def next_array(x: Array, form: Format, step: int) -> Array:
-    """The next number up (1) or down (-1) of float64 values, as `exact.next_up_exact` finds it."""
-    codes = encode_array(x, form, "down" if step > 0 else "up", "saturate", "zero").astype(np.int64)
-    near = decode_array(codes, form)
-    negative = (codes >> (form.bits - 1) != 0) & form.signed  # the shift of a 64-bit code keeps its sign
-    order = np.where(negative, -(codes & (form.sign_bit - 1)), codes) if form.kind != "integer" else near.astype(int)
-    order = np.where(x < near if step > 0 else x > near, order, order + step)
-    inside = order.clip(0 if form.kind == "scale" else -largest_magnitude(True, form), form.largest_code)
-    if form.kind == "integer":
-        result = inside.astype(np.float64)
-    else:
-        minus = (inside < 0) | ((inside == 0) & (step > 0) & form.has_negative_zero)
-        result = decode_array(np.abs(inside).astype(_U) | minus * _U(form.sign_bit), form)
-    if form.has_infinity or form.has_nan:
-        result[order != inside] = step * np.inf if form.has_infinity else np.nan
-    result[np.isnan(x)] = np.nan
-    return result
-
-
-def ulp_array(x: Array, form: Format) -> Array:
-    """`Format.ulp` of float64 values."""
-    exponent = np.where(x == 0, form.emin, np.frexp(x)[1] - 1)
-    ulp = np.ldexp(1.0, np.maximum(exponent, form.emin) - form.mantissa) if form.kind != "integer" else 1.0
-    return np.where(np.isfinite(x), ulp, np.abs(x))

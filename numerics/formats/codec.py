@@ -12,36 +12,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats.arrays import Array, code_dtype, decode_array, encode_array, next_array, ulp_array
-from halfstep.numerics.formats.exact import (
-    ENCODE_ROUNDINGS,
-    NANS,
-    OVERFLOWS,
-    Neighbours,
-    check_options,
-    encode_exact,
-    neighbours,
-    next_down_exact,
-    next_up_exact,
-    parse_number,
-    ulp_exact,
-)
+from halfstep.numerics.formats.arrays import Array, code_dtype, decode_array, encode_array
+from halfstep.numerics.formats.exact import check_options, encode_exact
 from halfstep.numerics.formats.table import Format, formats
 
-__all__ = [
-    "ENCODE_ROUNDINGS", "NANS", "OVERFLOWS", "Neighbours", "decode", "encode", "neighbours", "next_down", "next_up",
-    "parse_number", "round_to", "ulp",
-]  # fmt: skip
-
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
-
-
-# -------------------------------------------------------------------------------------------------------------- public
 
 
 def encode(
@@ -180,69 +159,6 @@ def round_to(
     if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
         return result.to(values.dtype)
     return result
-
-
-def ulp(values: Any, format: Any) -> Any:
-    """The distance between the format's numbers around each value (`Format.ulp`).
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN, infinity for infinities.
-
-    Examples:
-        >>> from halfstep.numerics.formats.codec import ulp
-        >>> ulp([1.0, 1000.0], "bf16").tolist()
-        [0.0078125, 4.0]
-    """
-    return _around(values, formats[format], ulp_array, ulp_exact)
-
-
-def next_up(values: Any, format: Any) -> Any:
-    """The least number of the format greater than each value, which may be any number: nextUp of IEEE 754.
-
-    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
-    or NaN in a format without infinity, or the largest number again in a format without both.
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN.
-
-    Examples:
-        >>> from halfstep.numerics.formats.codec import next_up
-        >>> next_up([1.0, 65504.0], "fp16").tolist()
-        [1.0009765625, inf]
-    """
-    return _around(values, formats[format], lambda x, form: next_array(x, form, 1), next_up_exact)
-
-
-def next_down(values: Any, format: Any) -> Any:
-    """The greatest number of the format less than each value: nextDown of IEEE 754. See `next_up`.
-
-    Examples:
-        >>> from halfstep.numerics.formats.codec import next_down
-        >>> float(next_down(1.0, "bf16"))
-        0.99609375
-    """
-    return _around(values, formats[format], lambda x, form: next_array(x, form, -1), next_down_exact)
-
-
-def _around(values: Any, form: Format, fast: Callable[[Array, Format], Array], slow: Callable[..., Any]) -> Any:
-    """Apply `fast` to float64 values, or `slow` to exact numbers if float64 does not represent the values."""
-    if _is_tensor(values):
-        return _as_tensor(_around(_array_of(values), form, fast, slow), values)
-    array = _prepared(values)
-    if array.dtype == object:
-        result = np.array([_float(slow(value, form)) for value in array.reshape(-1).tolist()]).reshape(array.shape)
-    else:
-        if array.dtype == np.float32:  # by its code: astype reads subnormals as zeros after set_flush_denormal(True)
-            array = decode_array(array.view(np.uint32), formats["fp32"])
-        result = fast(np.ascontiguousarray(array).reshape(-1), form).reshape(array.shape)
-    return result if isinstance(values, np.ndarray) else result[()]
-
-
-def _float(number: Any) -> float:
-    try:
-        return float(number)
-    except OverflowError:  # the ulp of a number beyond float64
-        return float("inf")
 
 
 # ------------------------------------------------------------------------------------------------------------- sources

@@ -29,12 +29,12 @@ even, and only the upper 23 - m bits of the word are used, as in fp32 arithmetic
 
 from __future__ import annotations
 
+import ast
 import math
 import random
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Rational
@@ -49,12 +49,9 @@ NANS = ("canonical", "payload", "zero", "raise")
 LARGEST_OFFSET = 2**60 - 1  # as in kernels/cast.py
 LARGEST_TEXT = 4000  # characters
 LARGEST_POWER = 65536  # of two; about 19,700 of ten
+_LARGEST_SUM = 1000  # characters besides literals, which Python's parser and the recursion here can take
 
 _QUIET = 1 << 51  # of a float64 NaN
-
-
-class Irrational(Fraction):
-    """The first 50 digits of a number whose digits never end, such as pi: enough to round it to every format."""
 
 
 Number = (
@@ -106,21 +103,22 @@ def code_of(
     negative = number < 0 or (isinstance(number, float) and number == 0)  # which is -0.0
     if number in (math.inf, -math.inf) or (form.kind == "scale" and number < 0):
         return beyond_code(negative, form, overflow)
-    magnitude = abs(Fraction(number))
-    exponent = unit_exponent(magnitude, form)
-    below, rest = divmod(magnitude / Fraction(2) ** exponent, 1)
-    if rest and _moves_away(below, rest, rounding, negative, word, form):
-        below += 1
-    code = below
-    if form.kind == "scale":
-        code = max(code + exponent - form.emin - 1, 0) if magnitude >= form.min_normal else 0
-    elif form.kind != "integer":  # as if the exponent had no upper limit
-        code += (exponent - (form.emin - form.mantissa)) << form.mantissa
-    if code > form.largest_code + (form.kind == "integer" and negative):
+    code = unlimited_code(abs(Fraction(number)), negative, form, rounding, word)
+    if code > largest_magnitude(negative, form):
         return beyond_code(negative, form, "saturate" if stops_at_the_end(rounding, negative, form) else overflow)
     if not subnormals and form.has_subnormals and code < 1 << form.mantissa:
         code = 0
     return signed_code(code, negative, form)
+
+
+def unlimited_code(magnitude: Fraction, negative: bool, form: Format, rounding: str = "nearest", word: int = 0) -> int:
+    """The code of a rounded magnitude as if the exponent had no upper limit; `negative` is the sign of the number."""
+    exponent = unit_exponent(magnitude, form)
+    code, part = divmod(magnitude / Fraction(2) ** exponent, 1)
+    code += bool(part) and moves_away(code, part, rounding, negative, word, form)
+    if form.kind == "scale":
+        return max(code + exponent - form.emin - 1, 0) if magnitude >= form.min_normal else 0
+    return code if form.kind == "integer" else code + ((exponent - (form.emin - form.mantissa)) << form.mantissa)
 
 
 def power_of_two(x: Fraction) -> int:
@@ -137,19 +135,19 @@ def unit_exponent(number: Fraction, form: Format) -> int:
     return (max(power_of_two(number), form.emin) if number else form.emin) - form.mantissa
 
 
-def _moves_away(below: int, rest: Fraction, rounding: str, negative: bool, word: int, form: Format) -> bool:
-    """Whether rounding chooses k + 1 = `below` + 1 for a number `rest` units above `below`, which is not 0."""
+def moves_away(below: int, part: Fraction, rounding: str, negative: bool, word: int, form: Format) -> bool:
+    """Whether rounding chooses k + 1 = `below` + 1 for a number `part` units above `below`, which is not 0."""
     if rounding == "nearest":
-        return 2 * rest > 1 or (2 * rest == 1 and below % 2 == 1)
+        return 2 * part > 1 or (2 * part == 1 and below % 2 == 1)
     if rounding == "nearest_away":
-        return 2 * rest >= 1
+        return 2 * part >= 1
     if rounding == "odd":
         return below % 2 == 0
     if rounding == "stochastic":
         steps = subnormal_steps(form)
         if steps is not None and below < 1 << form.mantissa:
-            return (word >> (32 - steps)) + round(rest * 2**steps) >= 2**steps
-        return word + rest * 2**32 >= 2**32
+            return (word >> (32 - steps)) + round(part * 2**steps) >= 2**steps
+        return word + part * 2**32 >= 2**32
     return rounding == ("down" if negative else "up")
 
 
@@ -279,44 +277,20 @@ def decode_exact(code: int, format: Any) -> Number:
     return (-value if value else -0.0) if negative else value
 
 
-# ----------------------------------------------------------------------------------------------------------- neighbours
+def next_exact(value: Any, format: Any, *, up: bool) -> Number:
+    """The least number of a format above `value` or, without `up`, the greatest below: IEEE 754's nextUp and nextDown.
 
-
-def ulp_exact(value: Any, format: Any) -> Number:
-    """The distance between the format's numbers around `value`, as if the exponent had no upper limit (`Format.ulp`).
-
-    It is NaN for NaN and infinity for infinities.
+    Up from the negative number closest to zero lies -0.0, if the format has it. Beyond the last number lies infinity,
+    or NaN in a format without infinity, or the last number again in a format without both. NaN gives NaN.
     """
-    number = exact(value)
-    if isinstance(number, float) and number != 0:
-        return abs(number)
-    return Fraction(2) ** unit_exponent(Fraction(number), formats[format])
-
-
-def next_up_exact(value: Any, format: Any) -> Number:
-    """The least number of the format greater than `value`, which may be any number: nextUp of IEEE 754.
-
-    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
-    or NaN in a format without infinity, or the largest number again in a format without both. The result for NaN is
-    NaN.
-    """
-    return _next(exact(value), formats[format], up=True)
-
-
-def next_down_exact(value: Any, format: Any) -> Number:
-    """The greatest number of the format less than `value`: nextDown of IEEE 754. See `next_up_exact`."""
-    return _next(exact(value), formats[format], up=False)
-
-
-def _next(number: Number, form: Format, *, up: bool) -> Number:
-    """The next number by its position in the order of the format's numbers: 0 is zero (in E8M0 the least number)."""
+    number, form = exact(value), formats[format]
     if number != number:
         return number
     code = code_of(number, form, "down" if up else "up", "saturate")
     near = decode_exact(code, form)
     if near > number if up else near < number:
         return near  # the number is beyond the lowest or the largest one
-    order = code
+    order = code  # the position among the format's numbers: 0 is zero, in E8M0 the least number
     if code & form.sign_bit:
         order = code - form.codes if form.kind == "integer" else form.sign_bit - code
     order += 1 if up else -1
@@ -325,83 +299,6 @@ def _next(number: Number, form: Format, *, up: bool) -> Number:
         return decode_exact(beyond_code(order < lowest, form, "inf"), form)
     minus = order < 0 or (order == 0 and up and form.kind != "scale")
     return decode_exact(signed_code(abs(order), minus, form), form)
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """The numbers of a format around a number.
-
-    Attributes:
-        value: the number.
-        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
-        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
-            NaN in a format without infinity, or None in a format without both.
-        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
-            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
-            no number on the other side.
-        nearest: the number that ``"nearest"`` chooses, with ties to even.
-        code_below, code_above, code_nearest: the codes of these numbers.
-        ulp: the distance between the format's numbers around `value`.
-        previous, next: the numbers strictly below and above `value`: `next_down_exact` and `next_up_exact`.
-    """
-
-    value: Number
-    exact: bool
-    below: Number | None
-    above: Number | None
-    midpoint: Fraction | None
-    nearest: Number
-    code_below: int | None
-    code_above: int | None
-    code_nearest: int
-    ulp: Number
-    previous: Number
-    next: Number
-
-    @property
-    def error(self) -> Fraction | None:
-        """`nearest` minus `value`; None if `nearest` is not finite."""
-        if isinstance(self.nearest, float) and self.nearest != 0:
-            return None
-        return Fraction(self.nearest) - Fraction(self.value)
-
-
-def neighbours(value: Any, format: Any) -> Neighbours:
-    """The numbers of a format around a number.
-
-    Args:
-        value: a finite number, of a type that `exact` accepts.
-        format: a key of `formats`.
-
-    Raises:
-        ValueError: `value` is NaN or an infinity.
-
-    Examples:
-        >>> from halfstep.numerics.formats.codec import neighbours
-        >>> around = neighbours("1/3", "fp16")
-        >>> float(around.below), float(around.above)
-        (0.333251953125, 0.33349609375)
-    """
-    form, number = formats[format], exact(value)
-    if isinstance(number, float) and number != 0:
-        raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
-    code = code_of(number, form)
-    nearest, step = decode_exact(code, form), Fraction(2) ** unit_exponent(Fraction(number), form)
-    previous, following = _next(number, form, up=False), _next(number, form, up=True)
-    if nearest == number:
-        return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
-    open_ended = form.has_infinity or form.has_nan
-    below = previous if open_ended or number > form.lowest else None
-    above = following if open_ended or number < form.max else None
-    midpoint = None
-    if form.lowest < number < form.max:
-        midpoint = (Fraction(previous) + Fraction(following)) / 2
-    elif number > form.max:
-        midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
-    elif form.signed:
-        midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    first, second = (None if side is None else code_of(side, form) for side in (below, above))
-    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
 # ------------------------------------------------------------------------------------------------------ exact numbers
@@ -459,220 +356,117 @@ def _pattern(value: float) -> int:
     return int.from_bytes(struct.pack("<d", value), "little")
 
 
-_TOKEN = re.compile(
-    r"""
-      (?P<hexadecimal> 0x (?: [0-9a-f]+ (?:\.[0-9a-f]*)? | \.[0-9a-f]+ ) (?: p [+-]?[0-9]+ )? )
-    | (?P<decimal> (?: [0-9]+ (?:_[0-9]+)* (?:\.[0-9]*)? | \.[0-9]+ ) (?: e [+-]?[0-9]+ )? )
-    | (?P<special> infinity | inf | nan )
-    | (?P<irrational> (?: pi | e | sqrt ) \b )
-    | (?P<operator> \*\* | [-+*/^()] )
-    """,
-    re.VERBOSE,
+_LITERAL = (
+    r"0x(?:[0-9a-f]+(?:\.[0-9a-f]*)?|\.[0-9a-f]+)(?:p[+-]?[0-9]+)?"
+    r"|(?:[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?|infinity|inf|nan"
 )
-_WRITTEN_OTHERWISE = str.maketrans(
-    {"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{INFINITY}": "inf", "π": "pi", "√": "sqrt "}
-)
-_CONSTANTS = {
-    "pi": Fraction("3.1415926535897932384626433832795028841971693993751"),
-    "e": Fraction("2.7182818284590452353602874713526624977572470936999"),
-}
+_WRITTEN_OTHERWISE = str.maketrans({"\N{MINUS SIGN}": "-", "\N{MULTIPLICATION SIGN}": "*", "\N{INFINITY}": "inf"})
 
 
 def parse_number(text: str) -> Number:
     """The exact value of a text as people write it: "0.1" is one tenth, not the float64 number next to it.
 
-        sum      = product {("+" | "-") product}
-        product  = signed {("*" | "/") signed}
-        signed   = ("+" | "-") signed | power
-        power    = atom [("^" | "**") signed]
-        atom     = decimal | hexadecimal float | "inf" | "nan" | "pi" | "e" | "sqrt" atom | "(" sum ")"
-
-    pi, e and roots that are not rational have 50 digits here. That decides every rounding of at most 53 bits, and what
-    is computed from them is rational where it agrees with a short fraction to 43 digits, such as sqrt(2)^2.
+    Decimals, hexadecimal floats, ``inf``, ``nan``, and of finite numbers sums, products, quotients and integer powers
+    (``^`` or ``**``) with parentheses. The precedence is Python's.
 
     Returns:
-        A Fraction, `Irrational` if it has only its first digits, or a float for an infinity, NaN or -0.0.
+        A Fraction, or a float for an infinity, NaN or -0.0.
 
     Raises:
         ValueError: the text is not a number, or its magnitude or that of an intermediate result is outside 2^±65536,
             which is far beyond the range of every format. The message says what is wrong.
 
     Examples:
-        >>> from halfstep.numerics.formats.codec import parse_number
+        >>> from halfstep.numerics.formats.exact import parse_number
         >>> parse_number("2^-24"), parse_number("0x1.8p-3"), parse_number("-(1 + 2^-11)")
         (Fraction(1, 16777216), Fraction(3, 16), Fraction(-2049, 2048))
     """
     if len(text) > LARGEST_TEXT:
         raise ValueError(f"Expected a number of at most {LARGEST_TEXT} characters, but got {len(text)}")
-    return _Parser(text).result()
+    plain = " ".join(text.translate(_WRITTEN_OTHERWISE).lower().split())
+    literals = re.findall(_LITERAL, plain)
+    terms = re.sub(_LITERAL, " L ", plain)  # Python's parser sees the name L for each literal
+    try:
+        if len(terms) > _LARGEST_SUM or not re.fullmatch(r"[-+*/^() L]+", terms):
+            raise SyntaxError
+        tree = ast.parse(terms.strip().replace("^", "**"), mode="eval").body
+        return _value(tree, iter(literals))
+    except (SyntaxError, RecursionError, MemoryError):
+        raise _refused(text) from None
+    except (ValueError, OverflowError) as error:
+        raise _refused(text, f": {error}") from None
 
 
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._tokens: list[tuple[str, str]] = []
-        plain = text.translate(_WRITTEN_OTHERWISE).lower()
-        at = 0
-        while at < len(plain):
-            if plain[at].isspace():
-                at += 1
-                continue
-            token = _TOKEN.match(plain, at)
-            if not token:
-                word = plain[at:].split()[0]
-                raise self._error("" if word == plain.strip() else f"{word!r} is not understood")
-            self._tokens.append((str(token.lastgroup), token.group()))
-            at = token.end()
-        self._at = 0
-        self._depth = 0
-        self._irrational = False
+def _refused(text: str, why: str = "") -> ValueError:
+    shown = repr(text if len(text) <= 60 else text[:57] + "...")
+    return ValueError(
+        f"{shown} is not a number{why}. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan, fractions "
+        f"(1/3), powers (2^-24), and sums and products of these, from 2^-{LARGEST_POWER} to 2^{LARGEST_POWER}"
+    )
 
-    def result(self) -> Number:
-        value = self._chain("+-")
-        if self._at < len(self._tokens):
-            raise self._error(f"{self._tokens[self._at][1]!r} is not expected there")
-        if not self._irrational or not isinstance(value, Fraction) or not value:
-            return value
-        unit = Fraction(2) ** (value.numerator.bit_length() - value.denominator.bit_length())
-        near = (value / unit).limit_denominator(2**56) * unit
-        return near if abs(value - near) * 2**145 < abs(value) else Irrational(value)
 
-    def _shown(self) -> str:
-        return repr(self._text if len(self._text) <= 60 else self._text[:57] + "...")
+def _value(node: ast.AST, literals: Iterator[str]) -> Number:
+    """The value of a part of a syntax tree, whose names stand for `literals` in their order."""
+    match node:
+        case ast.Name("L"):
+            return _literal(next(literals))
+        case ast.UnaryOp(ast.UAdd() | ast.USub() as sign, operand):
+            value = _value(operand, literals)
+            if isinstance(sign, ast.UAdd):
+                return value
+            return -value if value else -0.0 if isinstance(value, Fraction) else Fraction(0)
+        case ast.BinOp(first, operator, second):
+            left, right = _value(first, literals), _value(second, literals)
+            if any(isinstance(side, float) and side != 0 for side in (left, right)):
+                raise ValueError("infinities and NaN stand alone")
+            return _combined(left, operator, right)
+    raise SyntaxError
 
-    def _error(self, why: str) -> ValueError:
-        return ValueError(
-            f"{self._shown()} is not a number{': ' if why else ''}{why}. Write decimals (1e-400), hexadecimal floats "
-            "(0x1.8p-3), inf, nan, fractions (1/3), powers (2^-24), pi, e, sqrt(2), and sums and products of these"
-        )
 
-    def _take(self, *operators: str) -> str | None:
-        """The next token, if it is one of `operators`."""
-        if self._at < len(self._tokens) and self._tokens[self._at][1] in operators:
-            self._at += 1
-            return self._tokens[self._at - 1][1]
-        return None
+def _combined(left: Number, operator: ast.operator, right: Number) -> Number:
+    a, b, minus = Fraction(left), Fraction(right), _negative(left) != _negative(right)
+    match operator:
+        case ast.Add():
+            return _limited(a + b)
+        case ast.Sub():
+            return _limited(a - b)
+        case ast.Mult():
+            return _limited(a * b) or (-0.0 if minus else Fraction(0))
+        case ast.Div() if b:
+            return _limited(a / b) or (-0.0 if minus else Fraction(0))
+        case ast.Pow() if b.denominator != 1:
+            raise ValueError("an exponent is not an integer")
+        case ast.Pow() if abs(a) == 1:
+            return a if b % 2 else Fraction(1)
+        case ast.Pow() if a or b >= 0:
+            # |a|^n has at least n bits before or after the binary point, so this limits the work as well.
+            if a and abs(b) * max(a.numerator.bit_length() - 1, a.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
+                raise ValueError("it or an intermediate result is too large or too small")
+            return _limited(a ** int(b) if a else Fraction(b == 0))
+        case ast.Div() | ast.Pow():
+            raise ValueError("it divides by zero; an infinity is written inf")
+    raise SyntaxError
 
-    def _chain(self, operators: str) -> Number:
-        """A sum (of products) or a product (of signed numbers)."""
-        operand = self._signed if operators == "*/" else lambda: self._chain("*/")
-        value = operand()
-        while sign := self._take(*operators):
-            value = self._applied(sign, value, operand())
-        return value
 
-    def _applied(self, sign: str, first: Number, second: Number) -> Number:
-        left, right = self._finite(first, sign), self._finite(second, sign)
-        if sign in "+-":
-            if left == right == 0 and _negative(first) and _negative(second) == (sign == "+"):
-                return first  # -0 + -0 and -0 - 0 are -0; all other sums of zeros are 0
-            value = left + right if sign == "+" else left - right
-            if self._irrational and 0 < abs(value) * 2**60 < abs(left):
-                raise self._error("the first 18 digits cancel out, and of pi, e and roots only 50 are there")
-            return self._limited(value)
-        if sign == "/" and right == 0:
-            raise self._error("it divides by zero; an infinity is written inf")
-        if left == 0 or right == 0:
-            return -0.0 if _negative(first) != _negative(second) else Fraction(0)
-        return self._limited(left * right if sign == "*" else left / right)
+def _literal(token: str) -> Number:
+    if token[0] in "in":
+        return math.nan if token == "nan" else math.inf
+    base, mark, root, per_digit = (16, "p", 2, 4) if token.startswith("0x") else (10, "e", 10, 1)
+    digits, _, power = token.removeprefix("0x").replace("_", "").partition(mark)
+    integer, _, fraction = digits.partition(".")
+    significand, exponent = int(integer + fraction, base), Decimal(power or 0)
+    if not significand:
+        return Fraction(0)
+    if abs(exponent) > LARGEST_POWER:  # before a power of so many digits is computed
+        raise ValueError("it is too large or too small")
+    return _limited(Fraction(significand) * Fraction(root) ** (int(exponent) - per_digit * len(fraction)))
 
-    def _signed(self) -> Number:
-        negative = False
-        while sign := self._take("+", "-"):
-            negative ^= sign == "-"
-        value = self._power()
-        if not negative:
-            return value
-        return -value if value or isinstance(value, float) else -0.0
 
-    def _power(self) -> Number:
-        base = self._atom()
-        sign = self._take("^", "**")
-        if not sign:
-            return base
-        exponent = self._finite(self._deeper(self._signed), sign)
-        root = self._finite(base, sign)
-        if exponent.denominator != 1:
-            raise self._error("an exponent is not an integer")
-        if root == 0 and exponent < 0:
-            raise self._error("it divides by zero; an infinity is written inf")
-        if root in (0, 1, -1):
-            return root if exponent % 2 or root == 1 else Fraction(int(exponent == 0 or root != 0))
-        # |root|^n has at least n bits before or after the binary point, so this limits the work as well.
-        if abs(exponent) * max(root.numerator.bit_length() - 1, root.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
-            raise self._too_far()
-        return self._limited(root ** int(exponent))
-
-    def _atom(self) -> Number:
-        if self._take("("):
-            value = self._deeper(lambda: self._chain("+-"))
-            if not self._take(")"):
-                raise self._error("a parenthesis is not closed")
-            return value
-        if self._at == len(self._tokens):
-            raise self._error("it ends too early" if self._tokens else "it is empty")
-        group, token = self._tokens[self._at]
-        if group == "operator":
-            raise self._error(f"{token!r} is not expected there")
-        self._at += 1
-        if group == "irrational":
-            self._irrational = True
-            return self._root() if token == "sqrt" else _CONSTANTS[token]
-        if group == "special":
-            return math.nan if token == "nan" else math.inf
-        if group == "hexadecimal":
-            return self._literal(token[2:], "p", 16, 2, 4, LARGEST_POWER)
-        return self._literal(token.replace("_", ""), "e", 10, 10, 1, 19_000)
-
-    def _root(self) -> Number:
-        """The square root of the atom that follows."""
-        value = self._deeper(self._atom)
-        square = self._finite(value, "sqrt")
-        if square < 0:
-            raise self._error("a square root of a negative number is not real")
-        top, under = math.isqrt(square.numerator), math.isqrt(square.denominator)
-        if (top * top, under * under) == (square.numerator, square.denominator):
-            return Fraction(top, under) if square else value
-        product = square.numerator * square.denominator  # the root is that of this, divided by the denominator
-        shift = max(0, 166 - product.bit_length() // 2)
-        return self._limited(Fraction(math.isqrt(product << 2 * shift), square.denominator << shift))
-
-    def _deeper(self, rule: Callable[[], Number]) -> Number:
-        self._depth += 1
-        if self._depth > 50:
-            raise self._error("it is nested more than 50 deep")
-        value = rule()
-        self._depth -= 1
-        return value
-
-    def _literal(self, token: str, mark: str, base: int, root: int, per_digit: int, largest: int) -> Fraction:
-        """Digits of a base, times a power of `root` behind a mark; a digit after the point is worth `per_digit`."""
-        digits, _, power = token.partition(mark)
-        integer, _, fraction = digits.partition(".")
-        significand = int(integer + fraction, base)
-        if not significand:
-            return Fraction(0)
-        if power and (len(power.lstrip("+-").lstrip("0")) > 9 or abs(int(power)) > largest):
-            raise self._too_far()
-        return self._limited(Fraction(significand) * Fraction(root) ** (int(power or 0) - per_digit * len(fraction)))
-
-    def _finite(self, value: Number, operator: str) -> Fraction:
-        if isinstance(value, float) and value != 0:
-            raise self._error(f"{operator!r} is not defined here for infinities and NaN, which stand alone")
-        return Fraction(value)
-
-    def _limited(self, value: Fraction) -> Fraction:
-        numerator, denominator = abs(value.numerator).bit_length(), value.denominator.bit_length()
-        far = value != 0 and abs(numerator - denominator) > LARGEST_POWER
-        if far or max(numerator, denominator) > 2 * LARGEST_POWER:
-            raise self._too_far()
-        return value
-
-    def _too_far(self) -> ValueError:
-        return ValueError(
-            f"Expected magnitudes from 2^-{LARGEST_POWER} to 2^{LARGEST_POWER}, also of intermediate results, but got "
-            f"{self._shown()}: for infinity write inf, for zero 0"
-        )
+def _limited(value: Fraction) -> Fraction:
+    numerator, denominator = abs(value.numerator).bit_length(), value.denominator.bit_length()
+    if (value and abs(numerator - denominator) > LARGEST_POWER) or max(numerator, denominator) > 2 * LARGEST_POWER:
+        raise ValueError("it or an intermediate result is too large or too small")
+    return value
 
 
 def _negative(value: Number) -> bool:

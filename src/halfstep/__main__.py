@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The command ``halfstep``: its first word or two choose a subcommand, and only the module of that one is imported.
 
 ``halfstep --help`` and ``halfstep --version`` therefore do not import torch and answer at once.
@@ -13,8 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from halfstep._version import __version__
-from halfstep.cli._interrupt import end, end_or_raise, handle_interrupts, interrupted
-from halfstep.cli.command_line import Parser, complain, with_output
+from halfstep.cli.command_line import complain, with_output
 from halfstep.cli.terminal import Table, show
 from halfstep.numerics.messages import instead
 
@@ -80,10 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit status: 0 for success, 1 for failure, 2 for wrong input, 128 + signal if interrupted.
+        The exit status: 0 for success, 1 for failure, 2 for wrong input, 130 if interrupted by Ctrl-C.
     """
-    completing = os.environ.get("_ARGCOMPLETE")
-    arguments = _before_cursor(int(completing)) if completing else list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:  # closed by 2>&-; print would write to standard output instead
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:  # refused now, not after hours of computing a result that cannot be printed
@@ -92,23 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return with_output("halfstep", lambda: _run(arguments))
     except KeyboardInterrupt:
-        return interrupted()
-
-
-def _before_cursor(start: int) -> list[str]:
-    """The words before the one that a shell wants completed, from place `start` on, as argcomplete passes them.
-
-    If the name of a command comes next, argcomplete completes it here, and ends the process.
-    """
-    words = (os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])] + ".").split()[start:-1]
-    names = [command.words[len(words)] for command in COMMANDS if command.words[:-1] == words or not words]
-    chosen = [len(command.words) for command in COMMANDS if words[: len(command.words)] == command.words]
-    os.environ["_ARGCOMPLETE"] = str(start + (len(words) if names else sum(chosen)))
-    if names:
-        parser = Parser(" ".join(words), "", json=False)
-        parser.add_argument("command", choices=names)
-        parser.parse([])
-    return words
+        print("halfstep: interrupted", file=sys.stderr, flush=True)
+        return 130
 
 
 def _run(arguments: list[str]) -> int:
@@ -136,13 +118,5 @@ def _run(arguments: list[str]) -> int:
     return 2
 
 
-def program() -> int:
-    """The program ``halfstep``: `main`, after which Ctrl-C ends the process at once."""
-    handle_interrupts(None, end_or_raise)
-    status = main()
-    handle_interrupts(end_or_raise, end)
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(main())

@@ -39,7 +39,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Choose from softmax, cast, unscale, adam"),
         (["--processor-time"], "--processor-time measures one thread on a CPU; add --threads 1, or leave it out"),
         (["--threads", "0"], "argument --threads: expected an integer of at least 1, but got '0'"),
-        (["--out", __file__], "it is a file; pass a folder that can"),
+        (["--out", __file__], "File exists; pass a folder that can"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(

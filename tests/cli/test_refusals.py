@@ -29,7 +29,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
     for typed in ("--jsno", "--helpp=3"):
         found = complaint(*name.split(), *NEEDED.get(name, []), typed)
         assert found.startswith(f"halfstep {name}: error: unknown option {typed}; ")
-        assert f"see halfstep {name} --help for those there are" in found
+        assert f"see halfstep {name} --help for the others" in found
     assert "did you mean --help?" in found
     assert list(folder.iterdir()) == []
 
@@ -66,6 +66,8 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Choose from bench audit"),
         # the lookup
         ("encode 2.5 fp16", "; fp16 is a format, and formats come after -f"),
+        ("encode 1 -f fp16 2.5", "argument -f/--format: unknown format '2.5'; choose from fp64, fp32"),
+        ("encode -f fp16 -2.5", "; numbers come before -f"),
         ("why fp16 2.5", "; fp16 is a format, and the number comes first"),
         ("encode 1 --rounding nearst", "argument --rounding: unknown rounding 'nearst'; did you mean 'nearest'? Choos"),
         ("encode 1 --seed 1", "--seed 1 draws nothing with --rounding nearest; leave it out, or pass"),

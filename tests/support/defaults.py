@@ -33,7 +33,6 @@ from halfstep.integrations import checkpoint
 from halfstep.kernels import unscale
 from halfstep.kernels.rounding import ROUNDINGS
 from halfstep.kernels.unscale import Factor, Tally
-from halfstep.numerics.formats import codec
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -178,7 +177,6 @@ def codes(data: Data) -> Iterator[Any]:
         for given in (values, values.float(), values.numpy(), values.tolist()):
             coded = halfstep.encode(given, format)
             yield coded, halfstep.decode(coded, format), halfstep.round_to(given, format)
-            yield codec.ulp(given, format), codec.next_up(given, format), codec.next_down(given, format)
     yield halfstep.formats["fp16"].max
 
 

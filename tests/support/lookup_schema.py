@@ -74,8 +74,8 @@ COMMANDS: dict[str, tuple[Any, Any]] = {
         {"formats": [FORMAT], "pairs": [PAIR], "examples": [{"input": INPUT, **ENCODED}]},
     ),
     "ladder": (
-        {"out": str, "kind": "range|density|codes|all", "formats": [str], "codes": str},
-        {"file": str, "kind": "range|density|codes", "formats": [str]},
+        {"out": str, "kind": "range|codes|all", "formats": [str], "codes": str},
+        {"file": str, "kind": "range|codes", "formats": [str]},
     ),
 }
 

@@ -1,17 +1,12 @@
-"""Random settings of `halfstep plan`, and what the command answers to them.
+"""Random settings of `halfstep plan`.
 
 Settings are texts by the names of options, as in the address of the planner; "" is an option without a value.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
 
-from halfstep.cli import plan as command
-from halfstep.cli import plan_tables
-from halfstep.cli.command_line import UsageError
 from halfstep.numerics.planning import CARDS, CHECKPOINTING, LAYOUTS, MODELS, STRATEGIES
 
 Settings = dict[str, str]
@@ -26,17 +21,6 @@ OPTIONS = {
 def words(settings: Settings) -> list[str]:
     """The settings as a command line."""
     return [f"--{name}={text}" if text else f"--{name}" for name, text in settings.items()]
-
-
-def answer(settings: Settings) -> dict[str, Any]:
-    """The JSON and the sentences of the command, or the message with which it refuses."""
-    try:
-        options = command.parser().parse(words(settings))
-        content = command.planned(options)
-    except (UsageError, ValueError) as error:
-        return {"refused": str(error).removesuffix("; see halfstep plan --help")}
-    said = plan_tables.sentences(content)
-    return {"json": json.dumps(content, indent=2, ensure_ascii=False), "said": said}
 
 
 def settings(seed: int) -> Settings:
@@ -54,11 +38,3 @@ def settings(seed: int) -> Settings:
     listed = list(state.items())
     draw.shuffle(listed)  # which message comes first must not depend on the order
     return dict(listed)
-
-
-def typos(seed: int) -> Settings:
-    """Settings of `settings`, one of which is wrong."""
-    draw, state = random.Random(seed), settings(seed)
-    name = draw.choice([name for name in state if state[name]])
-    at = draw.randrange(len(state[name]) + 1)
-    return {**state, name: state[name][:at] + draw.choice("abfp0189-.,%' \"é") + state[name][at:]}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -20,14 +22,7 @@ from halfstep.cli.figures import MISSING
 from halfstep.cli.terminal import show, width
 from halfstep.numerics.messages import instead, printable
 
-PICTURES = (".png", ".svg", ".pdf")
-# The start of a number. No option starts like a negative number.
-_NUMBER = re.compile(r"[-+]?\s*(?:[\d.(∞π√]|inf|nan|(?:pi|e|sqrt)\b)", re.IGNORECASE)
-
-
-def is_number(word: str) -> bool:
-    """Whether a word begins like a number."""
-    return _NUMBER.match(word) is not None
+_NEGATIVE = re.compile(r"-\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
 
 
 class UsageError(ValueError):
@@ -35,39 +30,30 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's formatter, with line breaks in descriptions kept and defaults shown."""
+    """argparse's formatter, with defaults shown."""
 
     def __init__(self, prog: str) -> None:  # argparse would import shutil to find out the width
         super().__init__(prog, width=max(20, min(width(), 100)))
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(super(_Help, self)._fill_text(line, width, indent) for line in text.split("\n"))
-
     def _get_help_string(self, action: argparse.Action) -> str:
         described, default = action.help or "", action.default
-        plain = isinstance(default, (int, float, str)) and not isinstance(default, bool)
-        shown = action.option_strings and plain and default not in ("", argparse.SUPPRESS)
+        shown = action.option_strings and type(default) in (int, float, str) and default not in ("", argparse.SUPPRESS)
         return f"{described} (default: %(default)s)" if shown and "default" not in described else described
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with an option --json, and with five changes.
+    """argparse's parser with an option --json, and with four changes.
 
     Words such as -2.5 and -inf are numbers, a typo is answered with the nearest option, options cannot be abbreviated,
-    errors are raised as `UsageError`, and argcomplete, if it is installed, completes the command line.
+    and errors are raised as `UsageError`.
     """
 
     def __init__(
         self, command: str, description: str, epilog: str = "", usage: str | None = None, json: bool = True
     ) -> None:
-        super().__init__(
-            prog=f"halfstep {command}",
-            usage=usage,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=_Help,
-        )
+        how: dict[str, Any] = {"usage": usage, "description": description, "epilog": epilog, "allow_abbrev": False}
+        super().__init__(prog=f"halfstep {command}", formatter_class=_Help, **how)
+        self._negative_number_matcher = _NEGATIVE
         if json:
             self.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -82,60 +68,23 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: an option or a value is not allowed. The text names the allowed ones.
         """
-        if "_ARGCOMPLETE" in os.environ:
-            import argcomplete
-
-            argcomplete.autocomplete(self)
-        prepared = self.prepared(words)
-        end = prepared.index("--") if "--" in prepared else len(prepared)
         # Unknown options are refused first; argparse would complain about the word after one instead.
-        for word in prepared[:end]:
+        for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.split("=")[0] if word.startswith("--") else word[:2]
-            if word.startswith("-") and word != "-" and option not in self._option_string_actions:
+            is_fine = option in self._option_string_actions or word == "-" or _NEGATIVE.match(word)
+            if word.startswith("-") and not is_fine:
                 near = instead(word.split("=")[0], self._option_string_actions, listed=False)
-                raise UsageError(
-                    f"unknown option {word}; {near}leave it out, or see {self.prog} --help for those there are"
-                )
-        options, unknown = self.parse_known_intermixed_args(prepared)
+                raise UsageError(f"unknown option {word}; {near}leave it out, or see {self.prog} --help for the others")
+        options, unknown = self.parse_known_intermixed_args(words)
         if unknown:
-            word = unknown[0].strip()
-            takers = [action.option_strings[-1] for action in self._actions if word in (action.choices or ())]
-            hint = f"did you mean {takers[0]} {word}? " if takers else ""
-            raise UsageError(
-                f"unexpected argument {word!r}; {hint}{self.prog} takes options only: see {self.prog} --help"
-            )
+            self.error(f"unexpected argument {unknown[0]!r}; {self.prog} takes options only: see {self.prog} --help")
         return options
-
-    def prepared(self, words: Sequence[str]) -> list[str]:
-        """The words, with a space before each negative number and before each word that starts with "-" after ``--``.
-
-        The space keeps argparse from treating the word as an option; `_get_value` removes it.
-        """
-        end = list(words).index("--") if "--" in words else len(words)
-        return [
-            f" {word}" if word.startswith("-") and (index > end or is_number(word)) else word
-            for index, word in enumerate(words)
-        ]
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string[1:] if arg_string.startswith(" -") else arg_string)
-        except argparse.ArgumentError as error:
-            if action.option_strings and not action.required and ";" not in error.message:
-                plain = isinstance(action.default, int | float | str)
-                default = f" for its default, {action.default}" if plain else ""
-                error.message += f"; leave {action.option_strings[-1]} out{default}"
-            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value != [] and value not in action.choices:
             name = max(action.option_strings, key=len).lstrip("-") if action.option_strings else str(action.metavar)
-            raise argparse.ArgumentError(
-                action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {instead(str(value), action.choices)}"
-            )
-
-
-# -------------------------------------------------------------------------------------------------------------- files
+            remedy = instead(str(value), map(str, action.choices))
+            raise argparse.ArgumentError(action, f"unknown {name.lower().replace('-', ' ')} {value!r}; {remedy}")
 
 
 def a_path(text: str) -> Path:
@@ -147,11 +96,9 @@ def a_path(text: str) -> Path:
 
 def picture(text: str) -> Path:
     """An argparse type: the file that a picture is written to."""
-    if Path(text).suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"expected a file name ending in {', '.join(PICTURES)}, but got {text!r}")
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
+    if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"expected a file name ending in .png, .svg, .pdf, but got {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(MISSING)
     return output_file(text)
 
@@ -178,15 +125,10 @@ def make_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        why = "it is a file" if path.is_file() else error.strerror
-        raise UsageError(f"--out {path} cannot be written to: {why}; pass a folder that can") from error
+        raise UsageError(f"--out {path} cannot be written to: {error.strerror}; pass a folder that can") from error
     return path
-
-
-# ------------------------------------------------------------------------------------------------------------ running
 
 
 def run(
@@ -195,16 +137,12 @@ def run(
     command: Callable[[argparse.Namespace], int | None],
     refused: tuple[type[Exception], ...] = (),
 ) -> int:
-    """Parse the command line and carry it out.
+    """Carry out a command with the parsed options. Returns its exit status (0 for None), 2, or that of `with_output`.
 
     Args:
-        parser: the parser of the command.
-        argv: the arguments of the command.
-        command: receives the parsed options and returns the exit status; None means 0.
+        parser, argv: the parser of the command, and its arguments.
+        command: receives the options.
         refused: exceptions besides `UsageError` whose text is an error message for the user.
-
-    Returns:
-        The exit status: what the command returned, 2 for wrong input, or that of `with_output`.
     """
     refusals: tuple[type[Exception], ...] = (UsageError, *refused)
 
@@ -237,28 +175,24 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
         What `command` returned; 0 if the reader of a pipe closed it early, 1 if standard output cannot be written, and
         2 if another file cannot be used.
     """
+    status = 0
     try:
         try:
             return command()
         finally:  # argparse ends the process after printing help, with output that may still be buffered
             sys.stdout.flush()
     except BrokenPipeError:
-        _discard_output()
-        return 0
+        pass
     except OSError as error:
         if error.filename is not None:
             complain(prog, f"{error.filename} cannot be used: {error.strerror}")
             return 2
         complain(prog, f"standard output cannot be written: {error.strerror or error}")
-        _discard_output()
-        return 1
+        status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would fail to write the rest at exit
+    return status
 
 
 def complain(prog: str, text: str) -> None:
     """Print one line on standard error."""
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)
-
-
-def _discard_output() -> None:
-    """Discard the buffered standard output, so that Python does not fail to write it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

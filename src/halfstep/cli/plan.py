@@ -168,7 +168,7 @@ def _plan(options: argparse.Namespace) -> int:
     stream = sys.stderr if options.json else sys.stdout
     if options.page is True:
         return serve("planner", state, options.port, not options.no_open, stream)
-    say(write(options.page, "planner", state, not options.no_open), stream)
+    say(write(options.page, "planner", state), stream)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What commands print: rich's texts, tables and progress bars in the width, colours and characters of the output.
+"""What commands print: rich's texts, tables and progress bars, on any output.
 
 Text of others, such as names of files and tensors, passes `text`, which escapes what is not printable; rich never
 parses markup. rich is imported when something is shown, so that ``--json`` and ``--version`` do not wait for it.
@@ -23,28 +23,7 @@ STYLES = {
     "sign": "red", "exponent": "green", "mantissa": "cyan", "good": "green", "note": "yellow", "bad": "red",
     "strong": "bold", "faint": "dim", "": "",
 }  # fmt: skip
-# Replacements for characters that cannot be shown. Each takes one column.
-_ASCII = str.maketrans(dict(zip("─├┤┼▲●≈÷…", "-||+^o~/~", strict=True)))
-
-
-def has_colour(stream: TextIO) -> bool:
-    """Whether to write colours: https://no-color.org first, then variables that force colours, then the stream."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if {os.environ.get("FORCE_COLOR", "0"), os.environ.get("CLICOLOR_FORCE", "0")} - {"", "0"}:
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and os.environ.get("CLICOLOR") != "0"
-
-
-def has_lines(stream: TextIO) -> bool:
-    """Whether lines can be drawn: the encoding has them, and the locale is not the plain C locale."""
-    locale = next(filter(None, map(os.environ.get, ("LC_ALL", "LC_CTYPE", "LANG"))), "")
-    if locale in ("C", "POSIX"):  # Python writes UTF-8 even then (PEP 540), but the terminal may not read it
-        return False
-    try:
-        return bool("─├▲●≈".encode(stream.encoding or "ascii"))
-    except (UnicodeEncodeError, LookupError):
-        return False
+_ASCII = str.maketrans("─├┤┼▲●━╸╺≈÷…", "-||+^o---~/~")  # for an output whose encoding has none of these
 
 
 def width(stream: TextIO | None = None) -> int:
@@ -104,16 +83,15 @@ class Table:
         self.width = sum(self.widths) + 2 * (len(self.widths) - 1)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        needed, room = [width + 2 for width in self.widths], options.max_width
-        parts = [[*range(min(2, len(needed)))]]
-        for column in range(2, len(needed)):
-            if sum([needed[shown] for shown in parts[-1]]) + needed[column] - 2 <= room:
+        room = options.max_width
+        parts = [[*range(min(2, len(self.widths)))]]
+        for column in range(2, len(self.widths)):
+            if sum([self.widths[shown] + 2 for shown in parts[-1]]) + self.widths[column] <= room:
                 parts[-1].append(column)
             else:
                 parts.append([0, column])
         for number, columns in enumerate(parts):
-            if number:
-                yield ""
+            yield from [""] * bool(number)
             yield self._part(columns, room)
 
     def _part(self, columns: Sequence[int], room: int) -> Any:
@@ -124,19 +102,15 @@ class Table:
         blank, line = "    \n", " ── \n"  # a rule below the header, and one between sections
         fits = sum([self.widths[column] + 2 for column in columns]) - 2 <= room
         grid = Grid(
-            box=Box(blank * 2 + line + blank + line * 2 + blank * 2) if self.ruled else None,
+            box=Box(blank * 2 + line + blank + line * 2 + blank * 2, ascii=True) if self.ruled else None,
             padding=(0, 1 if self.ruled else 2, 0, 0), show_edge=False, pad_edge=False,
             show_header=bool(self.header), header_style="",
         )  # fmt: skip
         for column in columns:
             header = Text(self.header[column] if self.header else "")
             header.stylize(STYLES["strong" if self.ruled else "faint"])
-            grid.add_column(
-                header,
-                justify="right" if column in self.right else "left",
-                no_wrap=fits and column != self.wraps,
-                overflow="fold",
-            )
+            justify: Any = "right" if column in self.right else "left"
+            grid.add_column(header, justify=justify, no_wrap=fits and column != self.wraps, overflow="fold")
         for row in self.rows:
             if row:
                 grid.add_row(*[row[column] for column in columns])
@@ -145,14 +119,20 @@ class Table:
         return grid
 
 
-def rendered(parts: Iterable[Any], columns: int, colour: bool = False) -> list[str]:
-    """The lines of texts, `Table`s and other things that rich draws."""
+def _console(stream: TextIO | None, columns: int) -> Any:
+    """A console of rich, with colours if NO_COLOR, FORCE_COLOR, TERM and the stream allow them."""
     from rich.console import Console
 
-    console = Console(
-        file=io.StringIO(), width=columns, force_terminal=colour, color_system="standard" if colour else None,
-        no_color=not colour, markup=False, emoji=False, highlight=False, legacy_windows=False,
+    plain = stream is None or bool(os.environ.get("NO_COLOR"))
+    return Console(
+        file=stream or io.StringIO(), width=columns, color_system=None if plain else "auto", markup=False, emoji=False,
+        highlight=False, legacy_windows=False,
     )  # fmt: skip
+
+
+def rendered(parts: Iterable[Any], columns: int, stream: TextIO | None = None) -> list[str]:
+    """The lines of texts, `Table`s and other things that rich draws; with the colours of `stream`, if there is one."""
+    console = _console(stream, columns)
     with console.capture() as captured:
         for part in parts:
             console.print(text(part) if isinstance(part, str) else part)
@@ -162,11 +142,13 @@ def rendered(parts: Iterable[Any], columns: int, colour: bool = False) -> list[s
 def show(*parts: Any, stream: TextIO | None = None, columns: int | None = None) -> None:
     """Write texts and tables, one below the other, to `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
-    lines = "\n".join(rendered(parts, columns or width(stream), has_colour(stream))) + "\n"
-    if not has_lines(stream):
-        lines = lines.translate(_ASCII)
+    lines = "\n".join(rendered(parts, columns or width(stream), stream)) + "\n"
     encoding = stream.encoding or "utf-8"
-    stream.write(lines.encode(encoding, "backslashreplace").decode(encoding))
+    try:
+        lines.encode(encoding)
+    except UnicodeEncodeError:
+        lines = lines.translate(_ASCII).encode(encoding, "backslashreplace").decode(encoding)
+    stream.write(lines)
     stream.flush()
 
 
@@ -185,10 +167,19 @@ class Progress:
     """
 
     def __init__(self, total: float, patience: float = 0.0, stream: TextIO | None = None) -> None:
-        self.total, self.done, self.text = total, 0.0, ""
-        self._stream = sys.stderr if stream is None else stream
+        from rich import progress
+        from rich.table import Column
+
+        stream, self.done = sys.stderr if stream is None else stream, 0.0
         self._appears = time.monotonic() + patience
-        self._bar: Any = None
+        described = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._bar = progress.Progress(
+            progress.BarColumn(20), progress.TaskProgressColumn(), progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False, table_column=described),
+            console=_console(stream, width(stream)), disable=not stream.isatty() or os.environ.get("TERM") == "dumb",
+            transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total or None)
 
     def __enter__(self) -> Progress:
         self.show()
@@ -200,36 +191,12 @@ class Progress:
     def show(self, done: float | None = None, text: str | None = None) -> None:
         """Show `done` and `text`, or what was shown before where they are None."""
         self.done = self.done if done is None else done
-        self.text = self.text if text is None else printable(text)
-        if not self._stream.isatty() or os.environ.get("TERM") == "dumb" or time.monotonic() < self._appears:
-            return
-        if self._bar is None:
-            self._bar = _bar(self._stream)
-            self._bar.add_task("")
+        self._bar.update(self._task, completed=self.done, description=None if text is None else printable(text))
+        if not self._bar.disable and time.monotonic() >= self._appears:
             self._bar.start()
-        self._bar.update(
-            self._bar.task_ids[0], completed=self.done, total=self.total or None, description=self.text, refresh=True
-        )
+            self._bar.refresh()
 
     def clear(self) -> None:
         """Remove the bar. The next `show` draws it again."""
-        if self._bar is not None:
+        if self._bar.live.is_started:
             self._bar.stop()
-            self._bar = None
-
-
-def _bar(stream: TextIO) -> Any:
-    from rich import progress
-    from rich.console import Console
-    from rich.table import Column
-
-    return progress.Progress(
-        *[progress.BarColumn(20)] * has_lines(stream),
-        progress.TaskProgressColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn(
-            "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
-        ),
-        console=Console(file=stream, width=width(stream), force_terminal=True, no_color=not has_colour(stream)),
-        transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-    )  # fmt: skip

@@ -35,10 +35,9 @@ def boxes(axes: Any) -> list[tuple[str, Any]]:
     return [(text.get_text(), text.get_window_extent(renderer)) for text in labels if text.get_text()]
 
 
-@pytest.mark.parametrize("draw", [pictures.draw_range, pictures.draw_density])
 @pytest.mark.parametrize("chosen", [ALL, [formats["fp16"], formats["bf16"]], [formats["fp64"]], [formats["e2m1"]]])
-def test_no_labels_overlap(draw: Callable[[Any, Any], None], chosen: list[Format]) -> None:
-    axes = drawn(draw, chosen, (12, 1.3 + 0.32 * len(chosen)))
+def test_no_labels_overlap(chosen: list[Format]) -> None:
+    axes = drawn(pictures.draw_range, chosen, (12, 1.3 + 0.32 * len(chosen)))
     for (left, first), (right, second) in itertools.combinations(boxes(axes), 2):
         assert not first.overlaps(second), (left, right)
     assert all(box.x0 >= 0 and box.x1 <= axes.figure.bbox.x1 for _, box in boxes(axes))
@@ -61,11 +60,6 @@ def test_the_range_is_from_the_least_to_the_largest() -> None:
     assert [text.get_text() for text in axes.texts] == ["5.96e-8", "65504"]
 
 
-def test_the_density_is_the_number_of_values() -> None:
-    axes = drawn(pictures.draw_density, [formats["e4m3"]])
-    assert [text.get_text() for text in axes.texts] == ["0", "1", "2", *["3"] * 14, "2.8"]  # 7 values, and NaN
-
-
 def test_codes_are_where_their_hexadecimal_digits_say() -> None:
     axes = drawn(pictures.draw_codes, formats["e4m3"])
     texts = [text.get_text() for text in axes.texts]
@@ -79,10 +73,10 @@ def test_codes_are_where_their_hexadecimal_digits_say() -> None:
 def test_files(tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"x.{suffix}"
     words = ("ladder", "-f", "fp16", "bf16", "--codes", "e2m1", "--out", str(out))
-    assert lines(*words) == [f"{out}: range, density, codes"]
+    assert lines(*words) == [f"{out}: range, codes"]
     first = out.read_bytes()
     assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
     if suffix == "svg":
         assert lines(*words) and out.read_bytes() == first  # the same words, the same bytes
-        for title in ("Range:", "Density:", "All 16 codes of e2m1fn", 'width="864pt"'):  # 12 inches: 1200 pixels
+        for title in ("Range:", "All 16 codes of e2m1fn", 'width="864pt"'):  # 12 inches: 1200 pixels
             assert title in first.decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import math
 import time
 from fractions import Fraction
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.numerics.formats.exact import LARGEST_POWER, Irrational, exact, parse_number
+from halfstep.numerics.formats.exact import LARGEST_POWER, exact, parse_number
 
 
 @pytest.mark.parametrize(
@@ -46,10 +45,6 @@ from halfstep.numerics.formats.exact import LARGEST_POWER, Irrational, exact, pa
         ("  7  ", Fraction(7)),
         ("0", Fraction(0)),
         ("-0 + 0", Fraction(0)),
-        ("sqrt(9/4)", Fraction(3, 2)),
-        ("sqrt 2^-24", Fraction(1, 2**12)),
-        ("sqrt(2)^2", Fraction(2)),
-        ("pi/pi", Fraction(1)),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
@@ -58,30 +53,7 @@ def test_numbers(text: str, value: Fraction) -> None:
     assert number == value and type(number) is Fraction
 
 
-def test_digits_of_numbers_that_no_fraction_is() -> None:
-    context = decimal.Context(prec=60)
-    near = {
-        "e": context.exp(1),
-        "sqrt(2)": context.sqrt(2),
-        "√3*1e-300": context.sqrt(3).scaleb(-300, context),
-        "e^89": context.exp(89),
-    }
-    near["4*(0*sqrt(4) + π/4)"] = 16 * _arctangent(5) - 4 * _arctangent(239)  # Machin
-    near["sqrt(1/3)"] = context.divide(1, context.sqrt(3))
-    for text, value in near.items():
-        number = parse_number(text)
-        assert isinstance(number, Irrational) and abs(number / Fraction(value) - 1) < 10**-47, text
-    assert isinstance(parse_number("-pi"), Irrational) and parse_number("-pi") == -parse_number("pi")
-
-
-def _arctangent(x: int) -> Fraction:
-    """Of 1 / x."""
-    return sum((Fraction((-1) ** n, (2 * n + 1) * x ** (2 * n + 1)) for n in range(45)), Fraction(0))
-
-
-@pytest.mark.parametrize(
-    "text", ["-0", "-0.0", "-0e5", "-0x0p0", "-(0)", "- - -0", "-0*3", "0/-5", "-0 + -0", "-0 - 0", "+-0"]
-)
+@pytest.mark.parametrize("text", ["-0", "-0.0", "-0e5", "-0x0p0", "-(0)", "- - -0", "-0*3", "0/-5", "+-0"])
 def test_negative_zero(text: str) -> None:
     number = parse_number(text)
     assert number == 0 and isinstance(number, float) and math.copysign(1, number) == -1
@@ -101,32 +73,20 @@ def test_specials() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is not a number: it is empty. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan"),
-        ("abc", "'abc' is not a number. Write decimals"),
-        ("0.1f", "'f' is not understood"),
-        ("__import__('os')", "is not a number. Write"),
-        ("1 2", "'2' is not expected there"),
-        ("(1", "a parenthesis is not closed"),
-        ("2*", "it ends too early"),
+        *((text, f"{text!r} is not a number. Write decimals (1e-400), hexadecimal floats (0x1.8p-3), inf, nan")
+          for text in ("", "abc", "0.1f", "L", "__import__('os')", "1 2", "(1", "2*", "2(3)", "1//2", "1,2", "1#2")),
+        *((text, "is not a number. Write decimals") for text in ("(" * 300 + "1" + ")" * 300, "-" * 3000 + "1")),
         ("1/0", "it divides by zero; an infinity is written inf"),
         ("0^-1", "it divides by zero"),
-        ("inf + 1", "'+' is not defined here for infinities and NaN, which stand alone"),
-        ("2 * nan", "'*' is not defined here"),
+        ("inf + 1", "infinities and NaN stand alone"),
+        ("2 * nan", "infinities and NaN stand alone"),
         ("2^0.5", "an exponent is not an integer"),
-        ("sqrt(-1)", "a square root of a negative number is not real"),
-        ("sqrt(2)*sqrt(3) - sqrt(6)", "the first 18 digits cancel out"),
-        ("2*epi", "'epi' is not understood"),
-        ("(" * 60 + "1" + ")" * 60, "it is nested more than 50 deep"),
-        ("2^" * 60 + "1", "it is nested more than 50 deep"),
-        ("1e99999", "Expected magnitudes from 2^-65536 to 2^65536, also of intermediate results, but got '1e99999':"),
-        ("1e-99999999999999999999", "also of intermediate results, but got"),
-        ("10^10^10", "also of intermediate results, but got"),
-        ("(3/2)^99999999", "also of intermediate results, but got"),
-        ("2^65000 * 2^65000", "also of intermediate results, but got"),
+        *((text, "too large or too small") for text in (
+            "2^" * 60 + "1", "1e99999", "1e-99999999999999999999", "10^10^10", "(3/2)^99999999", "2^65000 * 2^65000")),
         ("1" * 4001, "Expected a number of at most 4000 characters, but got 4001"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_refusals(text: str, message: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError) as raised:
@@ -144,7 +104,7 @@ def test_floats_come_back_as_repr_and_hex(value: float) -> None:
     assert math.copysign(1, float(parse_number(value.hex()))) == math.copysign(1, value)
 
 
-@given(st.text(alphabet="0123456789.+-*/^()exp_ infπ√", max_size=30))
+@given(st.text(alphabet="0123456789.+-*/^()exp_ infL", max_size=30))
 def test_anything_gives_a_number_or_a_value_error(text: str) -> None:
     try:
         number = parse_number(text)

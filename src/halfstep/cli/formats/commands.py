@@ -1,6 +1,6 @@
 """``halfstep format, encode, decode, why, compare, ladder``: what a format can hold, what a number becomes in it.
 
-Each command is a function, below its command line. What it returns is printed as JSON or drawn on the screen.
+Each command is a function above its entry in `_LOOKUPS`. What it returns is printed as JSON or drawn on the screen.
 """
 
 from __future__ import annotations
@@ -21,34 +21,33 @@ from halfstep.cli.figures import INSTALL
 from halfstep.cli.formats import compare
 from halfstep.cli.formats.values import (
     Encoded,
-    Line,
     Stored,
     among,
-    chances,
     conversions,
     double_rounding_words,
     double_roundings,
     encoded,
     finite,
     fitting,
-    line_between,
     number_dict,
+    overflow_threshold,
+    overflows,
     reasons,
     rounded,
+    roundings,
     short,
 )
 from halfstep.cli.terminal import Table, joined, text, width
 from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, neighbours, parse_number
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 _WIDTHS = sorted({format.bits for format in formats.values()})
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each
-_OUTCOMES = {
-    "exact": "good", "exact subnormal": "good", "subnormal": "note", "saturated": "note",
-    "underflow": "bad", "overflow": "bad", "no NaN": "bad", "no sign": "bad",
+_COLOURS = {
+    "exact": "good", "exact subnormal": "good", "subnormal": "note", "saturated": "note", "zero": "faint",
+    **dict.fromkeys(("underflow", "overflow", "no NaN", "no sign", "infinity", "nan"), "bad"),
 }  # fmt: skip
-_CATEGORIES = {"subnormal": "note", "zero": "faint", "infinity": "bad", "nan": "bad"}
 
 # ----------------------------------------------------------------------------------------------------------- arguments
 
@@ -72,50 +71,11 @@ class Typed(NamedTuple):
 
 
 class Code(NamedTuple):
-    """A code, its text, and the number of bits that the text shows; 0 for decimal numbers, which show none."""
+    """A code, the text it was parsed from, and the width in bits that its digits give it."""
 
     text: str
     code: int
-    shown: int
-
-    @property
-    def width(self) -> int:
-        """The width a code is meant in: the first that has room for all its digits, of decimals for the number itself.
-
-        A decimal says nothing of leading zeros, so it is taken for one of the common widths, from 8 bits up.
-
-        Raises:
-            UsageError: no format is as wide.
-        """
-        wide = [width for width in _WIDTHS if width >= self.shown] if self.shown else [8, 16, 32, 64]
-        if self.shown == 20:  # five hexadecimal digits: TF32, if its 19 bits suffice
-            wide.insert(0, 19)
-        for bits in wide:
-            if self.code < 1 << bits:
-                return bits
-        raise UsageError(
-            f"argument CODE: expected up to {_WIDTHS[-1]} bits, but got {self.text}, which has "
-            f"{max(self.shown, self.code.bit_length())}"
-        )
-
-
-class _Parser(command_line.Parser):
-    """The shared parser with an option -f that takes several names."""
-
-    def prepared(self, words: Sequence[str]) -> list[str]:
-        """The words, with -f repeated before each name of a format that follows it."""
-        options = {name for action in self._actions if action.dest == "formats" for name in action.option_strings}
-        repeated: list[str] = []
-        naming = False  # after -f and a name; not after --, where no word starts with "-"
-        for word in super().prepared(words):
-            if word.startswith("-"):
-                naming = word in options
-            elif command_line.is_number(word.strip()):
-                naming = False
-            elif naming and repeated[-1] not in options:
-                repeated.append("-f")
-            repeated.append(word)
-        return repeated
+    width: int
 
 
 def _family(name: str) -> list[Format]:
@@ -123,22 +83,8 @@ def _family(name: str) -> list[Format]:
     try:
         return [formats[member] for member in AMBIGUOUS.get(name.strip().lower(), (name.strip(),))]
     except (KeyError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def format_named(name: str) -> Format:
-    """An argparse type: as `_family`, but only the first."""
-    return _family(name)[0]
-
-
-def _small_format(name: str) -> Format:
-    """An argparse type: a format whose codes fit a picture."""
-    format = format_named(name)
-    if format.bits > 8:
-        raise argparse.ArgumentTypeError(
-            f"expected a format of up to 8 bits, but got {format.name}, which has {format.codes:,} codes"
-        )
-    return format
+        remedy = "; numbers come before -f" if re.match(r"[-\d.]", name) else ""
+        raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
 
 def number(hint: str) -> Callable[[str], Typed]:
@@ -156,7 +102,11 @@ def number(hint: str) -> Callable[[str], Typed]:
 
 
 def _code(typed: str) -> Code:
-    """An argparse type: a code in hexadecimal, binary or decimal."""
+    """An argparse type: a code in hexadecimal, binary or decimal.
+
+    The digits give the width: the first that has room for all of them. Decimals say nothing of leading zeros, and have
+    the first of the common widths that holds the number. Five hexadecimal digits are TF32, if its 19 bits suffice.
+    """
     digits = typed.strip().lower().replace("_", "")
     base, bits = {"0x": (16, 4), "0b": (2, 1)}.get(digits[:2], (10, 0))
     digits = digits[2:] if bits else digits
@@ -165,21 +115,26 @@ def _code(typed: str) -> Code:
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
             f"got {typed.strip()!r}: for numbers use halfstep encode"
         )
-    return Code(typed.strip(), int(digits, base), bits * len(digits))
+    code, shown = int(digits, base), bits * len(digits)
+    widths = [size for size in _WIDTHS if size >= (19 if shown == 20 else shown)] if bits else [8, 16, 32, 64]
+    for size in widths:
+        if code < 1 << size:
+            return Code(typed.strip(), code, size)
+    had = max(shown, code.bit_length())
+    raise argparse.ArgumentTypeError(f"expected up to {_WIDTHS[-1]} bits, but got {typed.strip()}, which has {had}")
 
 
-Option = tuple[tuple[str, ...], dict[str, Any]]
+Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
 
 
 def _option(*names: str, **settings: Any) -> Option:
-    """The arguments of add_argument."""
     return names, settings
 
 
 def formats_option(help: str) -> Option:
     """The option -f, which takes several names and may be repeated."""
-    settings = {"action": "extend", "type": _family, "metavar": "FORMAT", "default": [], "help": help}
-    return _option("-f", "--format", dest="formats", **settings)
+    settings: dict[str, Any] = {"action": "extend", "nargs": "+", "type": _family, "metavar": "FORMAT", "default": []}
+    return _option("-f", "--format", dest="formats", help=help, **settings)
 
 
 def rounding_option(modes: Sequence[str]) -> Option:
@@ -194,28 +149,21 @@ OVERFLOW = _option(
 )
 
 
-def _named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
+def named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
+    """Names of formats without an option before them."""
     return _option("named", nargs=nargs, type=_family, metavar=metavar, help=help)
 
 
-def _distinct(families: Iterable[Iterable[Format]], chosen: Iterable[Format] = ()) -> list[Format]:
-    """The formats of all names and of -f without repetitions; all formats if there are none."""
-    return list({format.name: format for group in (*families, chosen) for format in group}.values()) or [
-        *formats.values()
-    ]
+def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
+    """The formats of all names without repetitions; all formats if there are none."""
+    return list({format.name: format for family in families for format in family}.values()) or [*formats.values()]
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-class Answer(NamedTuple):
-    """The answer of a command: its parsed input, and functions for the results in JSON and what the screen shows."""
-
-    input: dict[str, Any]
-    results: Callable[[], list[dict[str, Any]]]
-    screen: Callable[[], Iterable[Any]]
-
-
+# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows.
+Answer = tuple[list[Format], list[Any]]
 _LOOKUPS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str, str, Sequence[Option]]] = {}
 
 
@@ -232,15 +180,30 @@ def _command(name: str, description: str, epilog: str, *options: Option) -> Call
 def main(argv: Sequence[str], command: str) -> int:
     """Run ``halfstep COMMAND`` with these arguments. Returns the exit status."""
     lookup, description, epilog, options = _LOOKUPS[command]
-    parser = _Parser(command, description, epilog)
+    parser = command_line.Parser(command, description, epilog)
     for names, settings in options:
         parser.add_argument(*names, **settings)
 
     def carry_out(options: argparse.Namespace) -> None:
-        about, results, screen = lookup(options)
-        command_line.answer(options, lambda: {"command": command, "input": about, "results": results()}, screen)
+        chosen, results = lookup(options)
+        about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
+        about["formats"] = _names(chosen)
+        content = {"command": command, "input": about, "results": results}
+        command_line.answer(options, lambda: content, lambda: results)
 
     return command_line.run(parser, argv, carry_out)
+
+
+def _plain(value: Any) -> Any:
+    """An option in JSON."""
+    match value:
+        case Typed() | Code():  # which are sequences too
+            return value.text
+        case [*members]:
+            return [_plain(member) for member in members]
+        case Format():
+            return value.name
+    return value if value is None or isinstance(value, int) else str(value)
 
 
 def _names(chosen: Iterable[Format]) -> list[str]:
@@ -253,16 +216,19 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
 
 
 def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
-    return [conversion.as_dict() for conversion in conversions(result.number, result.format)]
+    stored = conversions(result.number, result.format)
+    return [{"value": None if value is None else number_dict(value), "who": names} for value, names in stored]
 
 
 def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
     """The implementations that store another value."""
-    cells = [
-        ("" if index else result.format.name, conversion.text, conversion.who)
-        for result in results
-        for index, conversion in enumerate(conversions(result.number, result.format))
-    ]
+    cells = []
+    for result in results:
+        for index, (value, names) in enumerate(conversions(result.number, result.format)):
+            further = [name for name in names if not name.startswith("torch")]
+            who = ", ".join(["torch", *further] if len(names) - len(further) == 2 else names)
+            shown = "undefined" if value is None else fitting(value, 20, 9)
+            cells.append(("" if index else result.format.name, shown, who))
     return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
 
 
@@ -271,9 +237,9 @@ def _bits(stored: Stored) -> Text:
     return joined(*(text(digits, name) for name, digits in stored.fields.items()), by=" ")
 
 
-def _outcome(result: Encoded) -> Text:
-    """The outcome in its colour."""
-    return text(result.outcome_text, _OUTCOMES.get(result.outcome_text, ""))
+def _coloured(words: str) -> Text:
+    """An outcome or a class in its colour."""
+    return text(words, _COLOURS.get(words, ""))
 
 
 def _fitting(*tables: Table) -> Table:
@@ -284,43 +250,37 @@ def _fitting(*tables: Table) -> Table:
 @_command(
     "format",
     "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
-    f"Formats: {', '.join(formats)},\nby any usual name, and your own by their fields, such as e5m7 or e4m3fnuz.\n"
+    f"Formats: {', '.join(formats)}, by any usual name, and your own by their fields, such as e5m7 or e4m3fnuz; "
     "example: halfstep format fp16",
-    _named("*", "formats (default: all)", "NAME"),
+    named("*", "formats (default: all)", "NAME"),
 )
 def _format(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
-    shown = _all_properties if len(chosen) == 1 else _limits
-    return Answer({"formats": _names(chosen)}, lambda: list(map(compare.format_dict, chosen)), lambda: shown(chosen))
-
-
-def _all_properties(chosen: Sequence[Format]) -> list[Any]:
-    """All properties of one format."""
+    if options.json:
+        return chosen, list(map(compare.format_dict, chosen))
+    if len(chosen) > 1:
+        return chosen, [_limits(chosen)]
     (format,) = chosen
-    rows = [*compare.names(format), *compare.figures(format)]
-    cells = [(text(f"  {name}", "faint"), value) for name, value in rows]
-    return [joined(text(format.name, "strong"), f": {format.title}"), Table((), cells, wraps=1)]
+    rows = [(text(f"  {name}", "faint"), value) for name, value in (*compare.names(format), *compare.figures(format))]
+    return chosen, [joined(text(format.name, "strong"), f": {format.title}"), Table((), rows, wraps=1)]
 
 
-def _limits(chosen: Sequence[Format]) -> list[Any]:
-    """One row per format; with overflow, integers and the name in torch if they fit."""
-    header = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has")
-    rows, wide = [], []
+def _limits(chosen: Sequence[Format]) -> Table:
+    """One row per format."""
+    header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
         figures = map(short, (format.max, format.min_normal, format.min_subnormal, format.eps))
         digits = f"{format.digits10}-{format.max_digits10}"
-        rows.append([format.name, compare.fields(format), *figures, digits, compare.specials(format)])
-        wide.append(
-            [*rows[-1], compare.overflow(format), compare.count_text(format.integer_range), format.torch or "-"]
+        rows.append(
+            (format.name, compare.fields(format), *figures, digits, compare.specials(format), format.torch or "-")
         )
-    right = {2, 3, 4, 5, 6, 9}
-    return [_fitting(Table((*header, "overflow", "integers to", "torch"), wide, right), Table(header, rows, right))]
+    return _fitting(Table(header, rows, range(2, 7)), Table(header[:-1], [row[:-1] for row in rows], range(2, 7)))
 
 
 @_command(
     "encode",
     "Round numbers to every format, and show the code, its fields, the stored value and the error in ulps.",
-    "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan.\n"
+    "Numbers are read exactly, not as floats: 2.5, 1e-7, 1/3, 2^-24, 0x1.8p-3, -(1 + 2^-11), inf, nan; "
     "example: halfstep encode 2.5 -f fp16 bf16",
     _option("numbers", nargs="+", type=number("formats come after -f"), metavar="NUMBER"),
     formats_option("formats to use; several names, or several times (default: all)"),
@@ -334,7 +294,7 @@ def _encode(options: argparse.Namespace) -> Answer:
         raise UsageError(
             f"--seed {seed} draws nothing with --rounding {rounding}; leave it out, or pass --rounding stochastic"
         )
-    chosen = _distinct([options.formats])
+    chosen = _distinct(options.formats)
 
     def result(number: Number, format: Format) -> Encoded:
         noise = (
@@ -345,41 +305,31 @@ def _encode(options: argparse.Namespace) -> Answer:
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
     usual = (rounding, overflow) == ("nearest", "inf")
 
-    def results() -> list[dict[str, Any]]:
-        return [
+    if options.json:
+        return chosen, [
             {"input": typed.as_dict(), **result.as_dict(), "elsewhere": _elsewhere(result) if usual else []}
             for typed, row in rows
             for result in row
         ]
-
-    def shown(typed: Typed, row: Sequence[Encoded]) -> list[Any]:
+    blocks = []
+    for typed, row in rows:
+        table = _fitting(*(_encodings(row, *columns) for columns in ((24, True, True), (16, True), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
-        elsewhere = _elsewhere_shown(row) if usual else []
-        return [text(typed.notations, "strong"), *_encodings(row), *digits, *elsewhere]
-
-    about = {"numbers": [typed.text for typed in options.numbers], "formats": _names(chosen)}
-    about |= {"rounding": rounding, "overflow": overflow, "seed": seed}
-    return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
+        blocks.append([text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])])
+    return chosen, _apart(blocks, "")
 
 
-def _encodings(row: Sequence[Encoded]) -> list[Any]:
-    """A table; on a narrow screen without hexadecimal floats, and with wide codes below it."""
-
-    def cells(result: Encoded, narrow: bool) -> list[str | Text]:
-        code: list[str | Text] = ["-", "", "", *([] if narrow else [""])]
+def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadecimal: bool = False) -> Table:
+    """A row for each format. On narrow screens, bits and hexadecimal floats are left out."""
+    shown = [True, True, bits, True, hexadecimal, True, True]
+    rows = []
+    for result in row:
+        cells: list[str | Text] = [result.format.name, "-", "", "", ""]
         if stored := result.stored:
-            code = ["", ""] if narrow and result.format.bits > 16 else [stored.hex, _bits(stored)]
-            code += [stored.text(16)] if narrow else [stored.text(24), number_dict(stored.value)["hex"] or ""]
-        return [result.format.name, *code, result.ulps_text, _outcome(result)]
-
+            cells[1:] = [stored.hex, _bits(stored), stored.text(digits), number_dict(stored.value)["hex"] or ""]
+        rows.append([*itertools.compress([*cells, result.ulps_text, _coloured(result.outcome_text)], shown)])
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
-    wide = Table(header, [cells(result, False) for result in row], {5})
-    if wide.width <= width():
-        return [wide]
-    codes = [result.stored for result in row if result.stored and result.format.bits > 16]
-    below = [(stored.format.name, stored.hex, _bits(stored)) for stored in codes]
-    narrow = Table((*header[:4], *header[5:]), [cells(result, True) for result in row], {4})
-    return [narrow, Table((), below, wraps=2)] if below else [narrow]
+    return Table([*itertools.compress(header, shown)], rows, {sum(shown) - 2})
 
 
 def _all_digits(result: Encoded) -> list[str]:
@@ -397,41 +347,31 @@ def _all_digits(result: Encoded) -> list[str]:
     "decode",
     "Show the value of a code in every format of its width.",
     "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of 8, "
-    "16, 32 or 64 bits that holds it. --width and --format override the width.\nexample: halfstep decode 0x4100",
+    "16, 32 or 64 bits that holds it. --width and --format override the width; example: halfstep decode 0x4100",
     _option("codes", nargs="+", type=_code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
     formats_option("formats to use; several names, or several times (default: all of the width)"),
-    _option(
-        *("-w", "--width"),
-        choices=list(map(str, _WIDTHS)),
-        metavar="BITS",
-        help=f"bits of the code: {', '.join(map(str, _WIDTHS))}",
-    ),
+    _option("-w", "--width", type=int, choices=_WIDTHS, metavar="BITS", help=f"bits: {', '.join(map(str, _WIDTHS))}"),
 )
 def _decode(options: argparse.Namespace) -> Answer:
     rows = [(typed, _read_in(typed, options)) for typed in options.codes]
-
-    def results() -> list[dict[str, Any]]:
-        return [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
-
-    def table(row: Sequence[Stored], digits: int) -> Table:
-        cells = []
-        for stored in row:
-            value, category = (stored.text(digits), number_dict(stored.value)["hex"] or ""), stored.category
-            shown = text(category, _CATEGORIES.get(category, ""))
-            cells.append((stored.format.name, _bits(stored), *value, shown))
-        return Table(("format", "bits", "value", "hex float", "class"), cells)
-
-    def shown(typed: Code, row: Sequence[Stored]) -> list[Any]:
+    chosen = list({stored.format.name: stored.format for _, row in rows for stored in row}.values())
+    if options.json:
+        return chosen, [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
+    blocks = []
+    for typed, row in rows:
         widths = {stored.format.bits for stored in row}
         title = f"{typed.text}, {widths.pop()} bits" if len(widths) == 1 else typed.text
-        return [text(title, "strong"), _fitting(*(table(row, digits) for digits in (44, 24, 16)))]
+        blocks.append([text(title, "strong"), _fitting(*(_decodings(row, digits) for digits in (44, 24, 16)))])
+    return chosen, _apart(blocks, "")
 
-    about = {
-        "codes": [typed.text for typed in options.codes],
-        "formats": list(dict.fromkeys(stored.format.name for _, row in rows for stored in row)),
-        "width": options.width and int(options.width),
-    }
-    return Answer(about, results, lambda: _apart(itertools.starmap(shown, rows), ""))
+
+def _decodings(row: Sequence[Stored], digits: int) -> Table:
+    """A row for each format, with values of at most so many digits."""
+    cells = []
+    for stored in row:
+        value = stored.text(digits), number_dict(stored.value)["hex"] or ""
+        cells.append((stored.format.name, _bits(stored), *value, _coloured(stored.category)))
+    return Table(("format", "bits", "value", "hex float", "class"), cells)
 
 
 def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
@@ -440,19 +380,16 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     Raises:
         UsageError: it is not a code of one of them.
     """
-    bits = None if options.width is None else int(options.width)
-    chosen = _distinct([options.formats]) if options.formats else []
+    chosen, bits = _distinct(options.formats) if options.formats else [], options.width
     for format in chosen:
         if bits not in (None, format.bits):
             raise UsageError(f"--width {bits} is not the {format.bits} bits of --format {format.name}; leave one out")
-    if not chosen:
-        bits = bits or typed.width
-        chosen = [format for format in formats.values() if format.bits == bits]
+    chosen = chosen or [format for format in formats.values() if format.bits == (bits or typed.width)]
     for format in chosen:
         if typed.code >= format.codes:
             raise UsageError(
                 f"argument CODE: expected a code of {format.name} from 0x0 to {format.codes - 1:#x}, but got "
-                f"{typed.text}" + ("; a wider one is chosen with --width or --format" if typed.code < 1 << 64 else "")
+                f"{typed.text}; a wider one is chosen with --width or --format"
             )
     return [Stored(typed.code, format) for format in chosen]
 
@@ -462,21 +399,18 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
     "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
     "example: halfstep why 1.0001 fp16",
     _option("number", type=number("the number comes first"), metavar="NUMBER"),
-    _named("*", "formats (default: all)"),
+    named("*", "formats (default: all)"),
     formats_option("the same, as in halfstep encode"),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
 )
 def _why(options: argparse.Namespace) -> Answer:
-    chosen, typed = _distinct(options.named, options.formats), options.number
+    chosen, typed = _distinct([*options.named, *options.formats]), options.number
     modes = options.rounding, options.overflow
     rows = [encoded(typed.number, format, *modes) for format in chosen]
-    about = {"number": typed.text, "formats": _names(chosen), "rounding": modes[0], "overflow": modes[1]}
-    return Answer(
-        about,
-        lambda: [_why_dict(typed, result, *modes) for result in rows],
-        lambda: _apart((_explanation(typed, result, *modes) for result in rows), "", ""),
-    )
+    if options.json:
+        return chosen, [_why_dict(typed, result, *modes) for result in rows]
+    return chosen, _apart((_explanation(typed, result, *modes) for result in rows), "", "")
 
 
 def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
@@ -485,27 +419,43 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
     def code(result: Encoded) -> str | None:
         return None if result.stored is None else result.stored.hex
 
-    sides: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    if finite(number):
-        around = neighbours(number, format)
-        for name, side in (("below", around.code_below), ("above", around.code_above)):
-            sides[name] = None if side is None else Stored(side, format).as_dict()
-        sides["midpoint"] = None if around.midpoint is None else number_dict(around.midpoint)
-        sides["ulp"] = number_dict(around.ulp)
     twice = double_roundings(number, format) if rounding == "nearest" else []
+    ends = roundings(number, format, lambda number, mode: encoded(number, format, mode, overflow))
     return {
         "input": typed.as_dict(),
         **result.as_dict(),
         "rule": result.rule,
         "explanation": reasons(result, rounding),
-        **sides,
-        "roundings": {mode: code(encoded(number, format, mode, overflow)) for mode in ENCODE_ROUNDINGS[:-1]},
+        **_neighbours(number, format),
+        "roundings": {mode: code(end) for end, mode, chance in ends if chance is None},
         "stochastic": [
-            {"code": code(end), "probability": str(share)} for share, end in chances(number, format, overflow)
+            {"code": code(end), "probability": str(chance)} for end, _, chance in ends if chance is not None
         ],
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
         "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
     }
+
+
+def _neighbours(number: Number, format: Format) -> dict[str, Any]:
+    """The format's numbers below and above, or the number itself; the middle between them; and an ulp.
+
+    Beyond the last number lies infinity, or NaN in a format without infinity, or nothing in a format without both; the
+    middle is then the threshold of overflow.
+    """
+    answer: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
+    if not finite(number):
+        return answer
+    result, sign = encoded(number, format), -1 if number < 0 else 1
+    for name, mode, side in (("below", "down", 1), ("above", "up", -1)):
+        above_all = mode == "up" and result.rule == "sign"  # the least number lies above all negative ones
+        stored = Stored(0, format) if above_all else encoded(number, format, mode).stored
+        if stored and not stored.value * side > number * side:
+            answer[name] = stored.as_dict()
+    if result.rule not in ("exact", "sign", "least"):
+        beyond = overflows(result.ends[number < 0], format)
+        middle = sign * overflow_threshold(format, number < 0) if beyond else sum(result.ends) / 2
+        answer["midpoint"] = number_dict(Fraction(middle))
+    return answer | {"ulp": number_dict(result.ends[1] - result.ends[0])}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
@@ -516,79 +466,33 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
         title.append("nothing")
     else:
         title = joined(title, f"{among(stored.value, format)}, {stored.hex} = ", _bits(stored))
-    parts = [joined(title, ": ", _outcome(result), f", {result.ulps_text} ulp" if result.error else ""), ""]
-    if line := line_between(result):
-        label = typed.text if len(typed.text) <= 24 else among(result.number, format)
-        parts += [*_number_line(width(), line, label), ""]
+    error = f", {result.ulps_text} ulp" if result.error else ""
+    parts: list[Any] = [joined(title, ": ", _coloured(result.outcome_text), error), ""]
     parts += reasons(result, rounding)
     if result.rule not in ("special", "exact", "sign", "least"):
         parts += ["", _roundings(result, overflow)]
-    for twice in double_roundings(result.number, format) if rounding == "nearest" else []:
-        parts += ["", joined(text("note", "note"), f" {double_rounding_words(twice, result)}")]
+    for via, twice in double_roundings(result.number, format) if rounding == "nearest" else []:
+        parts += ["", joined(text("note", "note"), f" {double_rounding_words(via, twice, result)}")]
     elsewhere = _elsewhere_shown([result]) if (rounding, overflow) == ("nearest", "inf") else []
     return [*parts, *([""] if elsewhere else []), *elsewhere]
 
 
 def _roundings(result: Encoded, overflow: str) -> Table:
     """The value that each rounding mode stores."""
-    number, format = result.number, result.format
-    rows: list[tuple[str | Text, ...]] = []
-    for rounding in ENCODE_ROUNDINGS[:-1]:
-        end = encoded(number, format, rounding, overflow)
-        if end.stored is not None:
-            value = among(end.stored.value, format)
-            rows.append((rounding, end.stored.hex, value, end.ulps_text, _outcome(end)))
-    for index, (share, end) in enumerate(chances(number, format, overflow)):
-        code = ("", "no NaN") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
-        error, chance = Encoded(number, format, end.stored).ulps_text, rounded(share * 100, 6)
-        rows.append(("" if index else "stochastic", *code, error, f"with {chance} %"))
+    format, rows = result.format, []
+    ends = roundings(result.number, format, lambda number, mode: encoded(number, format, mode, overflow))
+    for (end, mode, chance), (_, before, _) in zip(ends, [ends[-1], *ends], strict=False):
+        shown = ("", "") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
+        outcome = _coloured(end.outcome_text) if chance is None else f"with {rounded(chance * 100, 6)} %"
+        rows.append(("" if mode == before and chance else mode, *shown, end.ulps_text, outcome))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
-
-
-def _label_row(width: int, labels: Sequence[tuple[int, Text]]) -> Text:
-    """Labels centred on columns, moved inward from the ends; one that would touch the label before it is left out."""
-    line = Text("  ")
-    for column, label in labels:
-        start = 2 + min(max(column - label.cell_len // 2, 0), width - label.cell_len)
-        if start >= line.cell_len + 2 or line.cell_len == 2:
-            line.pad_right(start - line.cell_len)
-            line.append_text(label)
-    return line
-
-
-def column_of(position: Fraction, width: int) -> int:
-    """The column of a position between 0 and 1. Only 0, 1/2 and 1 are in the first, middle and last column."""
-    middle = (width - 1) // 2
-    for exact, column in ((0, 0), (1, width - 1), (Fraction(1, 2), middle)):
-        if position == exact:
-            return column
-    start, end = (1, middle - 1) if 2 * position < 1 else (middle + 1, width - 2)
-    return min(max(round(position * (width - 1)), start), end)
-
-
-def _number_line(width: int, line: Line, number: str) -> list[Text]:
-    """The picture of a number between its neighbours on so many columns; `number` is as it was written."""
-    width = min(width, 80) - 4
-    width -= 1 - width % 2  # an odd number of columns has a middle one
-    half, last, column = width // 2, width - 1, column_of(line.position, width)
-    styles = ["good" if line.stored == end else "" for end in (0, 1)]
-    low, high = (text(value, style) for (value, _), style in zip(line.ends, styles, strict=True))
-    first, second = (text(code, "faint") for _, code in line.ends)
-    marks = [text("●" if style else glyph, style) for glyph, style in zip("├┤", styles, strict=True)]
-    return [
-        _label_row(width, [(0, low), (last, high)]),
-        _label_row(width, [(0, first), (half, text(f"halfway {line.middle}", "faint")), (last, second)]),
-        joined("  ", marks[0], "─" * (half - 1) + "┼" + "─" * (last - half - 1), marks[1]),
-        joined("  " + " " * column, text("▲", "strong")),
-        _label_row(width, [(column, text(number, "strong"))]),
-    ]
 
 
 @_command(
     "compare",
     "Compare the properties of formats, count the values that they share, and show numbers that differ.",
     "example: halfstep compare fp16 bf16",
-    _named("+", "two or more"),
+    named("+", "two or more"),
 )
 def _compare(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
@@ -603,55 +507,53 @@ def _compare(options: argparse.Namespace) -> Answer:
         for number in compare.examples(chosen)
     ]
 
-    def results() -> list[dict[str, Any]]:
+    if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
-        shown = list(map(compare.format_dict, chosen))
-        return [{"formats": shown, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}]
-
-    def shown() -> list[Any]:
-        figures = []
-        for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
-            values = [value, *(value for _, value in following)]
-            if name != "codes":
-                style = "strong" if len(set(values)) > 1 else ""
-                figures.append([text(name, "faint"), *(text(value, style) for value in values)])
-        words = [
-            joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
-            for first, second in pairs
+        compared = list(map(compare.format_dict, chosen))
+        return chosen, [
+            {"formats": compared, "pairs": list(itertools.starmap(compare.pair_dict, pairs)), "examples": rows}
         ]
-        rows = [(typed.text, *map(_example, row)) for typed, row in examples]
-        return [Table(("", *_names(chosen)), figures), "", *words, "", Table(("number", *_names(chosen)), rows)]
-
-    return Answer({"formats": _names(chosen)}, results, shown)
+    figures = []
+    for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
+        values = [value, *(value for _, value in following)]
+        if name != "codes":
+            style = "strong" if len(set(values)) > 1 else ""
+            figures.append([text(name, "faint"), *(text(value, style) for value in values)])
+    words = [
+        joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
+        for first, second in pairs
+    ]
+    numbers = Table(("number", *_names(chosen)), [(typed.text, *map(_example, row)) for typed, row in examples])
+    return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
 
 
 def _example(result: Encoded) -> Text:
     """A stored value and its outcome."""
-    return joined("-" if result.stored is None else result.stored.text(15), " ", _outcome(result))
+    return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 
-_PANELS = ("range", "density", "codes", "all")
+_PANELS = ("range", "codes", "all")
 
 
 @_command(
     "ladder",
-    "Draw the range of formats, the number of values between powers of two, and every code of a small format.",
-    f"Needs matplotlib: {INSTALL}\nexample: halfstep ladder --out formats.png",
+    "Draw the range of formats, and every code of a small format.",
+    f"Needs matplotlib: {INSTALL}; example: halfstep ladder --out formats.png",
     _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
-    _named("*", "formats of range and density (default: all)"),
+    named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
-    _option("--codes", type=_small_format, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
+    _option("--codes", type=lambda name: _family(name)[0], default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
 )
 def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
     panels = _PANELS[:-1] if options.kind == "all" else (options.kind,)
-    chosen, codes, out = _distinct(options.named, options.formats), options.codes, str(options.out)
+    chosen, codes, out = _distinct([*options.named, *options.formats]), options.codes, str(options.out)
+    if codes.bits > 8:
+        raise UsageError(f"argument --codes: expected a format of up to 8 bits, but got {codes.name}, which has more")
     pictures.draw(panels, chosen, codes, options.out)
-    about = {"out": out, "kind": options.kind, "formats": _names(chosen), "codes": codes.name}
-    results = [
-        {"file": out, "kind": panel, "formats": [codes.name] if panel == "codes" else _names(chosen)}
-        for panel in panels
-    ]
-    return Answer(about, lambda: results, lambda: [f"{out}: {', '.join(panels)}"])
+    if not options.json:
+        return chosen, [f"{out}: {', '.join(panels)}"]
+    drawn = ((panel, [codes] if panel == "codes" else chosen) for panel in panels)
+    return chosen, [{"file": out, "kind": panel, "formats": _names(shown)} for panel, shown in drawn]

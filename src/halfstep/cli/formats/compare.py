@@ -36,12 +36,6 @@ def specials(format: Format) -> str:
     return " ".join(["inf"] * format.has_infinity + ["nan"] * format.has_nan) or "neither"
 
 
-def overflow(format: Format) -> str:
-    """The threshold of overflow for rounding to nearest."""
-    threshold = overflow_threshold(format)
-    return f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"
-
-
 def count_text(count: int, text: str = "") -> str:
     """A count as `text`, by default its digits, or as a power of two above a million."""
     return f"2^{count.bit_length() - 1}" if count > 10**6 and not count & (count - 1) else text or str(count)
@@ -52,6 +46,7 @@ def figures(format: Format) -> list[tuple[str, str]]:
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
     codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
+    threshold = overflow_threshold(format)
     least_normal, smallest, eps = (
         f"2^{power_of_two(Fraction(value))} = {short(value)}"
         for value in (format.min_normal, format.min_subnormal, format.eps)
@@ -61,7 +56,7 @@ def figures(format: Format) -> list[tuple[str, str]]:
         ("bias", str(format.bias)),
         ("largest", short(format.max)),
         ("lowest", short(format.lowest)),
-        ("overflow", overflow(format)),
+        ("overflow", f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"),
         ("least normal", least_normal),
         ("least above 0", smallest),
         ("eps, 1 to next", eps),
@@ -153,28 +148,22 @@ def _percent(count: int, total: int) -> str:
 def pair_words(first: Format, second: Format) -> list[str]:
     """The comparison of two formats in sentences."""
     shared, words = shared_values(first, second), []
-    further: dict[str, list[str]] = {}
     down = lowest_exponent(second) - lowest_exponent(first)
     for direction, powers in (("up", first.emax - second.emax), ("down", down)):
         if powers:
             reaching = (first if powers > 0 else second).name
-            further.setdefault(reaching, []).append(f"2^{abs(powers)} times further {direction}")
-    if further:
-        words.append(", ".join(f"{name} reaches {' and '.join(texts)}" for name, texts in further.items()) + ".")
+            words.append(f"{reaching} reaches 2^{abs(powers)} times further {direction}.")
     coarser = _step_exponent(second, 0) - _step_exponent(first, 0)
     if coarser and all(format.min_subnormal <= 1 <= format.max for format in (first, second)):
-        times = str(1 << abs(coarser)) if abs(coarser) <= 16 else f"2^{abs(coarser)}"
-        words.append(f"Near 1 {(first if coarser > 0 else second).name}'s numbers are {times} times closer together.")
+        closer = (first if coarser > 0 else second).name
+        words.append(f"Near 1 {closer}'s numbers are 2^{abs(coarser)} times closer together.")
     if shared == first.values == second.values:
         return [*words, f"Both have the same {shared:,} values."]
     if shared in (first.values, second.values):
         inner, outer = (first, second) if shared == first.values else (second, first)
         return [*words, f"{outer.name} holds every value of {inner.name}: casting there and back loses nothing."]
-    return [
-        *words,
-        f"They share {shared:,} values: {_percent(shared, first.values)} of {first.name}'s {first.values:,} are exact "
-        f"in {second.name}, {_percent(shared, second.values)} of {second.name}'s {second.values:,} in {first.name}.",
-    ]
+    shares = (f"{_percent(shared, form.values)} of {form.name}'s {form.values:,}" for form in (first, second))
+    return [*words, f"They share {shared:,} values: {' and '.join(shares)}."]
 
 
 def pair_dict(first: Format, second: Format) -> dict[str, Any]:

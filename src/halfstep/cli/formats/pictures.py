@@ -1,4 +1,4 @@
-"""Pictures of formats: dynamic range, density of values, and all codes of a small format. Needs matplotlib."""
+"""Pictures of formats: dynamic range, and all codes of a small format. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.figures import figure, save, tidy
-from halfstep.cli.formats.compare import fields, lowest_exponent, shared_in
-from halfstep.cli.formats.values import Stored, code_text, rounded, short, special
-from halfstep.numerics.formats.exact import power_of_two
+from halfstep.cli.formats.compare import fields, lowest_exponent
+from halfstep.cli.formats.values import Stored, code_text, rounded, short
 from halfstep.numerics.formats.table import Format
 
 _LOWEST, _HIGHEST = -178, 152  # powers of two drawn; fp64 goes on beyond both
@@ -20,8 +19,11 @@ _CLASSES = {"normal": "#b8d5fd", "subnormal": "#fde68a", "zero": "#e5e7eb", "inf
 _INK = "#111827"
 
 
-def _axes_of_powers(axes: Any, lowest: int, highest: int, formats: Sequence[Format], title: str) -> None:
-    """A row for each format, on an axis with powers of two below and powers of ten above."""
+def draw_range(axes: Any, formats: Sequence[Format]) -> None:
+    """A bar from the smallest to the largest number of each format, on powers of two and ten; pale for subnormals."""
+    low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
+    room = max(4, (high - low) // 5)  # for the labels
+    lowest, highest = max(_LOWEST, low - room), min(_HIGHEST, high + room)
     axes.set_xlim(lowest, highest)
     step, apart = (20, 10) if highest - lowest > 120 else (8, 3) if highest - lowest > 40 else (4, 1)
     ticks = range(math.ceil(lowest / step) * step, highest + 1, step)
@@ -33,16 +35,7 @@ def _axes_of_powers(axes: Any, lowest: int, highest: int, formats: Sequence[Form
     axes.set_yticks(range(len(formats)), [f"{format.name}   {fields(format)}" for format in formats], fontsize=10)
     axes.set_ylim(len(formats) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(title, loc="left", fontsize=12, pad=26)
-
-
-def draw_range(axes: Any, formats: Sequence[Format]) -> None:
-    """Draw a bar from the smallest to the largest number of each format, lighter for subnormal numbers."""
-    low, high = min(map(lowest_exponent, formats)), max(format.emax + 1 for format in formats)
-    room = max(4, (high - low) // 5)  # for the labels
-    lowest, highest = max(_LOWEST, low - room), min(_HIGHEST, high + room)
-    title = "Range: smallest to largest positive number; pale: subnormal"
-    _axes_of_powers(axes, lowest, highest, formats, title)
+    axes.set_title("Range: smallest to largest positive number; pale: subnormal", loc="left", fontsize=12, pad=26)
     for row, format in enumerate(formats):
         start, normal, end = lowest_exponent(format), format.emin, math.log2(format.max)
         left, middle, right = max(start, lowest), max(normal, lowest), min(end, highest)
@@ -58,53 +51,6 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
             axes.text(x, row, label, ha=side, va="center", fontsize=9, color=ink)
 
 
-def draw_density(axes: Any, formats: Sequence[Format]) -> None:
-    """Draw a cell for each binade, with log2 of the number of values in it."""
-    from matplotlib.colors import Normalize
-
-    # The powers of two of the narrow formats. Bars of wider ones cross the picture.
-    narrow = [format for format in formats if format.emax - lowest_exponent(format) < 60]
-    lowest = min(map(lowest_exponent, narrow)) - 4 if narrow else max(_LOWEST, min(map(lowest_exponent, formats)))
-    highest = max(format.emax for format in narrow or formats) + 1
-    highest = highest + 4 if narrow else min(_HIGHEST, highest)
-    title = "Density: numbers between one power of two and the next, as log2: 10 stands for 1024"
-    _axes_of_powers(axes, lowest, highest, formats, title)
-    scale = min(24, max(format.precision for format in formats))
-    wide = highest - lowest > 80  # too many cells for text in them
-    label = {"ha": "center", "va": "center"}
-    for row, format in enumerate(formats):
-        first, last = max(lowest, lowest_exponent(format)), min(highest, format.emax + 1)
-        bits = [math.log2(shared_in(exponent, format)) for exponent in range(first, last)]
-        edges, heights = list(range(first, last + 1)), [row - 0.31, row + 0.31]
-        axes.pcolormesh(edges, heights, [bits], cmap="YlGnBu", norm=Normalize(-2, 1.2 * scale))
-        for exponent, count in enumerate(() if wide else bits, first):
-            text = f"{count:.0f}" if count.is_integer() else f"{count:.1f}"
-            ink = "white" if count > 0.6 * scale else _INK
-            axes.text(exponent + 0.5, row, text, fontsize=7.5, color=ink, clip_on=True, **label)
-        if wide and bits:
-            axes.text((first + last) / 2, row, f"{max(bits):.0f}", fontsize=9, color="white", **label)
-
-
-def _shade(stored: Stored) -> Any:
-    """The colour of a code's class. Larger normal numbers are darker."""
-    from matplotlib.colors import to_rgb
-
-    if stored.category != "normal":
-        return _CLASSES[stored.category]
-    format, exponent = stored.format, power_of_two(Fraction(stored.value))
-    share = (exponent - format.emin) / max(1, format.emax - format.emin)
-    pale, full = to_rgb("#e3eefe"), to_rgb("#8ebdfb")
-    return tuple(low + share * (high - low) for low, high in zip(pale, full, strict=True))
-
-
-def _cell(stored: Stored) -> str:
-    """The value with as many digits as fit a cell."""
-    if isinstance(stored.value, float):
-        return special(stored.value)
-    text = short(stored.value)
-    return text if len(text) <= 8 else rounded(stored.value, 3)
-
-
 def draw_codes(axes: Any, format: Format) -> None:
     """Draw every code with its value, coloured by class."""
     columns = min(16, format.codes)
@@ -112,8 +58,9 @@ def draw_codes(axes: Any, format: Format) -> None:
     for code in range(format.codes):
         stored = Stored(code, format)
         row, column = divmod(code, columns)
-        text = _cell(stored)
-        axes.fill_between([column, column + 1], row, row + 1, color=_shade(stored), linewidth=0)
+        axes.fill_between([column, column + 1], row, row + 1, color=_CLASSES[stored.category], linewidth=0)
+        text = stored.text(8)
+        text = rounded(Fraction(stored.value), 3) if text.startswith("≈") else text
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=8, color=_INK)
     axes.set_xlim(0, columns)
     axes.set_ylim(rows, 0)
@@ -136,8 +83,8 @@ def draw(panels: Sequence[str], formats: Sequence[Format], small: Format, out: P
     """Draw panels beneath one another, 1200 pixels wide, and write them.
 
     Args:
-        panels: ``"range"``, ``"density"`` and ``"codes"``, from top to bottom.
-        formats: the formats whose range and density are drawn.
+        panels: ``"range"`` and ``"codes"``, from top to bottom.
+        formats: the formats whose range is drawn.
         small: the format whose codes are drawn; at most 8 bits.
         out: the file. Its suffix decides the format of the picture.
 
@@ -153,5 +100,5 @@ def draw(panels: Sequence[str], formats: Sequence[Format], small: Format, out: P
         if panel == "codes":
             draw_codes(axes, small)
         else:
-            (draw_range if panel == "range" else draw_density)(axes, formats)
+            draw_range(axes, formats)
     save(picture, out, dpi=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal as arithmetic
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -11,21 +12,23 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from halfstep.numerics.formats.exact import (
-    Irrational,
+    ENCODE_ROUNDINGS,
     Number,
     code_of,
     decode_exact,
-    next_down_exact,
-    next_up_exact,
+    largest_magnitude,
+    moves_away,
+    next_exact,
     power_of_two,
+    stops_at_the_end,
     unit_exponent,
+    unlimited_code,
 )
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 # ------------------------------------------------------------------------------------------------------ numbers as text
 
 _LONGEST = 1100  # digits; the exact decimal of fp64's least number has 751, and more than that nobody reads
-_LEAST_POSITIONAL, _MOST_POSITIONAL = -4, 16  # decimal exponents written without an e
 _EXACT = arithmetic.Context(prec=3 * _LONGEST, traps=[arithmetic.Inexact])
 
 
@@ -39,21 +42,15 @@ def _quotient(x: Fraction, context: arithmetic.Context) -> Decimal:
     return context.divide(Decimal(x.numerator), Decimal(x.denominator))
 
 
-def _placed(x: Decimal, limit: int = _MOST_POSITIONAL) -> str:
-    """The digits of `x`; without an e if its exponent is no larger than `limit`."""
-    sign, exponent = "-" * x.as_tuple().sign, x.adjusted()
-    digits = "".join(map(str, x.as_tuple().digits)).rstrip("0") or "0"
-    if not _LEAST_POSITIONAL <= exponent <= limit:
-        return sign + digits[0] + ("." + digits[1:] if len(digits) > 1 else "") + f"e{exponent}"
-    if exponent < 0:
-        return sign + "0." + "0" * (-exponent - 1) + digits
-    integer = digits[: exponent + 1].ljust(exponent + 1, "0")
-    return sign + integer + ("." + digits[exponent + 1 :] if len(digits) > exponent + 1 else "")
+def _placed(x: Decimal, limit: int = 16) -> str:
+    """The digits of `x`, without an e if its exponent is from -4 to `limit`."""
+    x = x.normalize(_EXACT)
+    return f"{x:f}" if -4 <= x.adjusted() <= limit else f"{x:e}".replace("e+", "e")
 
 
 def decimal(x: Fraction) -> str | None:
     """All decimal digits of `x`; None if there are infinitely many, as for 1/3, or too many to read."""
-    if isinstance(x, Irrational) or max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
+    if max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
         return None
     try:
         exact = _quotient(x, _EXACT)
@@ -65,7 +62,7 @@ def decimal(x: Fraction) -> str | None:
 def rounded(x: Fraction, digits: int) -> str:
     """`x` rounded to a number of significant decimal digits, to nearest, ties to even."""
     near = _quotient(x, arithmetic.Context(prec=digits, rounding=arithmetic.ROUND_HALF_EVEN))
-    return _placed(near, min(digits - 1, _MOST_POSITIONAL)) if x else "0"  # no zeros that are no digits of it
+    return _placed(near, min(digits - 1, 16)) if x else "0"  # no zeros that are no digits of it
 
 
 def special(number: float) -> str:
@@ -106,7 +103,7 @@ def hex_float(x: Fraction) -> str | None:
     """`x` as a hexadecimal float of C and Python, ``0x1.4p+1``; None if it is not a binary fraction."""
     if x == 0:
         return "0x0p+0"
-    if isinstance(x, Irrational) or x.denominator & (x.denominator - 1):
+    if x.denominator & (x.denominator - 1):
         return None
     exponent = power_of_two(x)
     mantissa = abs(x) / Fraction(2) ** exponent - 1
@@ -120,7 +117,7 @@ def number_dict(number: Number) -> dict[str, str | None]:
     if isinstance(number, float):
         zero = number == 0
         return {"decimal": special(number), "hex": "-0x0p+0" if zero else None, "fraction": "0" if zero else None}
-    legible = type(number) is Fraction and number.denominator.bit_length() < 8000 > number.numerator.bit_length()
+    legible = number.denominator.bit_length() < 8000 > number.numerator.bit_length()
     return {"decimal": decimal(number), "hex": hex_float(number), "fraction": str(number) if legible else None}
 
 
@@ -157,15 +154,10 @@ class Stored:
         fields = {"sign": bits[:first], "exponent": bits[first:second], "mantissa": bits[second:]}
         return {name: digits for name, digits in fields.items() if digits}
 
-    @property
-    def bits(self) -> str:
-        """The bits of the fields, separated by spaces."""
-        return " ".join(self.fields.values())
-
     @cached_property
     def category(self) -> str:
         """``zero``, ``subnormal``, ``normal``, ``infinity`` or ``nan``."""
-        if isinstance(self.value, float) and self.value != 0:
+        if not finite(self.value):
             return "nan" if self.value != self.value else "infinity"
         if self.value == 0:
             return "zero"
@@ -219,18 +211,14 @@ class Encoded:
         """The stored value minus the given one; None unless both are finite."""
         if self.stored is None or not finite(self.number) or not finite(self.stored.value):
             return None
-        error = Fraction(self.stored.value) - Fraction(self.number)
-        return Irrational(error) if isinstance(self.number, Irrational) else error
-
-    @cached_property
-    def ulps(self) -> Fraction | None:
-        """The error in ulps of the given number, as if the exponent had no upper limit."""
-        return None if self.error is None else self.error / (self.ends[1] - self.ends[0])
+        return Fraction(self.stored.value) - Fraction(self.number)
 
     @cached_property
     def ulps_text(self) -> str:
-        """The error in ulps, with its sign; empty if there is none."""
-        return "" if self.ulps is None else ("+" if self.ulps > 0 else "") + distance(self.ulps)
+        """The error in ulps of the given number, as if the exponent had no upper limit; empty if there is none."""
+        if self.error is None:
+            return ""
+        return ("+" if self.error > 0 else "") + distance(self.error / (self.ends[1] - self.ends[0]))
 
     @property
     def relative(self) -> Fraction | None:
@@ -238,31 +226,27 @@ class Encoded:
 
     @cached_property
     def outcome(self) -> str:
-        """What became of the number.
-
-        ``"exact"``: stored without error. ``"rounded"``: a neighbour is stored. ``"underflow"``: became zero, and was
-        not. ``"overflow"``: became infinity, or NaN in a format without. ``"saturated"``: beyond the largest number,
-        which is stored. ``"none"``: a NaN in a format without.
-        """
+        """What became of the number; docs/lookup.md defines the outcomes."""
         if self.stored is None:
             return "none"
-        if self.number != self.number or self.error == 0:
+        if self.number != self.number or self.stored.value == self.number:
             return "exact"
-        if self.stored.category in ("nan", "infinity"):
-            return "exact" if self.stored.value == self.number else "overflow"
+        if not finite(self.stored.value):
+            return "overflow"
         if overflows(self.number, self.format):
             return "saturated"
         return "underflow" if self.stored.category == "zero" else "rounded"
 
-    @property
+    @cached_property
     def outcome_text(self) -> str:
         """The outcome, and whether the result is subnormal."""
-        outcome = self.outcome
-        if self.stored is not None and self.stored.category == "subnormal" and outcome in ("exact", "rounded"):
-            return "exact subnormal" if outcome == "exact" else "subnormal"
-        if outcome == "overflow" and not self.format.signed and self.number < 0:
+        if self.outcome == "none":
+            return "no NaN"
+        if self.outcome == "overflow" and not self.format.signed and self.number < 0:
             return "no sign"
-        return "no NaN" if outcome == "none" else outcome
+        if self.stored is not None and self.stored.category == "subnormal" and self.outcome in ("exact", "rounded"):
+            return "exact subnormal" if self.outcome == "exact" else "subnormal"
+        return self.outcome
 
     @cached_property
     def ends(self) -> tuple[Fraction, Fraction]:
@@ -274,14 +258,7 @@ class Encoded:
 
     @cached_property
     def rule(self) -> str:
-        """The rule that decides rounding to nearest.
-
-        ``"exact"``: the number is one of the format. ``"nearer"``: the nearer neighbour is taken. ``"tie"``: of two
-        equally near, the one whose last bit is 0. ``"tie_up"``: of these, the larger magnitude, since with one
-        significant bit none is even. ``"overflow"``: it rounds to a number beyond the largest. ``"special"``: an
-        infinity or NaN is not rounded. ``"sign"``: the format has no negative numbers. ``"least"``: the format has no
-        zero, and everything below its least number becomes that.
-        """
+        """The rule that decides rounding to nearest, to which `reasons` gives the words."""
         number, format = self.number, self.format
         if not finite(number):
             return "special"
@@ -297,9 +274,10 @@ class Encoded:
 
     def as_dict(self) -> dict[str, Any]:
         error = None
-        if self.error is not None and self.ulps is not None:
-            relative = None if self.relative is None else rounded(self.relative, 6)
-            error = {**number_dict(self.error), "ulps": rounded(self.ulps, 6), "relative": relative}
+        if self.error is not None:
+            ulps, relative = self.error / (self.ends[1] - self.ends[0]), self.relative
+            error = {**number_dict(self.error), "ulps": rounded(ulps, 6)}
+            error["relative"] = None if relative is None else rounded(relative, 6)
         empty = {"format": self.format.name, **dict.fromkeys(("code", "bits", "class", "value"))}
         return {**(self.stored.as_dict() if self.stored else empty), "outcome": self.outcome, "error": error}
 
@@ -314,7 +292,7 @@ def distance(ulps: Fraction) -> str:
 
 
 def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
-    """The exact value of `Format.overflow`, the threshold of overflow for rounding to nearest."""
+    """The magnitude from or beyond which rounding to nearest overflows: the exact value of `Format.overflow`."""
     largest = Fraction(-format.lowest if negative and format.kind == "integer" else format.max)
     return largest + Fraction(2) ** unit_exponent(largest, format) / 2
 
@@ -323,14 +301,10 @@ def overflows(number: Number, format: Format) -> bool:
     """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
-    negative, magnitude = number < 0, abs(Fraction(number))
-    if magnitude <= format.max or (format.kind == "scale" and negative):
-        return format.kind == "scale" and negative
-    threshold = overflow_threshold(format, negative)
-    if magnitude != threshold:
-        return magnitude > threshold
-    # A tie goes to the even one of the largest number and what would come next; up where there is one significant bit.
-    return format.mantissa == 0 or bool((format.largest_code + (format.kind == "integer" and negative)) & 1)
+    if format.kind == "scale" and number < 0:
+        return True
+    magnitude, negative = abs(Fraction(number)), number < 0
+    return magnitude > format.max and unlimited_code(magnitude, negative, format) > largest_magnitude(negative, format)
 
 
 def encoded(number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", word: int = 0) -> Encoded:
@@ -343,99 +317,64 @@ def encoded(number: Number, format: Format, rounding: str = "nearest", overflow:
     return Encoded(number, format, None) if refuses and result.outcome == "saturated" else result
 
 
-class DoubleRounding(NamedTuple):
-    """The result of rounding to other formats first."""
-
-    via: tuple[Format, ...]
-    result: Encoded
-
-
-def double_roundings(number: Number, format: Format) -> list[DoubleRounding]:
+def double_roundings(number: Number, format: Format) -> list[tuple[list[Format], Encoded]]:
     """The wider formats, in which numbers are held before a cast, that change the result of rounding to nearest."""
     if not finite(number):
         return []
-    direct, changed = str(decode_exact(code_of(number, format), format)), []
-    via: tuple[Format, ...] = ()
+    direct, changed, via = str(decode_exact(code_of(number, format), format)), [], []
     for wide in (formats["fp64"], formats["fp32"]):
         if wide.bits <= format.bits:
             break
-        via, number = (*via, wide), decode_exact(code_of(number, wide), wide)
+        via.append(wide)
+        number = decode_exact(code_of(number, wide), wide)
         result = encoded(number, format)
         if result.stored is not None and str(result.stored.value) != direct:
-            changed.append(DoubleRounding(via, result))
+            changed.append(([*via], result))
     return changed
 
 
-def chances(number: Number, format: Format, overflow: str) -> list[tuple[Fraction, Encoded]]:
-    """The possible results of stochastic rounding and their probabilities: toward zero first, then away from it.
+def roundings(
+    number: Number, format: Format, encode: Callable[[Number, str], Encoded]
+) -> list[tuple[Encoded, str, Fraction | None]]:
+    """What `encode`, which rounds a number in a mode, makes of it: results, modes, chances of stochastic results."""
+    rows: list[tuple[Encoded, str, Fraction | None]]
+    rows = [(encode(number, mode), mode, None) for mode in ENCODE_ROUNDINGS[:-1]]
+    ends = [(encode(side, "nearest").stored, chance) for side, chance in _chances(number, format)]
+    if ends[0][0] == ends[-1][0]:
+        ends = [(ends[0][0], Fraction(1))]
+    return rows + [(Encoded(number, format, stored), "stochastic", chance) for stored, chance in ends]
+
+
+def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
+    """The numbers that stochastic rounding can choose and their probabilities: toward zero first, then away from it.
 
     The noise has 32 bits (31 among the subnormals of formats with fewer exponents than fp32), so that a probability is
     a multiple of 2^-32 (2^-31), rounded down for the one away from zero.
     """
     if not finite(number) or number == 0 or (format.kind == "scale" and number < format.min_normal):
-        return [(Fraction(1), encoded(number, format, overflow=overflow))]
+        return [(number, Fraction(1))]
     exact, step = abs(Fraction(number)), Fraction(2) ** unit_exponent(Fraction(number), format)
-    units = exact // step
+    units, part = divmod(exact / step, 1)
     coarse = format.has_subnormals and format.emin > -126 and exact < format.min_normal
     steps = 2**31 if coarse else 2**32
-    share = Fraction((exact / step - units) * steps // 1, steps)
+    share = Fraction(part * steps // 1, steps)
     sides: list[Number] = [units * step, (units + 1) * step]
     if number < 0:
         sides = [-side if side else -0.0 for side in sides]
-    ends = [encoded(side, format, overflow=overflow) for side in sides]
-    if ends[0].stored == ends[1].stored:
-        return [(Fraction(1), ends[0])]
-    return [(chance, end) for chance, end in zip((1 - share, share), ends, strict=True) if chance]
-
-
-class Line(NamedTuple):
-    """Where a number lies between two numbers of the format, or beyond the largest one."""
-
-    ends: list[tuple[str, str]]  # the values and the codes
-    middle: str  # the value halfway
-    position: Fraction  # 0 at the lower end, 1 at the upper one
-    stored: int | None  # the index of the end that is stored; None for neither
-
-
-def line_between(result: Encoded) -> Line | None:
-    """The `Line` of a number; None where nothing is rounded or both ends overflow."""
-    format = result.format
-    if result.rule in ("special", "exact", "sign"):
-        return None
-    low, high = result.ends
-    if overflows(low if result.number > 0 else high, format):
-        return None
-    exact, ends = Fraction(result.number), []
-    for value in (low, high):
-        code = f"not in {format.name}"
-        if not overflows(value, format) and (value or format.has_zero):
-            code = code_text(code_of(value if value or exact > 0 else -0.0, format), format)
-        ends.append((among(value, format), code))
-    value_stored = None if result.stored is None else result.stored.value
-    stored = int(value_stored == high) if value_stored in (low, high) else None
-    return Line(ends, among((low + high) / 2, format), (exact - low) / (high - low), stored)
+    return [(side, chance) for side, chance in zip(sides, (1 - share, share), strict=True) if chance]
 
 
 # ------------------------------------------------------------------------------------- what other implementations store
 
 
 class Implementation(NamedTuple):
-    """How an implementation casts. All begin with a Python float, thus with the float64 nearest to the number.
-
-    Attributes:
-        name: what it is called here.
-        formats: names of the formats it has.
-        via: formats the number is rounded to on the way.
-        saturates: names of the formats in which overflow and infinities become the largest number.
-        scale: what E8M0 makes of numbers it has none for: ``"magnitude"`` drops the sign and takes 0 for the least,
-            ``"nan"`` makes both NaN.
-    """
+    """How an implementation casts. All begin with a Python float, thus with the float64 nearest to the number."""
 
     name: str
-    formats: tuple[str, ...]
-    via: tuple[str, ...] = ("fp64",)
-    saturates: tuple[str, ...] = ()
-    scale: str = "magnitude"
+    formats: tuple[str, ...]  # that it has
+    via: tuple[str, ...] = ("fp64",)  # to which the number is rounded on the way
+    saturates: tuple[str, ...] = ()  # in which overflow and infinities become the largest number
+    e8m0_nan: bool = False  # whether 0 and negative numbers become NaN in E8M0; else the magnitude counts
 
     def cast(self, number: Number, format: Format) -> Number | None:
         """The value that the implementation stores; None if that is undefined."""
@@ -450,7 +389,7 @@ class Implementation(NamedTuple):
         if number != number:
             return -0.0 if not format.has_nan else math.nan
         if format.kind == "scale":
-            if number <= 0 and self.scale == "nan":
+            if number <= 0 and self.e8m0_nan:
                 return math.nan
             number = -number if number < 0 else number
             if format.min_normal < number < 2 * format.min_normal:
@@ -468,49 +407,30 @@ IMPLEMENTATIONS = (
     Implementation("torch 2.12 and later", _TORCH, ("fp64", "fp32"), saturates=("e4m3fn",)),
     Implementation("torch before 2.12", _TORCH, ("fp64", "fp32")),
     Implementation("numpy", ("fp64", "fp32", "fp16", "int8")),
-    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), scale="nan"),
+    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), e8m0_nan=True),
     Implementation("OCP saturating", ("e4m3fn", "e5m2"), saturates=("e4m3fn", "e5m2")),
     Implementation("OCP non-saturating", ("e4m3fn", "e5m2")),
 )
 
 
-class Conversion(NamedTuple):
-    """A value, None if it is undefined, and the implementations that store it."""
-
-    value: Number | None
-    names: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"value": None if self.value is None else number_dict(self.value), "who": self.names}
-
-    @property
-    def who(self) -> str:
-        """The names of the implementations, shortened."""
-        names = [name for name in self.names if not name.startswith("torch")]
-        return ", ".join(["torch", *names] if len(self.names) - len(names) == 2 else self.names)
-
-    @property
-    def text(self) -> str:
-        return "undefined" if self.value is None else fitting(self.value, 20, 9)
-
-
-def conversions(number: Number, format: Format) -> list[Conversion]:
-    """The values and who stores them, in the order of the table; empty if all store the nearest number."""
-    stored: dict[str, Conversion] = {}  # by text, in which NaN equals NaN
+def conversions(number: Number, format: Format) -> list[tuple[Number | None, list[str]]]:
+    """The values, None if undefined, and the names of who stores them; empty if all store the nearest number."""
+    stored: dict[str, tuple[Number | None, list[str]]] = {}  # by text, in which NaN equals NaN
     for implementation in IMPLEMENTATIONS:
         if format.name in implementation.formats:
             value = implementation.cast(number, format)
-            stored.setdefault(str(value), Conversion(value, [])).names.append(implementation.name)
+            stored.setdefault(str(value), (value, []))[1].append(implementation.name)
     nearest = None if number != number and not format.has_nan else decode_exact(code_of(number, format), format)
-    if all(key == str(nearest) or conversion.value == nearest for key, conversion in stored.items()):
-        return []
-    return list(stored.values())
+    agree = all(key == str(nearest) or value == nearest for key, (value, _) in stored.items())
+    return [] if agree else list(stored.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------- why
 
-_DIRECTIONS = {"toward_zero": "toward zero", "odd": "to odd", "up": "up", "down": "down"}
-_TAKEN = {"toward_zero": "the one nearer to zero", "up": "the upper one", "down": "the lower one"}
+_WORDS = {  # of a mode: its name in a sentence, and which of two numbers it takes
+    "toward_zero": ("toward zero", "the one nearer to zero"), "up": ("up", "the upper one"),
+    "down": ("down", "the lower one"), "odd": ("to odd", "the one whose last bit is 1"),
+}  # fmt: skip
 
 
 def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
@@ -524,7 +444,7 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
     if rule == "special":
         return ["An infinity is not rounded." if number == number else "NaN is not rounded.", _instead(result)]
     if rule == "exact":
-        below, above = (among(near(number, format), format) for near in (next_down_exact, next_up_exact))
+        below, above = (among(next_exact(number, format, up=up), format) for up in (False, True))
         nothing = f"It is a number of {format.name}: nothing is rounded."
         return [nothing, f"The next ones are {below} below and {above} above."]
     if rule == "sign":
@@ -532,65 +452,69 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
         return [f"{format.name} has no sign, and {stands} stands for negative numbers."]
     if rule == "least":
         return [f"{format.name} has no zero: everything below its least number, 2^{format.emin}, becomes that."]
-
-    negative, to_nearest = number < 0, rounding in ("nearest", "nearest_away")
-    if rule == "overflow" and to_nearest:
-        return _nearest_beyond(result)
+    negative = number < 0
     inner, outer = sorted(map(abs, result.ends))
-    last = abs(format.lowest if negative else format.max)
-    stored = result.stored or Stored(code_of(number, format), format)
-    value = among(stored.value, format)
-    why = _obstacle(result) if rule != "overflow" else []
-    if to_nearest:
-        if rule == "nearer" or rounding == "nearest":
-            return [*why, _step(result), *_nearest(result, rule, stored)]
-        if outer <= last:
-            return [*why, _step(result), _halfway(result), f"Ties go away from zero: {value}."]
-        where = f"The number is exactly halfway to the number after the last one, {among(number, format)}."
-        return [*why, _step(result), where, "Ties go away from zero, so it overflows.", _instead(result)]
-    inward = rounding in ("toward_zero", "odd", "up" if negative else "down")
-    if inner > last or (outer > last and not inward):
-        name, end = ("lowest", format.lowest) if negative else ("largest", format.max)
-        where = f"The {name} number of {format.name} is {among(Fraction(end), format)}, and the number lies beyond it."
-        if not inward:
-            return [*why, where, f"Rounding {rounding} leads away from zero, so it overflows.", _instead(result)]
-        kept = f"{value} is stored, {stored.hex}"
-        return [*why, where, f"Rounding {_DIRECTIONS[rounding]} does not overflow here: {kept}."]
-    if rounding != "odd":
-        decision = f"Rounding {_DIRECTIONS[rounding]} takes {_TAKEN[rounding]}: {value}."
-    elif format.mantissa == 0 and abs(Fraction(number)) >= format.min_normal:
-        decision = f"With one significant bit, rounding to odd is rounding toward zero: {value}."
+    last, name = Fraction(format.lowest if negative else format.max), "lowest" if negative else "largest"
+    limit = f"{among(last, format)}, the {name} number of {format.name}"
+    if inner > abs(last):
+        sentences, end = [f"The number lies beyond {limit}."], outer
     else:
-        decision = f"Rounding to odd takes the one whose last bit is 1, {stored.bits}: {value}."
-    return [*why, _step(result), _where(result), decision]
+        part = (abs(Fraction(number)) - inner) / (outer - inner)
+        end = outer if moves_away(int(inner / (outer - inner)), part, rounding, negative, 0, format) else inner
+        value = among(result.stored.value if result.stored and end <= abs(last) else -end if negative else end, format)
+        sentences = [*_obstacle(result), _step(result), _where(result), _decision(result, rounding, part, value)]
+    if end > abs(last):
+        beyond = "It" if inner > abs(last) else f"That is beyond {limit}: it"
+        if stops_at_the_end(rounding, negative, format) and result.stored is not None:
+            kept = f"{among(last, format)} is stored, {result.stored.hex}"
+            return [*sentences, f"Rounding {_WORDS[rounding][0]} does not overflow: {kept}."]
+        threshold = overflow_threshold(format, negative) * (-1 if negative else 1)
+        at = among(threshold, format)
+        since = f"from {at} on" if rounding == "nearest_away" or overflows(threshold, format) else f"beyond {at}"
+        about = f", as does every number {since}" if rounding.startswith("nearest") else ""
+        return [*sentences, f"{beyond} overflows{about}.", _instead(result)]
+    if end == 0 and rounding.startswith("nearest"):
+        half = power(Fraction(format.min_subnormal) / 2)
+        sentences.append(f"Whatever is no larger than {half}, half the least number, becomes zero.")
+    return sentences
 
 
-def double_rounding_words(twice: DoubleRounding, result: Encoded) -> str:
-    """What comes of rounding to wider formats first."""
-    if twice.result.stored is None:
+def _decision(result: Encoded, rounding: str, part: Fraction, value: str) -> str:
+    """Why of the two neighbours this `value` is taken; `part` is how far the number lies from zero between them."""
+    single = result.format.mantissa == 0 and abs(Fraction(result.number)) >= result.format.min_normal
+    if rounding == "odd" and single:
+        return f"With one significant bit, rounding to odd is rounding toward zero: {value}."
+    if rounding in _WORDS:
+        mode, side = _WORDS[rounding]
+        return f"Rounding {mode} takes {side}: {value}."
+    if 2 * part != 1:
+        return f"The nearer one is taken: {value}."
+    if rounding == "nearest" and not single:
+        return f"Ties go to even, the one whose last bit is 0: {value}."
+    reason = ", since with one significant bit none is even (IEEE 754-2019, 4.3.1)" if rounding == "nearest" else ""
+    return f"Ties go away from zero{reason}: {value}."
+
+
+def double_rounding_words(via: list[Format], twice: Encoded, result: Encoded) -> str:
+    """What comes of rounding `result` to wider formats first."""
+    if twice.stored is None:
         return ""
-    format, wide = result.format, " and ".join(format.name for format in twice.via)
+    format, wide = result.format, " and ".join(format.name for format in via)
     direct = decode_exact(code_of(result.number, format), format)
-    becomes = f"and that becomes {among(twice.result.stored.value, format)} instead of {among(direct, format)}."
-    return f"Rounded twice: first to {wide}, the number is {all_digits(twice.result.number)}, {becomes}"
+    becomes = f"and that becomes {among(twice.stored.value, format)} instead of {among(direct, format)}."
+    return f"Rounded twice: first to {wide}, the number is {all_digits(twice.number)}, {becomes}"
 
 
 def _obstacle(result: Encoded) -> list[str]:
     """Why a finite number between two numbers of the format is none itself; empty where its size is the reason."""
     format, number = result.format, Fraction(result.number)
     denominator, numerator = number.denominator, abs(number.numerator)
-    if format.kind == "scale" or (format.kind == "integer" and denominator == 1):
-        return []
-    if format.kind == "integer":
-        return [f"The number is not an integer, and {format.name} has integers only."]
-    if isinstance(result.number, Irrational):
-        return ["The digits of the number never end: no format has it exactly."]
+    if format.kind in ("scale", "integer"):
+        fractional = format.kind == "integer" and denominator > 1
+        return [f"The number is not an integer, and {format.name} has integers only."] if fractional else []
     if denominator & (denominator - 1):
-        shown = str(number) if max(denominator, numerator).bit_length() < 80 else ""
-        terms = f"The number is {shown} in lowest terms, and {denominator} is not a power of two"
-        if not 0 < len(shown) <= 24:
-            terms = "In lowest terms its denominator is not a power of two"
-        return [f"{terms}: no binary format has it exactly."]
+        terms = f", {number} in lowest terms," if max(denominator, numerator).bit_length() < 40 else ""
+        return [f"The denominator of the number{terms} is not a power of two: no binary format has it exactly."]
     significant = (numerator // (numerator & -numerator)).bit_length()
     if significant <= format.precision:
         return []
@@ -607,64 +531,21 @@ def _step(result: Encoded) -> str:
     low = power_of_two(Fraction(result.number))
     if low >= format.emin:
         return f"From 2^{low} to 2^{low + 1} the numbers of {format.name} are {power(step)} apart: 1 ulp."
-    words = f"Below 2^{format.emin} the numbers of {format.name} are subnormal, all {power(step)} apart: 1 ulp."
-    left = low - (format.emin - format.mantissa) + 1
-    if left < 1:
-        return words + " This one is smaller than the least of them."
-    return words + f" Of the {format.precision} bits of precision {left} {'is' if left == 1 else 'are'} left."
+    left = max(low - (format.emin - format.mantissa) + 1, 0)
+    return (
+        f"Below 2^{format.emin} the numbers of {format.name} are subnormal, all {power(step)} apart: 1 ulp. Of the "
+        f"{format.precision} bits of precision {left} {'is' if left == 1 else 'are'} left."
+    )
 
 
 def _where(result: Encoded) -> str:
-    """The distances to both neighbours."""
+    """Where the number lies between its neighbours."""
     (low, high), number = result.ends, Fraction(result.number)
+    first, second, middle = (among(value, result.format) for value in (low, high, (low + high) / 2))
+    if 2 * number == low + high:
+        return f"The number is exactly halfway between {first} and {second}."
     below, above = distance((number - low) / (high - low)), distance((high - number) / (high - low))
-    first, second = among(low, result.format), among(high, result.format)
-    return f"The number is {below} ulp above {first} and {above} ulp below {second}."
-
-
-def _halfway(result: Encoded) -> str:
-    low, high = result.ends
-    return f"The number is exactly halfway between {among(low, result.format)} and {among(high, result.format)}."
-
-
-def _nearest(result: Encoded, rule: str, nearest: Stored) -> list[str]:
-    """The decision of rounding to nearest, and its reason."""
-    format = result.format
-    if rule == "nearer":
-        words = [_where(result), f"The nearer one is taken: {among(nearest.value, format)}."]
-    elif rule == "tie":
-        sides = (Stored(code_of(result.number, format, mode), format) for mode in ("down", "up"))
-        odd = [f", {side.bits} ends in 1" for side in sides if side.code != nearest.code]
-        words = [_halfway(result), f"Ties go to even: {nearest.bits} ends in 0 and is taken{''.join(odd)}."]
-    else:
-        reason = "with one significant bit none of them is even (IEEE 754-2019, 4.3.1)"
-        words = [_halfway(result), f"Ties go away from zero: {reason}."]
-    if result.outcome == "underflow":
-        half = power(Fraction(format.min_subnormal) / 2)
-        words.append(f"Whatever is no larger than {half}, half the least number, becomes zero.")
-    return words
-
-
-def _nearest_beyond(result: Encoded) -> list[str]:
-    """The reason why rounding to nearest overflows."""
-    format, negative = result.format, result.number < 0
-    sign = -1 if negative else 1
-    threshold = overflow_threshold(format, negative)
-    largest = Fraction(abs(format.lowest) if negative and format.kind == "integer" else format.max)
-    if format.mantissa == 0:
-        even = "exactly halfway rounds away too: with one significant bit there is no even number"
-    elif overflows(sign * threshold, format):
-        even = "exactly halfway rounds away too: the largest number's last bit is 1"
-    else:
-        even = "exactly halfway still rounds to the largest number, whose last bit is 0"
-    end, after, halfway = (among(sign * value, format) for value in (largest, 2 * threshold - largest, threshold))
-    where = "at" if abs(result.number) == threshold else "beyond"
-    return [
-        f"The {'lowest' if negative else 'largest'} number of {format.name} is {end}. If the numbers went on, {after} "
-        f"would come next; halfway lies {halfway}.",
-        f"The number lies {where} it, so it overflows ({even}).",
-        _instead(result),
-    ]
+    return f"The number is {below} ulp above {first} and {above} ulp below {second}; halfway lies {middle}."
 
 
 def _instead(result: Encoded) -> str:
@@ -672,9 +553,9 @@ def _instead(result: Encoded) -> str:
     format, stored = result.format, result.stored
     if stored is None:
         return f"{format.name} has no NaN, so that nothing can stand for it."
-    name = {"zero": "Zero", "infinity": "Infinity", "nan": "NaN"}.get(stored.category)
-    if name is None:
-        neither = "" if format.has_infinity or format.has_nan else f"{format.name} has neither infinity nor NaN: "
-        return f"{neither}the largest number is stored: {among(stored.value, format)}, {stored.hex}."
-    lacks = f"{format.name} has no infinity: " if stored.category == "nan" and not format.has_infinity else ""
+    largest = f"The {'lowest' if result.number < 0 else 'largest'} number, {among(stored.value, format)},"
+    name = {"zero": "Zero", "infinity": "Infinity", "nan": "NaN"}.get(stored.category, largest)
+    lacks = ""
+    if result.number == result.number and not format.has_infinity and (stored.category == "nan" or not format.has_nan):
+        lacks = f"{format.name} has {'no infinity' if format.has_nan else 'neither infinity nor NaN'}: "
     return f"{lacks}{name} is stored: {stored.hex}."

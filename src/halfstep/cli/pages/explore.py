@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from halfstep.cli import command_line
 from halfstep.cli.command_line import UsageError
@@ -22,40 +20,38 @@ def _parser() -> command_line.Parser:
         "two formats compared. The page is served to this machine only, until Ctrl-C.",
         "example: halfstep explore 0.1 bf16 fp16",
     )
-    begin: dict[str, Any] = {"type": lookup.number("the number comes first"), "metavar": "NUMBER"}
-    parser.add_argument("begin", nargs="?", **begin, help="the number to begin with, as in halfstep encode: 0.1")
-    parser.add_argument(
-        "named", nargs="*", type=lookup.format_named, metavar="FORMAT",
-        help="the format to begin with (default: bf16), and the one to compare it with (default: fp16)",
-    )  # fmt: skip
-    parser.add_argument("--number", **begin, help="the same")
-    first = "the same, as in halfstep encode"
+    add, number = parser.add_argument, lookup.number("the number comes first")
+    add("begin", nargs="?", type=number, metavar="NUMBER", help="the number to begin with, as in halfstep encode: 0.1")
+    first = "the format to begin with (default: bf16), and the one to compare it with (default: fp16)"
     for names, settings in (
-        lookup.formats_option(first), lookup.rounding_option(ENCODE_ROUNDINGS[:-1]), lookup.OVERFLOW,
-    ):  # fmt: skip
-        parser.add_argument(*names, **settings)
-    parser.add_argument("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
-    parser.add_argument("--no-open", action="store_true", help="do not open the page in the browser")
-    parser.add_argument(
-        "--out",
-        type=command_line.output_file,
-        metavar="FILE",
-        help="write one answer to a file, instead of serving the page",
-    )
+        lookup.named("*", first),
+        lookup.formats_option("the same, as in halfstep encode"),
+        lookup.rounding_option(ENCODE_ROUNDINGS[:-1]),
+        lookup.OVERFLOW,
+    ):
+        add(*names, **settings)
+    add("--number", type=number, metavar="NUMBER", help="the number to begin with, too")
+    add("--port", type=whole(0, 65535), default=0, metavar="N", help="port (default: any free one)")
+    add("--no-open", action="store_true", help="do not open the page in the browser")
+    add("--out", type=command_line.output_file, metavar="FILE", help="write one answer to a file, and serve no page")
     return parser
 
 
 def _state(options: argparse.Namespace) -> dict[str, str]:
     """What the page begins with, by the keys of its address."""
-    names, number = [format.name for format in options.named + options.formats], options.begin or options.number
+    names = [family[0].name for family in (*options.named, *options.formats)]  # to a page, fp8 is its first format
     if len(names) > 2:
         raise UsageError(
             f"argument FORMAT: expected at most two formats, the second to compare with, but got {', '.join(names)}; "
             f"leave out {len(names) - 2}"
         )
     if options.begin and options.number:
-        raise UsageError(f"--number {options.number.text} is a second number beside {number.text}; leave one out")
-    first, second = (*names, "bf16")[0], (names[1:] or ["bf16" if names[:1] == ["fp16"] else "fp16"])[0]
+        raise UsageError(
+            f"--number {options.number.text} is a second number beside {options.begin.text}; leave one out"
+        )
+    first = names[0] if names else "bf16"
+    second = names[1] if len(names) > 1 else "bf16" if first == "fp16" else "fp16"
+    number = options.begin or options.number
     state = {"f": first, "g": second, "r": options.rounding, "o": options.overflow}
     return state if number is None else {"x": number.text, **state}
 
@@ -66,10 +62,10 @@ def _explore(options: argparse.Namespace) -> int:
     state = _state(options)
     if options.out is None:
         return serve("explorer", state, options.port, not options.no_open)
-    say(write(Path(options.out), "explorer", state, not options.no_open))
+    say(write(options.out, "explorer", state))
     return 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep explore`` with these lookup. Returns the exit status."""
+    """Run ``halfstep explore`` with these arguments. Returns the exit status."""
     return command_line.run(_parser(), argv, _explore)

@@ -18,17 +18,17 @@ from halfstep.cli.formats.values import (
     Stored,
     all_digits,
     among,
-    chances,
     code_text,
     double_rounding_words,
     double_roundings,
     finite,
     fitting,
     hex_float,
-    line_between,
+    overflows,
     power,
     reasons,
     rounded,
+    roundings,
     short,
     special,
 )
@@ -38,12 +38,11 @@ from halfstep.numerics.formats.exact import (
     NANS,
     OVERFLOWS,
     Number,
+    code_of,
     decode_exact,
     encode_exact,
-    next_down_exact,
-    next_up_exact,
+    next_exact,
     parse_number,
-    ulp_exact,
 )
 from halfstep.numerics.formats.table import Format, formats
 
@@ -84,7 +83,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     """The answer to a state, after a move: ``flip``, a bit (``to`` 0 or 1); ``field``, name and text; ``step``, ±1."""
     state = {**EXAMPLE, **{key: text for key, text in state.items() if key in (*EXAMPLE, "c")}}
     for key, choices in CHOICES.items():
-        if [state[key]] not in [choice[:1] for choice in choices]:
+        if state[key] not in (value for value, _ in choices):
             state[key] = EXAMPLE[key]
     state.pop("x" if state.get("c") else "c", None)
     answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
@@ -154,7 +153,7 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
         case _ if stored.category == "nan":
             code = (code + step) % format.codes
         case _:
-            code = encode_exact((next_up_exact if step > 0 else next_down_exact)(stored.value, format), format)
+            code = encode_exact(next_exact(stored.value, format, up=step > 0), format)
     return code_text(code, format)
 
 
@@ -201,19 +200,24 @@ def _why(question: _Question, result: Encoded) -> list[str]:
         sentences.append(f"Subnormal results are flushed to zero: {result.stored.hex} is stored.")
     elif question.rounding == "nearest":
         doubles = double_roundings(question.number, result.format)
-        sentences += [double_rounding_words(twice, result) for twice in doubles]
+        sentences += [double_rounding_words(via, twice, result) for via, twice in doubles]
     return sentences
 
 
 def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
-    line = line_between(result)
-    if result.rule == "least" or line is None:
+    number, format = result.number, result.format
+    if result.rule in ("special", "exact", "sign", "least") or overflows(result.ends[number < 0], format):
         return None
-    percent = float(100 * line.position)
-    where = f"{percent:.2f}".rstrip("0").rstrip(".")
-    label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {line.middle}"
-    return {"ends": line.ends, "at": percent, "taken": [line.stored == end for end in (0, 1)], "label": label}
+    ends, (low, high) = [], result.ends
+    for value in (low, high):
+        code = code_text(code_of(value if value or number > 0 else -0.0, format), format)
+        ends.append((among(value, format), f"not in {format.name}" if overflows(value, format) else code))
+    stored = [result.stored is not None and result.stored.value == value for value in (low, high)]
+    percent = float(100 * (Fraction(number) - low) / (high - low))
+    where, halfway = f"{percent:.2f}".rstrip("0").rstrip("."), among((low + high) / 2, format)
+    label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {halfway}"
+    return {"ends": ends, "at": percent, "taken": stored, "label": label}
 
 
 def _code_in(value: Number, format: Format) -> str:
@@ -222,37 +226,24 @@ def _code_in(value: Number, format: Format) -> str:
     return code_text(code, format) if decode_exact(code, format) == value else ""
 
 
-def _formula(stored: Stored) -> str:
-    """A code's value, by its fields."""
-    format, fields = stored.format, {name: int(digits, 2) for name, digits in stored.fields.items()}
-    if not finite(stored.value):
-        return "the code of a NaN" if stored.category == "nan" else "the largest exponent, and mantissa 0"
-    if format.kind == "integer":
-        return "two's complement"
-    if format.kind == "scale":
-        return f"2^({stored.code} \u2212 {format.bias})"
-    normal = int(fields["exponent"] > 0)
-    fraction = f"({normal} + {fields['mantissa']}/2^{format.mantissa})" if format.mantissa else str(normal)
-    return f"(\u22121)^{fields['sign']} · 2^({fields['exponent'] or 1} \u2212 {format.bias}) · {fraction}"
-
-
 def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
     value, format = stored.value, result.format
-    rows = [("format", f"{format.name}: {format.title}"), ("code", f"{stored.hex} = {stored.bits}")]
-    rows += [("formula", _formula(stored))]
+    rows = [
+        ("format", f"{format.name}: {format.title}"),
+        ("code", f"{stored.hex} = {' '.join(stored.fields.values())}"),
+    ]
     if isinstance(value, Fraction) and value:
-        top, under = value.numerator, value.denominator
-        rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or "")]
-        zeros = (top & -top).bit_length() - 1
-        integer = f"{top >> zeros} · 2^{zeros}" if zeros > 30 else str(value)
-        rows += [("fraction", f"{top}/2^{under.bit_length() - 1}" if under > 2**30 else integer)]
+        under = value.denominator
+        fraction = f"{value.numerator}/2^{under.bit_length() - 1}" if under > 2**30 else str(value)
+        rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or ""), ("fraction", fraction)]
     if result.error is not None:
         ulps = f" = {result.ulps_text} ulp" if result.error else ""
         rows.append(("error", _cut(all_digits(result.error), 60) + ulps))
     if finite(value):
-        rows.append(("ulp", power(Fraction(ulp_exact(value, format)))))
-    for name, following in (("previous", next_down_exact), ("next", next_up_exact)):
-        near = following(value, format)
+        low, high = Encoded(value, format, stored).ends
+        rows.append(("ulp", power(high - low)))
+    for name, up in (("previous", False), ("next", True)):
+        near = next_exact(value, format, up=up)
         code = code_text(encode_exact(near, format), format)
         rows.append((name, "none" if stored.category == "nan" else f"{among(near, format)} ({code})"))
     return [list(row) for row in [*rows, ("class", stored.category)]]
@@ -260,14 +251,12 @@ def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
 
 def _modes(question: _Question, format: Format) -> list[list[str]]:
     """A row for each rounding mode, and for each possible result of stochastic rounding."""
-    rows = [_row(mode, *question.result(format, mode)) for mode, _ in CHOICES["r"]]
-    ends = []
-    for share, end in chances(question.number, format, "inf"):
-        result, refusal = question._replace(number=end.number, code=None).result(format, "nearest")
-        ends.append((share, (Encoded(question.number, format, result.stored), refusal)))
-    if question.code is not None or len({result.stored for _, (result, _) in ends}) == 1:
-        ends = [(Fraction(1), question.result(format, "nearest"))]
-    return rows + [[*_row("stochastic", *end)[:4], f"with {rounded(100 * share, 6)} %"] for share, end in ends]
+
+    def encode(number: Number, mode: str) -> Encoded:
+        return question._replace(number=number).result(format, mode)[0]
+
+    rows = [(_row(mode, end, ""), chance) for end, mode, chance in roundings(question.number, format, encode)]
+    return [cells if chance is None else [*cells[:4], f"with {rounded(100 * chance, 6)} %"] for cells, chance in rows]
 
 
 # -------------------------------------------------------------------------------------------------------- all formats
@@ -284,18 +273,13 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
         return round(100 * min(max((exponent - low) / (high - low), 0), 1), 1)
 
     rows: list[list[Any]] = []
-    where: dict[str, list[str]] = {"subnormal in": [], "below the least of": [], "beyond the largest of": []}
     for row in listed:
         limits = (row.min_subnormal, row.min_normal, row.max)
         rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
-        beyond = [limits[0] <= magnitude < limits[1], magnitude < limits[0], magnitude > limits[2]]
-        for names in itertools.compress(where.values(), beyond):
-            names.append(row.name)
-    words = [f"{text} {', '.join(names)}" for text, names in where.items() if names]
-    words = ["It has no place on this axis"] if at is None else [f"The magnitude is 2^{at:.2f}", *words]
+    words = "It is not on this axis." if at is None else f"The magnitude is 2^{at:.2f}."
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
-    return {"at": at if at is None else percent(at), "rows": rows, "ticks": ticks, "words": "; ".join(words) + "."}
+    return {"at": at if at is None else percent(at), "rows": rows, "ticks": ticks, "words": words}
 
 
 # -------------------------------------------------------------------------------------------------------- two formats
@@ -324,15 +308,13 @@ def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
     """The numbers of both formats around the number, from the least, with their codes; and the number itself."""
     number = Fraction(question.number)
     values = {number}
-    for format in pair:
-        exact = bool(_code_in(number, format))
-        for following, count in ((next_down_exact, _NEAR - exact), (next_up_exact, _NEAR)):
-            near: Number = number
-            for _ in range(count):
-                near = following(near, format)
-                if not finite(near):
-                    break
-                values.add(Fraction(near))
+    for format, up in itertools.product(pair, (False, True)):
+        near: Number = number
+        for _ in range(_NEAR - (not up and bool(_code_in(number, format)))):
+            near = next_exact(near, format, up=up)
+            if not finite(near):
+                break
+            values.add(Fraction(near))
     digits = max(format.max_digits10 for format in pair) + 2
     rows = []
     for value in sorted(values):

@@ -109,7 +109,7 @@ def serve(
         listener, address = server(page, state, port)
     except OSError as error:
         raise UsageError(
-            f"port {port} cannot be used: {error.strerror}; pass another --port, or leave it out"
+            f"--port {port} cannot be used: {error.strerror}; pass another one, or leave it out"
         ) from error
     with listener:
         try:
@@ -120,22 +120,16 @@ def serve(
                 port = listener.server_address[1]
                 say(f"from your own machine, first: ssh -N -L {port}:127.0.0.1:{port} {remote[2]}", stream)
             say("stop with Ctrl-C", stream)
-            (stream or sys.stdout).flush()
             listener.serve_forever()
         except KeyboardInterrupt:
             say("\nstopped", stream)
     return 0
 
 
-def write(path: Path, page: str, state: Mapping[str, str] | None, opens: bool) -> str:
-    """Write a page with one answer, and open it if `opens`. Returns what happened, with the address of the page."""
+def write(path: Path, page: str, state: Mapping[str, str] | None) -> str:
+    """Write a page with one answer. Returns what happened, with the address of the page."""
     path.write_text(html(page, "file", state), encoding="utf-8")
-    address = path.resolve().as_uri()
-    if not opens:
-        return f"wrote {path}: open {address} in a browser"
-    if _has_screen() and webbrowser.open(address):
-        return f"wrote {path}, opened in the browser: {address}"
-    return f"wrote {path}; no browser was found here: open {address} in one"
+    return f"wrote {path}: open {path.resolve().as_uri()} in a browser"
 
 
 def _has_screen() -> bool:
