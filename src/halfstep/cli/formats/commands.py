@@ -313,20 +313,21 @@ def _encode(options: argparse.Namespace) -> Answer:
         ]
     blocks = []
     for typed, row in rows:
-        table = _fitting(*(_encodings(row, *columns) for columns in ((24, True, True), (16, True), (24,))))
+        table = _fitting(*(_encodings(row, *columns) for columns in ((24, 64, True), (16, 64), (16, 16), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
         blocks.append([text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])])
     return chosen, _apart(blocks, "")
 
 
-def _encodings(row: Sequence[Encoded], digits: int, bits: bool = False, hexadecimal: bool = False) -> Table:
-    """A row for each format. On narrow screens, bits and hexadecimal floats are left out."""
-    shown = [True, True, bits, True, hexadecimal, True, True]
+def _encodings(row: Sequence[Encoded], digits: int, bits: int = 0, hexadecimal: bool = False) -> Table:
+    """A row for each format, with the bits of those that have no more than `bits`."""
+    shown = [True, True, bits > 0, True, hexadecimal, True, True]
     rows = []
     for result in row:
         cells: list[str | Text] = [result.format.name, "-", "", "", ""]
         if stored := result.stored:
-            cells[1:] = [stored.hex, _bits(stored), stored.text(digits), number_dict(stored.value)["hex"] or ""]
+            fields = _bits(stored) if stored.format.bits <= bits else ""
+            cells[1:] = [stored.hex, fields, stored.text(digits), number_dict(stored.value)["hex"] or ""]
         rows.append([*itertools.compress([*cells, result.ulps_text, _coloured(result.outcome_text)], shown)])
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
     return Table([*itertools.compress(header, shown)], rows, {sum(shown) - 2})
