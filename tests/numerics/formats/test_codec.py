@@ -207,6 +207,11 @@ def test_next_up_and_down_walk_through_all_numbers(name: str) -> None:
     values = {float(value) for value in (oracle.value_of(code, name) for code in range(form.codes)) if value == value}
     finite = np.array(sorted(value for value in values if not math.isinf(value)))
     beyond = math.inf if form.has_infinity else math.nan if form.has_nan else None
+    finite = (
+        finite
+        if len(finite) < 1000
+        else np.concatenate([finite[:99], finite[len(finite) // 2 - 99 :][:198], finite[-99:]])
+    )
     middles = (finite[:-1] + finite[1:]) / 2
     up, down = codec.next_up(finite, name), codec.next_down(finite, name)
     np.testing.assert_array_equal(up, [*finite[1:], finite[-1] if beyond is None else beyond])
