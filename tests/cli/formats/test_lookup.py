@@ -174,7 +174,7 @@ def test_what_encode_says_is_what_decode_reads(text: str, format: str) -> None:
     [
         ("2.5 fp16", "exact", ["nothing is rounded", "2.498046875 below and 2.501953125 above"]),
         ("1.0001 fp16", "nearer", ["10001/10000 in lowest terms, is not a power of two", "2^-10 = 0.0009765625 apart",
-                                   "0.1024 ulp above 1", "halfway lies 1.00048828125", "nearer one is taken: 1."]),
+                                   "0.1024 ulp above 1", "the midpoint is 1.00048828125", "nearer one is taken: 1."]),
         ("1+3*2^-11 fp16", "tie", ["has 12 significant bits", "the one whose last bit is 0: 1.001953125."]),
         ("-1-2^-11 fp16", "tie", ["exactly halfway between -1.0009765625 and -1", "whose last bit is 0: -1."]),
         ("6e-8 fp16", "nearer", ["Below 2^-14", "all 2^-24 = 5.9604644775390625e-8 apart", "precision 1 is"]),

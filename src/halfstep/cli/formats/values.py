@@ -545,7 +545,7 @@ def _where(result: Encoded) -> str:
     if 2 * number == low + high:
         return f"The number is exactly halfway between {first} and {second}."
     below, above = distance((number - low) / (high - low)), distance((high - number) / (high - low))
-    return f"The number is {below} ulp above {first} and {above} ulp below {second}; halfway lies {middle}."
+    return f"The number is {below} ulp above {first} and {above} ulp below {second}; the midpoint is {middle}."
 
 
 def _instead(result: Encoded) -> str:
