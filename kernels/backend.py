@@ -174,10 +174,8 @@ def _lanes(device: torch.device) -> int:
 
 def most_warps(device: torch.device) -> int:
     """The largest number of warps of a program, which may have `MOST_THREADS` threads."""
-    if device.type == "cuda":
-        return MOST_THREADS // _lanes(device)
-    lanes: int = 32 if INTERPRET else _stand_in().warp_size
-    return MOST_THREADS // lanes
+    on_gpu = device.type == "cuda"
+    return MOST_THREADS // (_lanes(device) if on_gpu else 32 if INTERPRET else _stand_in().warp_size)
 
 
 def _stand_in() -> Any:
@@ -209,12 +207,8 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _interpret_requested() -> bool:
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
 # Triton reads the variable when a kernel is decorated, at import. Later changes have no effect.
-INTERPRET = _interpret_requested()
+INTERPRET = triton is not None and bool(triton.knobs.runtime.interpret)
 if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks a driver that need not be there
 
     def cuda_capability_geq(major: int, minor: int = 0) -> bool:

@@ -161,21 +161,14 @@ def _add_up(counts, index, counted, LENGTH: tl.constexpr):
 
 @functools.partial(jit, do_not_specialize=["tensors", "dropped", "emin", "emax", "overflow"])
 def count_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's row in `counts`
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
+    rows, chunk_tensor, tensors,  # of a table whose operands are the address and the tensor's row in `counts`
     scale,  # fp32 scalar
     counts,  # int64 (..., width)
-    dropped,  # and what follows: see `Grid`
-    emin,
-    emax,
-    overflow,
+    dropped, emin, emax, overflow,  # see `Grid`
     DTYPE: tl.constexpr,
     INVERTED: tl.constexpr,  # whether to divide by the scale
-    ERRORS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ERRORS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     data = tl.load(column + _DATA_ROW * tensors).to(tl.pointer_type(DTYPE)) + start
     WIDTH: tl.constexpr = _CELLS + _ERROR_BINS + 1 if ERRORS else _CELLS
@@ -203,12 +196,9 @@ def count_kernel(
         tl.atomic_max(row + _CELLS + _ERROR_BINS, largest.to(tl.int64))
 
 
-# ---------------------------------------------------------------------------------------------------------- launchers
+# ------------------------------------------------------------------------------------------------------------- public
 
 _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
-
-
-# ------------------------------------------------------------------------------------------------------------- public
 
 
 def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int], scale: torch.Tensor | None) -> None:

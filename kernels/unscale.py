@@ -1,11 +1,5 @@
 """Unscale gradients, find non-finite elements and sum the squares, in one pass over a list of tensors.
 
-    y = x * inv_scale                      in fp32, rounded once to x's dtype if it is written back. Callers may pass
-                                           the loss scale instead: inv_scale is then `loss_scale.inverse` of it
-    flag_t = 1 if y of tensor t holds an Inf, + 2 if it holds a NaN
-    found_inf = 1.0 if any flag is set, else 0.0
-    sum_of_squares = sum over all y of y^2
-
 `reference` and `reference_sum` are the specification. Bytes per element: a check reads each element and writes nothing
 (2 or 4 B); unscaling in place also writes it (4 or 8 B).
 
@@ -20,7 +14,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -54,8 +48,6 @@ UNROLLED = 8  # chunks per lane and turn of the last launch, of whose loads ptxa
 # Checks take 8.9 instructions per bf16 element with 2 warps, 10.8 with 4, 18.9 with 8. With 2 warps, unscaling, which
 # also stores, would need almost all registers of a thread.
 CHECK_WARPS, UNSCALE_WARPS = 2, 4
-
-_CPU = torch.device("cpu")
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -104,43 +96,26 @@ class Tally(NamedTuple):
 
 
 class PartialCheck(NamedTuple):
-    """An unfinished check: what `finish_parts` needs of each of its tensors.
-
-    Attributes:
-        dtypes: of the tensors.
-        sums: fp64, the sum of each chunk of each tensor. Without access to memory, one sum per tensor.
-        flags: int32 with one element, of each tensor.
-        in_memory: whether kernels read the tensors.
-    """
+    """An unfinished check: what `finish_parts` needs of each of its tensors."""
 
     dtypes: list[torch.dtype]
-    sums: Sequence[torch.Tensor]
-    flags: Sequence[torch.Tensor]
-    in_memory: bool
+    sums: Sequence[torch.Tensor]  # fp64, that of each chunk; of a tensor without memory, one
+    flags: Sequence[torch.Tensor]  # int32, one element
+    in_memory: bool  # whether kernels read the tensors
 
 
 class Unscaled(NamedTuple):
-    """What `foreach_unscale_` returns.
+    """What `foreach_unscale_` returns, about the unscaled elements: both 0-dim fp32."""
 
-    Attributes:
-        found_inf: 0-dim fp32, 1.0 if any unscaled element is non-finite, otherwise 0.0.
-        norm: 0-dim fp32, the 2-norm of all unscaled elements together.
-    """
-
-    found_inf: torch.Tensor
-    norm: torch.Tensor
+    found_inf: torch.Tensor  # 1.0 if any is non-finite, otherwise 0.0
+    norm: torch.Tensor  # the 2-norm of all together
 
 
 class Factor(NamedTuple):
-    """What gradients are multiplied by.
+    """What gradients are multiplied by."""
 
-    Attributes:
-        value: the factor, as a number or as a 0-dim fp32 tensor.
-        inverted: whether the factor is `loss_scale.inverse` of the tensor instead.
-    """
-
-    value: torch.Tensor | float
-    inverted: bool = False
+    value: torch.Tensor | float  # a tensor is 0-dim fp32
+    inverted: bool = False  # whether the factor is `loss_scale.inverse` of the tensor instead
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -299,19 +274,15 @@ def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
 
 @functools.partial(jit, do_not_specialize=["tensors", "flags", "sums"])
 def check_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
+    rows, chunk_tensor, tensors,  # of a table whose operands are the address and the tensor's place in `flags`
     inv_scale,  # a number, or the address of an fp32 number: see SCALED
     flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
-    # The factor is 0: none, 1: the number at the address `inv_scale`, 2: the number `inv_scale`, 3: the inverse of the
-    # number at the address `inv_scale`.
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr,  # the factor is 0: none, 1: the number at `inv_scale`, 2: `inv_scale`, 3: the inverse of 1
     WRITE: tl.constexpr,  # whether to store the products
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     address = tl.load(column + _GRAD_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
@@ -343,20 +314,11 @@ def check_kernel(
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
 def finish_kernel(
-    sums,  # fp64 (chunks,)
-    chunks,  # number of chunks
-    flags,  # int32 (tensors,); set to zero
-    tensors,  # number of flags
-    found_inf,  # output, fp32, one element
-    sum_of_squares,  # output, fp64, one element
-    norm,  # output, fp32, one element
-    flags_out,  # output, int32 (tensors,)
-    tally,  # `Tally.counts`, int32 (tensors, 4), updated if TALLY
-    step,  # `Tally.step`, int64, one element, read if TALLY
-    LANES: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    TALLY: tl.constexpr,
-):
+    sums, chunks, flags, tensors,  # of `_Scratch`, and how many; flags are set to zero
+    found_inf, sum_of_squares, norm, flags_out,  # outputs, as of `Verdict`; norm is fp32
+    tally, step,  # a `Tally`, which is read and updated if TALLY
+    LANES: tl.constexpr, UNROLLED: tl.constexpr, TALLY: tl.constexpr,
+):  # fmt: skip
     """Add the sums of the chunks and combine the flags. Runs as a single program."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)
@@ -392,25 +354,19 @@ _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 
 
 class _Scratch:
-    """Buffers between the launches of a call.
-
-    Attributes:
-        sums: fp64, the sum of each chunk.
-        flags: int32, the flag of each tensor; 0 between calls.
-        norm: fp32, one element, for calls that do not return the norm.
-    """
+    """Buffers between the launches of a call: the sum of each chunk, and the flag of each tensor, 0 between calls."""
 
     def __init__(self, device: torch.device, chunks: int, tensors: int) -> None:
         self.sums = torch.empty(chunks, dtype=torch.float64, device=device)
         self.flags = torch.zeros(tensors, dtype=torch.int32, device=device)
-        self.norm = torch.empty((), dtype=torch.float32, device=device)
+        self.norm = torch.empty((), dtype=torch.float32, device=device)  # for calls that do not return it
 
 
 class _Scratches(threading.local):
     """One `_Scratch` per thread and stream, which is reused."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, int], _Scratch] = {}
+        self.by_stream: dict[tuple[torch.device, int], _Scratch] = {}
 
     def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
         """At least so long; a graph's own while one is captured."""
@@ -418,18 +374,18 @@ class _Scratches(threading.local):
         if stream is None:
             return _Scratch(device, chunks, tensors)
         key = (device, stream)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _Scratch(device, chunks, tensors)
-        elif kept.sums.numel() < chunks or kept.flags.numel() < tensors:
+        scratch = self.by_stream.get(key)
+        if scratch is None:
+            scratch = self.by_stream[key] = _Scratch(device, chunks, tensors)
+        elif scratch.sums.numel() < chunks or scratch.flags.numel() < tensors:
             # Half as much again, so that lists that grow by one tensor do not allocate every time.
-            room = max(chunks, kept.sums.numel() * 3 // 2), max(tensors, kept.flags.numel() * 3 // 2)
-            kept = self._kept[key] = _Scratch(device, *room)
-        return kept
+            room = max(chunks, scratch.sums.numel() * 3 // 2), max(tensors, scratch.flags.numel() * 3 // 2)
+            scratch = self.by_stream[key] = _Scratch(device, *room)
+        return scratch
 
     def drop(self) -> None:
         """Discard all buffers, because a call that failed may have left flags in them."""
-        self._kept.clear()
+        self.by_stream.clear()
 
 
 _scratches = _Scratches()
@@ -442,9 +398,6 @@ class _Group(NamedTuple):
     tensors: list[torch.Tensor]
     slots: list[int]
     table: TensorTable
-
-
-_chunks_of = attrgetter("table.chunks")
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
@@ -563,7 +516,7 @@ def check(
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(map(_chunks_of, groups))
+    chunks = sum(group.table.chunks for group in groups)
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)
@@ -680,7 +633,7 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
     """
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
-        return Verdict(*map(torch.zeros_like, Verdict.empty(0, _CPU)))
+        return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
     return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
 
 
