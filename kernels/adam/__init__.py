@@ -27,15 +27,10 @@ from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take oper
 
 @dataclass(frozen=True)
 class Layout(KernelLayout):  # noqa: F405
-    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam.
+    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam."""
 
-    Attributes:
-        amsgrad: keep the maximum of the second moment.
-        l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
-    """
-
-    amsgrad: bool
-    l2: bool
+    amsgrad: bool  # keep the maximum of the second moment
+    l2: bool  # add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW)
 
     @property
     def moments(self) -> int:

@@ -21,7 +21,7 @@ LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits, which take
 BLOCK = 1024  # elements per trip of a program's loop
 MAX = torch.finfo(torch.float32).max
 
-# How the fp32 weight is kept.
+# How the fp32 weight is kept: in the parameter, beside it, or as the parameter and a remainder of 16 or 8 bits.
 NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
 REMAINDERS = {SPLIT_MASTER: torch.int16, SPLIT24_MASTER: torch.int8}
 
@@ -45,25 +45,17 @@ class KernelLayout:
     """What a kernel is compiled for: the dtype combination and the options that change the arithmetic.
 
     The layout of a family adds the options of its rule as fields, all of them booleans.
-
-    Attributes:
-        param: fp32, fp16 or bf16.
-        grad: fp32, fp16 or bf16.
-        state: of the moments, fp32, bf16, or uint8 for codes in 8 bits.
-        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
-            remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
-        stochastic: round what `rounds_stochastically` names stochastically.
-        moments: how many moments there are; they are the operands from `M` on.
     """
 
-    param: torch.dtype
-    grad: torch.dtype
-    state: torch.dtype
-    master: int
-    stochastic: bool = field(default=False, kw_only=True)
+    param: torch.dtype  # fp32, fp16 or bf16
+    grad: torch.dtype  # fp32, fp16 or bf16
+    state: torch.dtype  # of the moments, fp32, bf16, or uint8 for codes in 8 bits
+    master: int  # one of the constants above; with remainders the parameter is bf16
+    stochastic: bool = field(default=False, kw_only=True)  # round what `rounds_stochastically` names stochastically
 
     @property
     def moments(self) -> int:
+        """How many moments there are; they are the operands from `M` on."""
         raise NotImplementedError
 
     @property
@@ -180,7 +172,6 @@ class Batch:
 
     @cached_property
     def codes(self) -> tuple[int, ...]:
-        """What C++ needs to know of the layout."""
         return self.layout.codes
 
     @cached_property
@@ -190,16 +181,11 @@ class Batch:
 
 
 class Control(NamedTuple):
-    """Device scalars that steer a step, each fp32 (`sum_of_squares`: fp64) with one element, or None if not used.
+    """Device scalars that steer a step, each of the dtype below with one element, or None if not used."""
 
-    Attributes:
-        grad_scale: what the gradients were multiplied by.
-        found_inf: the step is skipped if it is not 0.
-        sum_of_squares: of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
-    """
-
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # what the gradients were multiplied by
+    found_inf: torch.Tensor | None = None  # the step is skipped if it is not 0
+    # Of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
     sum_of_squares: torch.Tensor | None = None
 
 

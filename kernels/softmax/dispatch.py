@@ -138,12 +138,13 @@ def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor |
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    grad, y, *ctx.options, _ = inputs
+    grad, y, *ctx.options = inputs
     ctx.save_for_backward(grad, y)
 
 
 def _differentiate_backward(ctx: Any, grad_of_dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *rule.double_backward(grad_of_dx, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+    _, differentiate = torch.func.vjp(lambda grad, y: rule.backward(grad, y, *ctx.options), *ctx.saved_tensors)
+    return *differentiate(grad_of_dx), None, None, None, None, None
 
 
 def _batch_forward(info: Any, in_dims: Any, x: Any, mask: Any, *options: Any) -> tuple[torch.Tensor, int]:
