@@ -36,19 +36,12 @@ def skipping_zeros(control: Control, verdict: Verdict) -> Control:
 
 
 class Decision(NamedTuple):
-    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward.
+    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward."""
 
-    Attributes:
-        verdict: the verdict on the unscaled gradients.
-        scale: 0-dim fp32, by which `step` divides the gradients; None if they were unscaled before, and may differ now.
-        max_norm: the norm to which `step` clips, using that of the verdict; None for no limit but the optimizer's own.
-        skips: whether the step is skipped if the verdict found non-finite numbers, as with a scaler.
-    """
-
-    verdict: Verdict
-    scale: torch.Tensor | None
-    max_norm: float | None
-    skips: bool = True
+    verdict: Verdict  # on the unscaled gradients
+    scale: torch.Tensor | None  # 0-dim fp32, divides the gradients; None if they were unscaled before, and may differ
+    max_norm: float | None  # to which `step` clips, using the verdict's norm; None: no limit but the optimizer's own
+    skips: bool = True  # whether the step is skipped if the verdict found non-finite numbers, as with a scaler
 
 
 class StepsOnVerdict:

@@ -68,5 +68,4 @@ def names_of(
 
 def overflows(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
     """The parameters that overflowed, from `kernels.unscale.Tally.counts`. Waits for the device."""
-    rows = counts.tolist()
-    return [Overflow(name, *row) for name, row in zip(names, rows, strict=False) if row[3]]
+    return [Overflow(name, *row) for name, row in zip(names, counts.tolist(), strict=False) if row[3]]

@@ -247,11 +247,7 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(unwrapped(optimizer))
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         self._check(optimizer, Factor(inv_scale), write=True)
         result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -448,9 +444,8 @@ class GradScaler(torch.amp.GradScaler):
             scale.clamp_(self._min_scale, self._max_scale)
             self._scale_copy.take(scale)
             return
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         overflow = flags[0]
@@ -588,9 +583,8 @@ class GradScaler(torch.amp.GradScaler):
                     "Expected the state of a scaler, as GradScaler.state_dict() returns it, but got one without "
                     f"{', '.join(missing)}"
                 )
-            state_dict = {
-                key: option.checked(key, state_dict[key]) for key, option in SAVED.items() if key in state_dict
-            }
+            options = {key: option for key, option in SAVED.items() if key in state_dict}
+            state_dict = {key: option.checked(key, state_dict[key]) for key, option in options.items()}
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         if self._hysteresis_tracker is not None:
