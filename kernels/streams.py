@@ -127,9 +127,8 @@ def download(numbers: torch.Tensor, out: torch.Tensor, event: torch.cuda.Event) 
 
 def _keep(pinned: torch.Tensor) -> None:
     """Hold memory as long as the graph that is being captured."""
-    find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
     try:
-        graph = None if find is None else find()
+        graph = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     except RuntimeError:  # the capture was not begun by torch
         graph = None
     # The caller's own object, and none that is made for the answer and gone after it.

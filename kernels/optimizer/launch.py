@@ -44,12 +44,8 @@ class Family:
         """One optimizer step over the tensors of a batch, in place, ready to be called.
 
         On the CPU what is returned runs no Python, so no exception can be raised in the middle. It holds addresses: the
-        arguments must live until it was called.
-
-        Args:
-            batch: tensors of one layout on one device; parameters, moments, masters, remainders and step counts change.
-            groups: fp64, shape ``(groups, group columns of the family)``, on the same device.
-            control: device scalars on the same device.
+        arguments must live until it was called. `groups` is fp64, shape ``(groups, group columns of the family)``; all
+        is on one device.
         """
         if batch.table is None:
             return partial(reference.own_operations_step, self, batch, groups, control)

@@ -71,7 +71,7 @@ class KernelLayout:
 
     @property
     def operands(self) -> int:
-        """The rows of addresses and numbers in the tables of this layout."""
+        """The rows of tables."""
         return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
 
     @property
@@ -152,23 +152,17 @@ def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -
 
 @dataclass
 class Batch:
-    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k, empty if it is not used.
+    """The tensors of one layout on one device.
 
-    Attributes:
-        layout: the `KernelLayout` that they have in common.
-        table: their addresses, and with stochastic rounding what names their random bits; the launcher's caller keeps
-            it fresh. None for tensors without memory of their own (wrapper subclasses, fake and meta tensors), which
-            the reference steps through their own operations, whatever the backend; they cannot round stochastically.
-        lists: the tensors themselves, for the reference.
-        groups: int64, one per tensor: its row in the group table.
-        hyper: fp32, shape ``(tensors, hyper columns of the family)``, scratch that the step fills.
+    Those without memory of their own (wrapper subclasses, fake and meta tensors) have no table. The reference steps
+    them by their own operations, whatever the backend; they cannot round stochastically.
     """
 
-    layout: Any
-    table: TensorTable | None
-    lists: list[list[torch.Tensor]]
-    groups: torch.Tensor
-    hyper: torch.Tensor
+    layout: Any  # the `KernelLayout` that they have in common
+    table: TensorTable | None  # addresses, and what names random bits; the launcher's caller keeps it fresh
+    lists: list[list[torch.Tensor]]  # by operand, empty if it is not used
+    groups: torch.Tensor  # int64, one per tensor: its row in the group table
+    hyper: torch.Tensor  # fp32, shape ``(tensors, hyper columns of the family)``, scratch that the step fills
 
     @cached_property
     def codes(self) -> tuple[int, ...]:
