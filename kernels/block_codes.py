@@ -133,12 +133,7 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
 
 
 def decode_signed(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers of signed codes.
-
-    Args:
-        codes: uint8, shape ``(rows, columns)``.
-        exponents: uint8, shape ``(rows, blocks_per_row(columns))``.
-    """
+    """The fp32 numbers of signed codes; shapes and dtypes as `encode_signed` returns them."""
     code = _in_blocks(codes).to(torch.int32)
     # The pattern of the fp16 number 2^-8 times as large, whose exponent bias is 15.
     half = ((code & 0x7F) << 7 | (code & 0x80) << 8).to(torch.int16).view(torch.float16)
@@ -243,15 +238,9 @@ def encode_signed_block(x, noise):
 
 @jit
 def _range(upper, smallest):
-    """The bases and steps of blocks of positive numbers, as `encode_positive` says.
-
-    Args:
-        upper: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
-        smallest: the smallest patterns, of which the upper 9 bits count.
-
-    Returns:
-        The bases; the exponent bytes of 2^(7 + s - LEAST_STEP); whether all numbers are finite; the scales.
-    """
+    """The bases, the exponent bytes of 2^(7 + s - LEAST_STEP), whether all numbers are finite, and the scales of blocks
+    of positive numbers. They follow from the largest patterns, rounded up to their upper 16 bits (int32), and the
+    smallest ones, of which the upper 9 bits count; both have the shape (blocks, 1)."""
     base = tl.maximum(smallest & 0x7F800000, (((upper + 15) << 16) & 0x7F800000) - (31 << 23))
     base = tl.maximum(base, 1 << 23)
     reach = (upper - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
@@ -321,13 +310,11 @@ def _by_thread(x, EACH: tl.constexpr):
 
 @jit
 def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
-    """What the scales of blocks are made of, each of shape (blocks, 1).
+    """The largest patterns of blocks, rounded up to their upper 16 bits, of `v` above those of `m`, and the smallest of
+    `v`, each of shape (blocks, 1).
 
-    `m` and `v` are what arithmetic gave, `v` without signs. EACH elements lie side by side in a thread. If SHORT, a
-    block may be short, `exists` says which threads have elements that exist, and elements of `m` that do not must be 0.
-
-    Returns:
-        The largest patterns, rounded up to their upper 16 bits, of `v` above those of `m`; the smallest of `v`.
+    EACH elements lie side by side in a thread. If SHORT, a block may be short, `exists` says which threads have
+    elements that exist, and elements of `m` that do not must be 0.
     """
     # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
     m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)

@@ -347,8 +347,7 @@ def _cast_into(
 ) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side.
 
-    For `STOCHASTIC` all are row-major, and `noise` says which words round them: the seed, and for each tensor the
-    stream and the index of its first element.
+    For `STOCHASTIC` all are row-major; `noise` is the seed, and for each tensor its stream and first element's index.
     """
     (source, *_), (target, *_) = sources, targets
     seed, streams, offsets = noise

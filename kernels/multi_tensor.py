@@ -47,11 +47,7 @@ def _is_nowhere(tensor: torch.Tensor) -> bool:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """The address of the first element of a tensor.
-
-    Raises:
-        TypeError: the tensor has elements but no memory.
-    """
+    """The address of the first element of a tensor; a TypeError if it has elements but no memory."""
     pointer: int = _address(tensor)
     if pointer < _BEYOND_OFFSETS and _is_nowhere(tensor):
         raise TypeError(
@@ -135,10 +131,8 @@ class TensorTable:
     Attributes:
         rows: int64 of shape ``(2 + operands, tensors)``; see the module's docstring.
         chunk_tensor: int32 of shape ``(chunks,)``, the index of the tensor of each chunk.
-        tensors: number of tensors in each list.
+        tensors, chunks, chunk: numbers of tensors in each list, of chunks, and of elements per chunk.
         operands, addresses: the first arguments of kernels, and of functions of C++.
-        chunks: number of chunks.
-        chunk: elements per chunk.
     """
 
     def __init__(
@@ -219,12 +213,9 @@ class TableCache(threading.local):
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
 
     def table(self, *operands: Sequence[torch.Tensor], numbers: Sequence[list[int]] = ()) -> TensorTable:
-        """The table of lists of tensors, new or from the cache.
+        """The table of lists of tensors with the same sizes on one device, new or from the cache.
 
-        Args:
-            operands: lists of tensors, whose addresses are in the first rows. All have the same length, the same sizes
-                and the same device.
-            numbers: the rows after these, with one number per tensor.
+        Their addresses are in the first rows, the `numbers`, one per tensor, in the rows after these.
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
@@ -280,11 +271,7 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]
 
 
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """Validate one tensor for the kernels.
-
-    Raises:
-        TypeError: `tensor` is not a tensor, not dense, or has none of `dtypes`.
-    """
+    """Raise a TypeError if `tensor` is not a tensor, not dense, or has none of `dtypes`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"Expected {name} to be a tensor, but got a {type(tensor).__name__}")
     if tensor.layout != torch.strided:

@@ -113,9 +113,7 @@ def reference_round(
 def round_to_24_bits(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
     """Round fp32 values to the upper 24 bits of their patterns; what overflows becomes infinity.
 
-    Args:
-        x: any shape, fp32.
-        words: int64, shape of `x`, random values from 0 to 2^32 - 1 for stochastic rounding; None for nearest even.
+    `words` are int64 from 0 to 2^32 - 1, one per value, for stochastic rounding; None for nearest even.
     """
     bits = x.view(torch.int32)
     noise = 0x7F + ((bits >> 8) & 1) if words is None else (words >> 24).to(torch.int32)

@@ -83,16 +83,11 @@ class Verdict(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How often each of the same tensors was non-finite in the checks of successive steps.
+    """How often each of the same tensors was non-finite in the checks of successive steps."""
 
-    Attributes:
-        counts: int32 of shape (tensors, 4): steps with an Inf, steps with a NaN, and the first and the last step with
-            either. Steps are numbered from 1; 0 stands for none.
-        step: int64, one element: the number of steps before this one.
-    """
-
+    # int32 (tensors, 4): steps with an Inf, with a NaN, the first and the last with either, from 1; 0 stands for none.
     counts: torch.Tensor
-    step: torch.Tensor
+    step: torch.Tensor  # int64, one element: the number of steps before this one
 
 
 class PartialCheck(NamedTuple):
@@ -202,10 +197,8 @@ def _factor_in_torch(factor: Factor | None, device: torch.device) -> torch.Tenso
 def _by_operations(
     tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
 ) -> None:
-    """Update a flag and a sum of squares in place by operations of torch, on tensors that kernels cannot read.
-
-    In-place updates let a subclass that holds several tensors add the sum of each.
-    """
+    """Update a flag and a sum of squares by operations of torch, on tensors that kernels cannot read: in place, so that
+    a subclass that holds several tensors can add the sum of each."""
     y = tensor.float() if tensor.dtype in FLOATS else tensor
     if inv_scale is not None:
         y = y * inv_scale
@@ -536,13 +529,8 @@ def check(
 
 @torch.no_grad()
 def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
-    """Begin a check of some of its tensors, which `finish_parts` ends. The tensors are not needed any more.
-
-    Args:
-        tensors: at least one dense tensor, all on one device; fp32, fp16 or bf16 if `in_memory`.
-        factor: what to multiply by; None for 1.
-        in_memory: as for `check`.
-    """
+    """Begin a check of some of its tensors, which `finish_parts` ends; arguments as for `check`. The tensors are not
+    needed any more."""
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
     if not in_memory:
         inv_scale = _factor_in_torch(factor, device)
@@ -565,11 +553,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
 def finish_parts(parts: PartialCheck, slots: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
     """End a check that `check_part` began, with the bits of one `check` of all tensors.
 
-    Args:
-        parts: the entries of all tensors, in the order in which `check` would be given them.
-        slots: as for `check`.
-        out: the verdict to write to.
-        tally: as for `check`.
+    `parts` has the entries of all tensors, in the order in which `check` would be given them; the others are as there.
     """
     device = out.flags.device
     scratch = _Scratch(device, 0, out.flags.numel())

@@ -79,12 +79,8 @@ class StepsOnVerdict:
     def apply(self, decision: Decision, step: Callable[[], Any] | None = None) -> Any:
         """Take a step that unscales, clips and skips as decided elsewhere, by a loss scaler for example.
 
-        Args:
-            decision: the verdict on the present gradients, and what follows from it.
-            step: what to call, by default ``self.step``. The step of a wrapper calls that of this optimizer.
-
-        Returns:
-            What the step returned.
+        `step` is what to call, by default ``self.step``: the step of a wrapper calls that of this optimizer. Returns
+        what it returns.
         """
         self._decision, self._lasts = decision, True
         try:
