@@ -14,7 +14,6 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -72,9 +71,7 @@ class backend:
         _chosen = self._name
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _chosen
         _chosen = self._before
 
@@ -92,12 +89,7 @@ def interpreting() -> bool:
 def resolve(device: torch.device, family: str) -> str:
     """The implementation that runs for tensors on `device`: ``"reference"``, ``"native"`` or ``"triton"``.
 
-    Args:
-        device: where the tensors are.
-        family: the kernel family (``"adam"``, ``"cast"``, ``"softmax"``, ``"unscale"``), which names its C++ file.
-
-    Raises:
-        RuntimeError: ``"triton"`` was chosen and cannot run on this device.
+    `family` names a C++ file. Raises a RuntimeError if ``"triton"`` was chosen and cannot run on this device.
     """
     if _chosen == "reference":
         return "reference"
@@ -168,8 +160,7 @@ def launch_kernel(
 @functools.cache
 def _lanes(device: torch.device) -> int:
     """The number of threads in a warp: 32, or 64 on AMD's data center GPUs."""
-    lanes: int = torch.cuda.get_device_properties(device).warp_size
-    return lanes
+    return torch.cuda.get_device_properties(device).warp_size
 
 
 def most_warps(device: torch.device) -> int:

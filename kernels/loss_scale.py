@@ -43,9 +43,6 @@ class State(NamedTuple):
     counts: torch.Tensor  # int64 (3,): steps decided, steps skipped, the number from 1 of the last skipped one or 0
 
 
-# --------------------------------------------------------------------------------------------------------- reference
-
-
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """1 / scale as every kernel computes it: the quotient rounded to fp32.
 
@@ -84,9 +81,6 @@ def reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     state.counts[DECIDED] += 1
     state.counts[SKIPPED] += overflow
     state.counts[LAST_SKIPPED] = torch.where(overflow, state.counts[DECIDED], state.counts[LAST_SKIPPED])
-
-
-# ------------------------------------------------------------------------------------------------------------ kernel
 
 
 if tl is not None:
@@ -132,29 +126,19 @@ def loss_scale_kernel(
     tl.store(counts + _LAST_SKIPPED, tl.where(overflow, decided, tl.load(counts + _LAST_SKIPPED)))
 
 
-# ----------------------------------------------------------------------------------------------------------- launcher
-
-
 @functools.lru_cache
 def _bits(factor: float) -> int:
     """The bits of an fp64 number. They are passed as an integer because Triton passes floats as fp32.
 
     Factors below 2^-300 are replaced by it: times any fp32 number, both give 0 in fp32.
     """
-    bits: int = struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
-    return bits
+    return struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
 
 
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     """Update the state of a scaler in place after one step.
 
-    Args:
-        state: the state, on one device.
-        found_inf: fp32, one element, on the same device; nonzero if the step overflowed and was skipped.
-        rules: how the scale changes.
-
-    Raises:
-        TypeError: a tensor has no memory, and is neither fake nor meta nor of a subclass with operations of its own.
+    `found_inf` is fp32, one element, on the device of the state; nonzero if the step overflowed and was skipped.
     """
     in_memory = all_have_memory([state.scale, found_inf])
     implementation = resolve(state.scale.device, "loss_scale") if in_memory else "reference"

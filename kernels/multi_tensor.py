@@ -91,8 +91,7 @@ def _dispatches(cls: type[Any]) -> bool:
 def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
     """A context for operations of torch on tensors of which some have no memory: new tensors are fake if those are.
 
-    Raises:
-        TypeError: a tensor has no memory, and is neither meta nor of a subclass with operations of its own.
+    Raises a TypeError if one without memory is neither meta nor of a subclass with operations of its own.
     """
     for tensor in tensors:
         if not tensor.is_meta and not _dispatches(type(tensor)):

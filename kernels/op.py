@@ -111,7 +111,7 @@ class Op:
 
     def __call__(self, *args: Any) -> torch.Tensor:
         if _in_transform():
-            return self._in_transforms.apply(*args)  # type: ignore[no-any-return]
+            return self._in_transforms.apply(*args)
         if is_watched():
             return self._operator(*args)
         differentiated = False

@@ -68,9 +68,7 @@ def reference(
     Args:
         x: (n,) fp32.
         counts: (`width(errors)`,) int64: the cells and, if it is as long, the bins and the largest error.
-        grid: the format.
-        scale: 0-dim fp32; None for 1.
-        inverted: whether to divide by the scale.
+        grid, scale, inverted: the format, and a 0-dim fp32 number to multiply or divide by; None for 1.
     """
     factor: Any = 1.0
     shift: Any = 0

@@ -483,7 +483,6 @@ def check(
     Args:
         tensors: at least one dense fp32, fp16 or bf16 tensor, all on one device.
         factor: what to multiply by; None for 1.
-        write: whether to store the products in the tensors.
         out: the verdict to write to, which may have more flags than there are tensors; None for a new one.
         norm: 0-dim fp32, set to the square root of the sum of squares.
         tally: where non-finite tensors are counted; it has one row per flag.

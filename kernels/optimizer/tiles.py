@@ -185,12 +185,9 @@ def store_weight(at, tile, w, word, FORM: tl.constexpr, HINT: tl.constexpr):
         if FORM.FULL:
             store(at.extra, tile, w, tl.constexpr(FORM.EXTRA), HINT)
         store(
-            at.param,
-            tile,
-            rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
-            tl.constexpr(FORM.PARAM),
-            HINT,
-        )
+            at.param, tile, rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
+            tl.constexpr(FORM.PARAM), HINT,
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- random words

@@ -50,10 +50,9 @@ def forward(
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
-    if mask is not None and mask.dtype == torch.float64:
-        mask = mask.float()
-    if mask is not None and dim != -1:
-        mask = mask.expand(x.shape)
+    if mask is not None:
+        mask = mask.float() if mask.dtype == torch.float64 else mask
+        mask = mask.expand(x.shape) if dim != -1 else mask
     into = y
     while dim != -1 and x.shape[-1] == 1:
         dim, x, into = dim + 1, x.squeeze(-1), into.squeeze(-1)
@@ -143,7 +142,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _differentiate_backward(ctx: Any, grad_of_dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    _, differentiate = torch.func.vjp(lambda grad, y: rule.backward(grad, y, *ctx.options), *ctx.saved_tensors)
+    differentiate: Any = torch.func.vjp(lambda dy, y: rule.backward(dy, y, *ctx.options), *ctx.saved_tensors)[1]
     return *differentiate(grad_of_dx), None, None, None, None, None
 
 

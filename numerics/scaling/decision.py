@@ -118,8 +118,7 @@ class StepsOnVerdict:
         only_norm = max_norm == math.inf
         max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
         if self.backward_handle is not None:
-            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
-            return norm
+            return self.backward_handle.norm(None if only_norm else max_norm)
         parameters = parameters_of(self)
         if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")

@@ -47,8 +47,7 @@ class OverflowReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        text: str = shown("overflow_text", self)
-        return text
+        return shown("overflow_text", self)
 
 
 def names_of(

@@ -250,8 +250,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         self._check(optimizer, Factor(inv_scale), write=True)
-        result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return result
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -259,8 +258,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        flags: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
-        return flags
+        return super()._found_inf_per_device(unwrapped(optimizer))
 
     # ------------------------------------------------------------------------------------------------ step and update
 
@@ -324,8 +322,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def verdict_of(self, optimizer: torch.optim.Optimizer) -> Verdict | None:
         """The verdict on an optimizer's gradients since the last `update`; None if there is none yet."""
-        verdict: Verdict | None = self._per_optimizer_states.get(id(optimizer), {}).get("verdict")
-        return verdict
+        return self._per_optimizer_states.get(id(optimizer), {}).get("verdict")
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's gradients were unscaled in place, and its step has not been taken."""

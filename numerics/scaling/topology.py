@@ -72,12 +72,10 @@ class Agreement(NamedTuple):
 def agreement(spread: Sequence[Ranks], further: Ranks | None, world: World) -> Agreement:
     """How the ranks that hold any of an optimizer's tensors, in different shardings, sum over each tensor once.
 
-    `further` is a group that the user passed, on whose ranks plain tensors differ.
-
-    Raises:
-        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
+    `further` is a group that the user passed, on whose ranks plain tensors differ. Raises a RuntimeError if the sets of
+    ranks overlap without being dimensions of one grid.
     """
-    members, groups = _joined([*spread, *(() if further is None else (further,))], world)
+    members, groups = _joined([*spread, further] if further else spread, world)
     if not groups:
         return Agreement(members, groups)
     try:

@@ -38,8 +38,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 def norm_of(verdict: Verdict) -> torch.Tensor:
     """The 2-norm of the gradients of a verdict, 0-dim fp32."""
-    norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
-    return norm
+    return verdict.sum_of_squares.sqrt().float()
 
 
 def _on_device(
@@ -209,7 +208,7 @@ class Checker:
         tally = None if step is None else self._tally(count, device, to_device(step, device), False)
         parts = list(map(self._parts.__getitem__, slots))
         current: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        streams = {part.stream for part in parts} - {current}
+        streams: set[Any] = {part.stream for part in parts} - {current}
         for stream in streams:
             current.wait_stream(stream)
         checks = [(part.check, part.position) for part in parts]
