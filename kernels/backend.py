@@ -136,13 +136,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def launch_kernel(
     kernel: Any, device: torch.device, programs: int, operands: Sequence[Any], constants: dict[str, Any], *form: Any
 ) -> None:
-    """Launch a kernel on a device.
+    """Launch so many programs of a ``@triton.jit`` function on a device.
 
     Triton's own launch takes 10 to 35 us of the host, of which 3 to 5 remain here: it derives from all arguments which
     form of the kernel to run, and compares every global value that the kernel reads with what it was.
 
     Args:
-        kernel, programs: the ``@triton.jit`` function, and how many of it to launch.
         operands, constants: its first and its last arguments; `constants` with the compiler's options, in the same
             order in all launches.
         form: all else that Triton compiles forms of their own for: the dtypes of tensors, and of operands that are

@@ -429,14 +429,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.source, ctx.target = inputs[0].dtype, output.dtype
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _cast(grad, ctx.source, "nearest", False, None, 0), None, None, None, None, None
-
-
-def _tangent(ctx: Any, tangent: torch.Tensor, *of_options: None) -> torch.Tensor:
-    return _cast(tangent, ctx.target, "nearest", False, None, 0)
-
-
 def _batch(
     info: Any,
     in_dims: tuple[int | None, ...],
@@ -458,15 +450,15 @@ def _batch(
 
 # The seed is a tensor on the CPU. A drawn seed is then a separate operation in a traced graph, which is neither merged
 # with another draw nor repeated in the backward.
-_cast = Op(
+_cast: Op = Op(
     "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
     "SymInt offset=0) -> Tensor",
     operands=1,
     compute=_computed,
     fake=_fake,
     save=_save,
-    differentiate=_differentiate,
-    tangent=_tangent,
+    differentiate=lambda ctx, grad: (_cast(grad, ctx.source, "nearest", False, None, 0), *[None] * 5),
+    tangent=lambda ctx, tangent, *_: _cast(tangent, ctx.target, "nearest", False, None, 0),
     batch=_batch,
 )
 
