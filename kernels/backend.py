@@ -14,7 +14,6 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -72,9 +71,7 @@ class backend:
         _chosen = self._name
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _chosen
         _chosen = self._before
 
@@ -92,12 +89,7 @@ def interpreting() -> bool:
 def resolve(device: torch.device, family: str) -> str:
     """The implementation that runs for tensors on `device`: ``"reference"``, ``"native"`` or ``"triton"``.
 
-    Args:
-        device: where the tensors are.
-        family: the kernel family (``"adam"``, ``"cast"``, ``"softmax"``, ``"unscale"``), which names its C++ file.
-
-    Raises:
-        RuntimeError: ``"triton"`` was chosen and cannot run on this device.
+    `family` names a C++ file. Raises a RuntimeError if ``"triton"`` was chosen and cannot run on this device.
     """
     if _chosen == "reference":
         return "reference"
@@ -144,13 +136,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def launch_kernel(
     kernel: Any, device: torch.device, programs: int, operands: Sequence[Any], constants: dict[str, Any], *form: Any
 ) -> None:
-    """Launch a kernel on a device.
+    """Launch so many programs of a ``@triton.jit`` function on a device.
 
     Triton's own launch takes 10 to 35 us of the host, of which 3 to 5 remain here: it derives from all arguments which
     form of the kernel to run, and compares every global value that the kernel reads with what it was.
 
     Args:
-        kernel, programs: the ``@triton.jit`` function, and how many of it to launch.
         operands, constants: its first and its last arguments; `constants` with the compiler's options, in the same
             order in all launches.
         form: all else that Triton compiles forms of their own for: the dtypes of tensors, and of operands that are
@@ -168,16 +159,13 @@ def launch_kernel(
 @functools.cache
 def _lanes(device: torch.device) -> int:
     """The number of threads in a warp: 32, or 64 on AMD's data center GPUs."""
-    lanes: int = torch.cuda.get_device_properties(device).warp_size
-    return lanes
+    return torch.cuda.get_device_properties(device).warp_size
 
 
 def most_warps(device: torch.device) -> int:
     """The largest number of warps of a program, which may have `MOST_THREADS` threads."""
-    if device.type == "cuda":
-        return MOST_THREADS // _lanes(device)
-    lanes: int = 32 if INTERPRET else _stand_in().warp_size
-    return MOST_THREADS // lanes
+    on_gpu = device.type == "cuda"
+    return MOST_THREADS // (_lanes(device) if on_gpu else 32 if INTERPRET else _stand_in().warp_size)
 
 
 def _stand_in() -> Any:
@@ -209,12 +197,8 @@ def triton_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _interpret_requested() -> bool:
-    return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
 # Triton reads the variable when a kernel is decorated, at import. Later changes have no effect.
-INTERPRET = _interpret_requested()
+INTERPRET = triton is not None and bool(triton.knobs.runtime.interpret)
 if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks a driver that need not be there
 
     def cuda_capability_geq(major: int, minor: int = 0) -> bool:

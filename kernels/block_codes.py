@@ -41,6 +41,7 @@ and its products are exact.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 
@@ -63,7 +64,6 @@ DROPPED = 20  # bits that rounding to 3 bits of mantissa drops from an fp32 patt
 LEAST_SIGNED, NAN_BLOCK = 18, 255  # exponent bytes
 LEAST_STEP = 16  # the least s
 NAN_RANGE = 0x7FC0  # the scale of a block of positive numbers that are NaN
-SCALE_DTYPES = {True: torch.uint8, False: torch.int16}  # of signed and of positive numbers
 # The upper 16 bits of the patterns of `LARGEST_POSITIVE` (3 bits of mantissa), of 2^-126 and of a power of two.
 _LARGEST, _LEAST, _BINADE = 0x7F70, 0x80, 0x80
 
@@ -80,8 +80,10 @@ def rows_and_columns(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], prod(shape[1:])
 
 
-def _in_blocks(x: torch.Tensor, filler: int = 0) -> torch.Tensor:
-    """A tensor of shape ``(rows, columns)`` as ``(rows, blocks, SPAN)``, the last block filled up."""
+def _in_blocks(x: Any, filler: int = 0) -> Any:
+    """A tensor of shape ``(rows, columns)`` as ``(rows, blocks, SPAN)``, the last one filled up; a number as it is."""
+    if isinstance(x, int):
+        return x
     rows, columns = x.shape
     count = blocks_per_row(columns)
     return torch.nn.functional.pad(x, (0, count * SPAN - columns), value=filler).reshape(rows, count, SPAN)
@@ -103,10 +105,6 @@ def noise_of(words: torch.Tensor | None) -> torch.Tensor | int:
     return HALF if words is None else (words >> (32 - NOISE_BITS)).to(torch.int32)
 
 
-def _noise_in_blocks(noise: torch.Tensor | int) -> torch.Tensor | int:
-    return _in_blocks(noise) if isinstance(noise, torch.Tensor) else noise
-
-
 def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[torch.Tensor, torch.Tensor]:
     """Signed codes and exponents of fp32 numbers, in plain torch on any device.
 
@@ -118,7 +116,7 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
         Codes of the shape of `x` and exponents of shape ``(rows, blocks_per_row(columns))``, both uint8.
     """
     bits = _in_blocks(x).view(torch.int32)
-    magnitude, noise = bits & 0x7FFFFFFF, _noise_in_blocks(noise) >> (NOISE_BITS - DROPPED)
+    magnitude, noise = bits & 0x7FFFFFFF, _in_blocks(noise) >> (NOISE_BITS - DROPPED)
     largest = magnitude.amax(-1, keepdim=True).long()  # the pattern of a NaN does not leave room in an int32
     exponent = (largest + ((1 << DROPPED) - 1) >> 23).clamp(max=NAN_BLOCK).to(torch.int32)
     exponent = exponent.masked_fill(exponent < LEAST_SIGNED, 0)
@@ -135,12 +133,7 @@ def encode_signed(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[to
 
 
 def decode_signed(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """The fp32 numbers of signed codes.
-
-    Args:
-        codes: uint8, shape ``(rows, columns)``.
-        exponents: uint8, shape ``(rows, blocks_per_row(columns))``.
-    """
+    """The fp32 numbers of signed codes; shapes and dtypes as `encode_signed` returns them."""
     code = _in_blocks(codes).to(torch.int32)
     # The pattern of the fp16 number 2^-8 times as large, whose exponent bias is 15.
     half = ((code & 0x7F) << 7 | (code & 0x80) << 8).to(torch.int16).view(torch.float16)
@@ -150,7 +143,7 @@ def decode_signed(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 def encode_positive(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[torch.Tensor, torch.Tensor]:
     """Positive codes (uint8) and scales (int16) of fp32 numbers, whose signs are ignored; arguments as for
     `encode_signed`."""
-    magnitude, noise = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF, _noise_in_blocks(noise)
+    magnitude, noise = _in_blocks(x).view(torch.int32) & 0x7FFFFFFF, _in_blocks(noise)
     smallest = _in_blocks(x.view(torch.int32) & 0x7FFFFFFF, 0x7FFFFFFF).amin(-1, keepdim=True)
     # In units of 2^16, of which every step is a multiple. The largest number is rounded up to one.
     upper = (magnitude.amax(-1, keepdim=True).long() + 0xFFFF >> 16).to(torch.int32)
@@ -245,15 +238,9 @@ def encode_signed_block(x, noise):
 
 @jit
 def _range(upper, smallest):
-    """The bases and steps of blocks of positive numbers, as `encode_positive` says.
-
-    Args:
-        upper: the largest patterns, rounded up to their upper 16 bits: int32, shape (blocks, 1).
-        smallest: the smallest patterns, of which the upper 9 bits count.
-
-    Returns:
-        The bases; the exponent bytes of 2^(7 + s - LEAST_STEP); whether all numbers are finite; the scales.
-    """
+    """The bases, the exponent bytes of 2^(7 + s - LEAST_STEP), whether all numbers are finite, and the scales of blocks
+    of positive numbers. They follow from the largest patterns, rounded up to their upper 16 bits (int32), and the
+    smallest ones, of which the upper 9 bits count; both have the shape (blocks, 1)."""
     base = tl.maximum(smallest & 0x7F800000, (((upper + 15) << 16) & 0x7F800000) - (31 << 23))
     base = tl.maximum(base, 1 << 23)
     reach = (upper - (base >> 16)).to(tl.float32).to(tl.int32, bitcast=True)  # negative in blocks of 0 alone
@@ -323,13 +310,11 @@ def _by_thread(x, EACH: tl.constexpr):
 
 @jit
 def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
-    """What the scales of blocks are made of, each of shape (blocks, 1).
+    """The largest patterns of blocks, rounded up to their upper 16 bits, of `v` above those of `m`, and the smallest of
+    `v`, each of shape (blocks, 1).
 
-    `m` and `v` are what arithmetic gave, `v` without signs. EACH elements lie side by side in a thread. If SHORT, a
-    block may be short, `exists` says which threads have elements that exist, and elements of `m` that do not must be 0.
-
-    Returns:
-        The largest patterns, rounded up to their upper 16 bits, of `v` above those of `m`; the smallest of `v`.
+    EACH elements lie side by side in a thread. If SHORT, a block may be short, `exists` says which threads have
+    elements that exist, and elements of `m` that do not must be 0.
     """
     # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
     m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)

@@ -40,10 +40,8 @@ def constraints(outputs: int, inputs: int, letter: str = "r") -> str:
 
 
 def widen_assembly(paired: bool = False) -> str:
-    """PTX that makes two fp32 numbers ($0, $1) of two bf16 numbers ($2), times two factors ($3, $4).
-
-    With one bit operation each; the compiler takes two for the upper half of a register.
-    """
+    """PTX that makes two fp32 numbers ($0, $1) of two bf16 numbers ($2), times two factors ($3, $4), with one bit
+    operation each; the compiler takes two for the upper half of a register."""
     lines = [".reg .b32 %a, %b;", "shl.b32 %a, $2, 16; and.b32 %b, $2, 0xFFFF0000;"]
     if paired:
         lines += [".reg .b64 %ab, %factors;", "mov.b64 %ab, {%a, %b}; mov.b64 %factors, {$3, $4};"]

@@ -34,8 +34,7 @@ template <typename T> void load_block(const void* from, float* to, int64_t n) { 
 template <typename F> void load_block8(const void* from, float* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) to[i] = widen8<F>(((const uint8_t*)from)[i]);
 }
-constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>,
-                                load_block8<E5M2>};
+constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>, load_block8<E4M3>, load_block8<E5M2>};
 
 template <typename T> void nearest_block(const float* from, const uint32_t*, void* to, int64_t n) {
     store(from, (T*)to, n);

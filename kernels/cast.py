@@ -203,20 +203,10 @@ def _pointer(dtype: Any) -> Any:
 
 @jit
 def _cast_some(
-    source,  # int64: address of the chunk's first element
-    target,
-    at,  # int32: which elements, one after the other
-    left,  # int32: elements in the chunk
-    index,  # int64: the index of the chunk's first element in the whole tensor
-    seed,
-    stream,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-    DOWN: tl.constexpr,
-):
-    """Elements of a chunk of which nothing is known but where they are."""
+    source, target, at, left, index, seed, stream,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, DOWN: tl.constexpr,
+):  # fmt: skip
+    """The elements `at` (int32, one after the other) of a chunk that need not be aligned; see `_cast_chunk`."""
     # A cast of its own: a hint about a pointer holds for all that is made of it. The words come before the elements,
     # which would take registers while the words are computed.
     word = words_of(index + at, seed, 0, stream, 1)[0] >> DOWN if ROUNDING == _ROUND_STOCHASTIC else 0
@@ -227,19 +217,11 @@ def _cast_some(
 
 @jit
 def _cast_chunk(
-    source,  # int64: address of the chunk's first element
-    target,
-    left,  # int32: elements in the chunk
-    index,  # int64: the first one's index in the whole tensor
-    seed,
-    stream,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One chunk."""
+    source, target, left, index, seed, stream,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One chunk of `left` elements (int32). Of the first: `source`, `target`, its addresses, and `index`, its index in
+    the whole tensor (int64)."""
     IN: tl.constexpr = SOURCE.primitive_bitwidth // 8
     OUT: tl.constexpr = TARGET.primitive_bitwidth // 8
     RANDOM: tl.constexpr = ROUNDING == _ROUND_STOCHASTIC
@@ -282,19 +264,10 @@ def _plain(value):
 
 @functools.partial(jit, do_not_specialize=["source", "target", "numel"])
 def cast_kernel(
-    source,  # int64 address, and so is target
-    target,
-    numel,
-    seed_low,  # as `_unspecialized` makes them, and so are seed_high and offset
-    seed_high,
-    offset,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """One tensor."""
+    source, target, numel, seed_low, seed_high, offset,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One tensor: int64 addresses; the halves of the seed, and the offset, are `_unspecialized`."""
     start = tl.program_id(0).to(tl.int64) * CHUNK
     read = source + start * (SOURCE.primitive_bitwidth // 8)
     write = target + start * (TARGET.primitive_bitwidth // 8)
@@ -305,18 +278,10 @@ def cast_kernel(
 
 @functools.partial(jit, do_not_specialize=["tensors"])
 def multi_cast_kernel(
-    rows,  # int64 (6, tensors): see multi_tensor.py; operands are source, target, stream and offset
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
-    seed_low,  # as `_unspecialized` makes them
-    seed_high,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    SATURATE: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """A list of tensors."""
+    rows, chunk_tensor, tensors, seed_low, seed_high,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A list of tensors. The operands of the table (`TensorTable.operands`): source, target, stream and offset."""
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     index, stream = start, start
     if ROUNDING == _ROUND_STOCHASTIC:
@@ -382,8 +347,7 @@ def _cast_into(
 ) -> None:
     """Cast each source into its target: flat tensors on one device, equal strides, one dtype each side.
 
-    For `STOCHASTIC` all are row-major, and `noise` says which words round them: the seed, and for each tensor the
-    stream and the index of its first element.
+    For `STOCHASTIC` all are row-major; `noise` is the seed, and for each tensor its stream and first element's index.
     """
     (source, *_), (target, *_) = sources, targets
     seed, streams, offsets = noise
@@ -450,28 +414,19 @@ def _computed(
             "Expected seed to be a tensor on the CPU for stochastic rounding, but got none: use halfstep.cast"
         )
     # The noise goes by rows, whatever the order in memory.
-    rows = target if source.is_contiguous() else torch.empty_like(source, dtype=dtype, memory_format=_ROW_MAJOR)
-    _cast_into([source.contiguous()], [rows], mode, saturate, (int(seed), [0], [offset]))
+    in_order = source.contiguous()
+    rows = target if in_order is source else torch.empty_like(in_order, dtype=dtype)
+    _cast_into([in_order], [rows], mode, saturate, (int(seed), [0], [offset]))
     return target if rows is target else target.copy_(rows)
 
 
-_ROW_MAJOR = torch.contiguous_format
-
-
 def _fake(x: torch.Tensor, dtype: torch.dtype, *of_rounding: object, **options: object) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.preserve_format if is_flat(x) else _ROW_MAJOR)
+    order = torch.preserve_format if is_flat(x) else torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=order)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.source, ctx.target = inputs[0].dtype, output.dtype
-
-
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _cast(grad, ctx.source, "nearest", False, None, 0), None, None, None, None, None
-
-
-def _tangent(ctx: Any, tangent: torch.Tensor, *of_options: None) -> torch.Tensor:
-    return _cast(tangent, ctx.target, "nearest", False, None, 0)
 
 
 def _batch(
@@ -495,15 +450,15 @@ def _batch(
 
 # The seed is a tensor on the CPU. A drawn seed is then a separate operation in a traced graph, which is neither merged
 # with another draw nor repeated in the backward.
-_cast = Op(
+_cast: Op = Op(
     "cast(Tensor x, ScalarType dtype, str rounding='nearest', bool saturate=False, Tensor? seed=None, "
     "SymInt offset=0) -> Tensor",
     operands=1,
     compute=_computed,
     fake=_fake,
     save=_save,
-    differentiate=_differentiate,
-    tangent=_tangent,
+    differentiate=lambda ctx, grad: (_cast(grad, ctx.source, "nearest", False, None, 0), *[None] * 5),
+    tangent=lambda ctx, tangent, *_: _cast(tangent, ctx.target, "nearest", False, None, 0),
     batch=_batch,
 )
 

@@ -33,18 +33,12 @@ ERROR_BINS = 24 * PER_OCTAVE + 2  # r = 0, the octaves below 1, and r = 1
 
 
 class Grid(NamedTuple):
-    """The parameters of a format for counting. It must have a mantissa bit and lie within fp32's range.
+    """The parameters of a format for counting. It must have a mantissa bit and lie within fp32's range."""
 
-    Attributes:
-        dropped: the number of bits by which its mantissa is shorter than that of fp32, 0 to 22.
-        emin, emax: the exponents of its smallest normal number and of its largest number.
-        overflow: the fraction, in units of 2^-23, from which a number of exponent emax overflows; 2^23 if none does.
-    """
-
-    dropped: int
-    emin: int
+    dropped: int  # bits by which its mantissa is shorter than that of fp32, 0 to 22
+    emin: int  # the exponents of its smallest normal number and of its largest number
     emax: int
-    overflow: int
+    overflow: int  # the fraction, in units of 2^-23, from which a number of exponent emax overflows; 2^23 if none does
 
 
 def width(errors: bool) -> int:

@@ -13,26 +13,16 @@ from typing import Any, NamedTuple
 
 
 class Format(NamedTuple):
-    """A binary format with a sign bit. Codes are without that bit.
+    """A binary format with a sign bit. Codes are without that bit."""
 
-    Attributes:
-        name: the name in `halfstep.formats`.
-        exponent, mantissa: stored bits of each.
-        largest: code of the largest finite number.
-        overflow: code of larger numbers: infinity, or NaN if the format has no infinity.
-        nan: code of the quiet NaN that torch writes.
-        code: the number of the format in C++ (`Dtype` of native.h).
-        torch, triton: names of its types in `torch` and `triton.language`.
-    """
-
-    name: str
-    exponent: int
+    name: str  # in `halfstep.formats`
+    exponent: int  # stored bits
     mantissa: int
-    largest: int
-    overflow: int
-    nan: int
-    code: int
-    torch: str
+    largest: int  # code of the largest finite number
+    overflow: int  # code of larger numbers: infinity, or NaN if the format has no infinity
+    nan: int  # code of the quiet NaN that torch writes
+    code: int  # the number of the format in C++ (`Dtype` of native.h)
+    torch: str  # names of its types in `torch` and `triton.language`
     triton: str
 
     @property
@@ -76,9 +66,5 @@ CODED = 5  # the number in C++ of uint8 codes, whose scales are apart (block_cod
 
 @functools.cache
 def format_of(dtype: Any) -> Format:
-    """The row of a torch dtype.
-
-    Raises:
-        KeyError: the kernels do not compute in `dtype`.
-    """
+    """The row of a torch dtype; a KeyError if the kernels do not compute in it."""
     return {form.dtype: form for form in TABLE}[dtype]

@@ -192,7 +192,7 @@ template <> inline H pack<f16>(V x) {
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
     H out;
-    for (int i = 0; i < W; ++i) out[i] = narrow<f16>(x[i]).bits;
+    for (int i = 0; i < W; ++i) out[i] = narrow(x[i]).bits;
     return out;
 #endif
 }

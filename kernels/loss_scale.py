@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,46 +22,25 @@ DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
 
 class Rules(NamedTuple):
-    """How the loss scale changes.
+    """How the loss scale changes."""
 
-    Attributes:
-        growth_factor: what the scale is multiplied by when it grows.
-        backoff_factor: what the scale is multiplied by after an overflow.
-        growth_interval: consecutive steps without overflow after which the scale grows.
-        hysteresis: overflows after which the scale is lowered, at least 1.
-        refill_on_clean: whether every step without overflow restores the hysteresis, not only growth.
-        least, most: bounds of the scale, positive and finite in fp32.
-    """
-
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    hysteresis: int
-    refill_on_clean: bool
-    least: float
+    growth_factor: float  # what the scale is multiplied by when it grows
+    backoff_factor: float  # the same after an overflow
+    growth_interval: int  # consecutive steps without overflow after which the scale grows
+    hysteresis: int  # overflows after which the scale is lowered, at least 1
+    refill_on_clean: bool  # whether every step without overflow restores the hysteresis, not only growth
+    least: float  # bounds of the scale, positive and finite in fp32
     most: float
 
 
 class State(NamedTuple):
-    """The state of a scaler on the device. All tensors but `counts` have one element.
+    """The state of a scaler on the device. All tensors but `counts` have one element."""
 
-    Attributes:
-        scale: fp32, S of `reference`.
-        clean_steps: int32, t of `reference`.
-        tolerance: int32, h of `reference`.
-        skipped: fp32, 1 if the last step was skipped, otherwise 0.
-        counts: int64 of shape (3,): steps decided, steps skipped, and the number of the last skipped step, counted from
-            1 (0 if none was skipped).
-    """
-
-    scale: torch.Tensor
-    clean_steps: torch.Tensor
-    tolerance: torch.Tensor
-    skipped: torch.Tensor
-    counts: torch.Tensor
-
-
-# --------------------------------------------------------------------------------------------------------- reference
+    scale: torch.Tensor  # fp32, S of `reference`
+    clean_steps: torch.Tensor  # int32, t of `reference`
+    tolerance: torch.Tensor  # int32, h of `reference`
+    skipped: torch.Tensor  # fp32, 1 if the last step was skipped, otherwise 0
+    counts: torch.Tensor  # int64 (3,): steps decided, steps skipped, the number from 1 of the last skipped one or 0
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
@@ -103,9 +83,6 @@ def reference(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     state.counts[LAST_SKIPPED] = torch.where(overflow, state.counts[DECIDED], state.counts[LAST_SKIPPED])
 
 
-# ------------------------------------------------------------------------------------------------------------ kernel
-
-
 if tl is not None:
     _DECIDED, _SKIPPED, _LAST_SKIPPED = map(tl.constexpr, (DECIDED, SKIPPED, LAST_SKIPPED))
 
@@ -125,20 +102,11 @@ def _times(value, bits):
 # Scalers differ in these numbers, so Triton must not compile a variant for values that are 1 or divisible by 16.
 @functools.partial(jit, do_not_specialize=["growth_bits", "backoff_bits", "growth_interval", "hysteresis"])
 def loss_scale_kernel(
-    scale,  # fp32, and up to `counts` one element each, as in `State`; all are updated
-    clean_steps,  # int32
-    tolerance,  # int32
-    skipped,  # fp32
-    counts,  # int64 (3,)
+    scale, clean_steps, tolerance, skipped, counts,  # a `State`, which is updated
     found_inf,  # fp32, one element; nonzero if the step overflowed
-    growth_bits,  # int64, the bits of the fp64 growth factor
-    backoff_bits,  # int64, the bits of the fp64 backoff factor
-    growth_interval,  # int32
-    hysteresis,  # int32
-    least,  # fp32, bounds of the scale
-    most,  # fp32
+    growth_bits, backoff_bits, growth_interval, hysteresis, least, most,  # `Rules`; factors as `_bits`
     REFILL_ON_CLEAN: tl.constexpr,
-):
+):  # fmt: skip
     overflow = tl.load(found_inf) != 0
     left = tl.load(tolerance)
     clean = tl.where(overflow, 0, tl.load(clean_steps) + 1)
@@ -158,35 +126,22 @@ def loss_scale_kernel(
     tl.store(counts + _LAST_SKIPPED, tl.where(overflow, decided, tl.load(counts + _LAST_SKIPPED)))
 
 
-# ---------------------------------------------------------------------------------------------------------- launchers
-
-
 @functools.lru_cache
 def _bits(factor: float) -> int:
     """The bits of an fp64 number. They are passed as an integer because Triton passes floats as fp32.
 
     Factors below 2^-300 are replaced by it: times any fp32 number, both give 0 in fp32.
     """
-    bits: int = struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
-    return bits
+    return struct.unpack("<q", struct.pack("<d", max(factor, 2.0**-300)))[0]
 
 
 def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
     """Update the state of a scaler in place after one step.
 
-    Args:
-        state: the state, on one device.
-        found_inf: fp32, one element, on the same device; nonzero if the step overflowed and was skipped.
-        rules: how the scale changes.
-
-    Raises:
-        TypeError: a tensor has no memory, and is neither fake nor meta nor of a subclass with operations of its own.
+    `found_inf` is fp32, one element, on the device of the state; nonzero if the step overflowed and was skipped.
     """
-    if not all_have_memory([state.scale, found_inf]):
-        with torch.no_grad(), own_operations([state.scale, found_inf]):
-            reference(state, found_inf, rules)
-        return
-    implementation = resolve(state.scale.device, "loss_scale")
+    in_memory = all_have_memory([state.scale, found_inf])
+    implementation = resolve(state.scale.device, "loss_scale") if in_memory else "reference"
     if implementation == "native":
         native.library("loss_scale").halfstep_loss_scale(*checked_addresses((*state, found_inf)), *rules)
     elif implementation == "triton":
@@ -196,7 +151,7 @@ def update(state: State, found_inf: torch.Tensor, rules: Rules) -> None:
         form = rules.hysteresis >= 2**31, alignments(tensors)
         launch_kernel(loss_scale_kernel, state.scale.device, 1, operands, constants, *form)
     else:
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if in_memory else own_operations([state.scale, found_inf]):
             reference(state, found_inf, rules)
-    # The kernels write to addresses, which autograd does not notice.
-    torch.autograd.graph.increment_version(state[:4])
+        return
+    torch.autograd.graph.increment_version(state[:4])  # autograd does not notice what is written to addresses

@@ -46,31 +46,21 @@ def _is_nowhere(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and _address(tensor) == tensor.storage_offset() * tensor.element_size()
 
 
-def _no_memory(tensor: torch.Tensor) -> TypeError:
-    return TypeError(
-        f"Expected a tensor with memory of its own, but got a {type(tensor).__name__} of shape {tuple(tensor.shape)} "
-        f"and dtype {tensor.dtype} without: pass the tensors inside a wrapper subclass, real tensors instead of fake "
-        "ones, and no tensor whose storage was freed"
-    )
-
-
 def address(tensor: torch.Tensor) -> int:
-    """The address of the first element of a tensor.
-
-    Raises:
-        TypeError: the tensor has elements but no memory.
-    """
+    """The address of the first element of a tensor; a TypeError if it has elements but no memory."""
     pointer: int = _address(tensor)
     if pointer < _BEYOND_OFFSETS and _is_nowhere(tensor):
-        raise _no_memory(tensor)
+        raise TypeError(
+            f"Expected a tensor with memory of its own, but got a {type(tensor).__name__} of shape "
+            f"{tuple(tensor.shape)} and dtype {tensor.dtype} without: pass the tensors inside a wrapper subclass, real "
+            "tensors instead of fake ones, and no tensor whose storage was freed"
+        )
     return pointer
 
 
 def check_addresses(*tensors: torch.Tensor | None) -> None:
     """Raise as `address` does for tensors that are passed to Triton; None is skipped."""
-    for tensor in tensors:
-        if tensor is not None:
-            address(tensor)
+    checked_addresses([tensor for tensor in tensors if tensor is not None])
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -101,8 +91,7 @@ def _dispatches(cls: type[Any]) -> bool:
 def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
     """A context for operations of torch on tensors of which some have no memory: new tensors are fake if those are.
 
-    Raises:
-        TypeError: a tensor has no memory, and is neither meta nor of a subclass with operations of its own.
+    Raises a TypeError if one without memory is neither meta nor of a subclass with operations of its own.
     """
     for tensor in tensors:
         if not tensor.is_meta and not _dispatches(type(tensor)):
@@ -127,9 +116,7 @@ def all_have_memory(tensors: list[torch.Tensor]) -> bool:
 def locate(rows, chunk_tensor, tensors, CHUNK: tl.constexpr):
     """The column of the table of this program's tensor; the start and the number (int32) of the elements of its chunk.
 
-    Args:
-        rows, chunk_tensor, tensors: `TensorTable.operands`.
-        CHUNK: `TensorTable.chunk`.
+    `rows`, `chunk_tensor` and `tensors` are `TensorTable.operands`, CHUNK is `TensorTable.chunk`.
     """
     chunk = tl.program_id(0)
     column = rows + tl.load(chunk_tensor + chunk)
@@ -143,10 +130,8 @@ class TensorTable:
     Attributes:
         rows: int64 of shape ``(2 + operands, tensors)``; see the module's docstring.
         chunk_tensor: int32 of shape ``(chunks,)``, the index of the tensor of each chunk.
-        tensors: number of tensors in each list.
+        tensors, chunks, chunk: numbers of tensors in each list, of chunks, and of elements per chunk.
         operands, addresses: the first arguments of kernels, and of functions of C++.
-        chunks: number of chunks.
-        chunk: elements per chunk.
     """
 
     def __init__(
@@ -189,16 +174,9 @@ class TensorTable:
         self.addresses = address(self.rows), address(self.chunk_tensor), self.tensors, self.chunks
 
     def point(self, operand: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the addresses of the tensors of one operand, if they differ from those in the table.
-
-        Raises:
-            TypeError: a tensor has elements but no memory.
-        """
-        addresses = list(map(_address, tensors))
-        if self.written[operand] != addresses:
-            if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
-                checked_addresses(tensors)
-            self.refresh(operand, addresses)
+        """Write the `address` of each tensor of one operand, if they differ from those in the table."""
+        if self.written[operand] != list(map(_address, tensors)):
+            self.refresh(operand, checked_addresses(tensors))
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
         """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""
@@ -234,12 +212,9 @@ class TableCache(threading.local):
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
 
     def table(self, *operands: Sequence[torch.Tensor], numbers: Sequence[list[int]] = ()) -> TensorTable:
-        """The table of lists of tensors, new or from the cache.
+        """The table of lists of tensors with the same sizes on one device, new or from the cache.
 
-        Args:
-            operands: lists of tensors, whose addresses are in the first rows. All have the same length, the same sizes
-                and the same device.
-            numbers: the rows after these, with one number per tensor.
+        Their addresses are in the first rows, the `numbers`, one per tensor, in the rows after these.
         """
         device = operands[0][0].device
         numels = list(map(torch.Tensor.numel, operands[0]))
@@ -295,11 +270,7 @@ def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]
 
 
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
-    """Validate one tensor for the kernels.
-
-    Raises:
-        TypeError: `tensor` is not a tensor, not dense, or has none of `dtypes`.
-    """
+    """Raise a TypeError if `tensor` is not a tensor, not dense, or has none of `dtypes`."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"Expected {name} to be a tensor, but got a {type(tensor).__name__}")
     if tensor.layout != torch.strided:
@@ -315,13 +286,12 @@ def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOA
 def check_tensor_list(
     tensors: Sequence[torch.Tensor], argument: str, dtypes: Sequence[torch.dtype] = FLOATS
 ) -> tuple[list[torch.Tensor], bool]:
-    """Validate a list of tensors for a function that processes all of them in one launch.
+    """Validate a list of tensors for a function that processes all of them in one launch, each as by `check_tensor`.
 
     Returns:
         The tensors as a list, and whether all of them have memory. If not, only operations of torch can be used.
 
     Raises:
-        TypeError: an element is not a tensor, not dense, or has none of `dtypes`.
         ValueError: the tensors are on different devices.
     """
     if isinstance(tensors, torch.Tensor):

@@ -23,7 +23,6 @@ struct bf16 { uint16_t bits; };
 inline uint32_t bits_of(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 inline float from_bits(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 
-inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return from_bits(uint32_t(x.bits) << 16); }
 inline float widen(f16 x) {
     uint32_t sign = uint32_t(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
@@ -34,15 +33,8 @@ inline float widen(f16 x) {
     return from_bits(sign | (rest < 0x0400u ? tiny : normal));
 }
 
-template <typename T> T narrow(float x);
-template <> inline float narrow<float>(float x) { return x; }
 // Round to nearest, ties to even; NaN becomes the quiet NaN of its sign.
-template <> inline bf16 narrow<bf16>(float x) {
-    uint32_t b = bits_of(x), rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-    bool nan = (b & 0x7fffffffu) > 0x7f800000u;
-    return {uint16_t(nan ? ((b >> 16) & 0x8000u) | 0x7fc0u : rounded)};
-}
-template <> inline f16 narrow<f16>(float x) {
+inline f16 narrow(float x) {
     uint32_t b = bits_of(x), sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
     // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
     uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;

@@ -244,13 +244,8 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
         return _stored(folder, name) or _add(folder, name, source, command)
 
 
-_TYPES = {
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-}
+_TYPES = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "uint64")}
+_TYPES |= {"float": ctypes.c_float, "double": ctypes.c_double}
 _DECLARATION = re.compile(r"^(?:extern \"C\" )?void (halfstep_\w+)\(([^)]*)\) \{", re.MULTILINE)
 
 

@@ -87,11 +87,7 @@ class Op:
         torch.library.register_vmap(f"halfstep::{name}", batch, lib=_library)
 
         class InTransforms(torch.autograd.Function):
-            @staticmethod
-            def forward(*args: Any) -> torch.Tensor:
-                result: torch.Tensor = operator(*args)
-                return result
-
+            forward = staticmethod(operator)
             setup_context = staticmethod(save)
             backward = staticmethod(differentiate)
             vmap = staticmethod(batch)
@@ -106,32 +102,26 @@ class Op:
 
             backward = staticmethod(differentiate)
 
-        self._operands = operands
-        self._compute = compute
-        self._operator = operator
-        self._in_transforms = InTransforms
+        self._operands, self._compute = operands, compute
+        self._operator: Callable[..., torch.Tensor] = operator
+        self._in_transforms: Any = InTransforms
         # Around this, `Eager.apply` asks again for transforms, and looks at all arguments in Python for wrappers that
         # have left one, which takes longer than the launch.
-        self._eager = super(torch.autograd.Function, Eager).apply
+        self._eager: Callable[..., torch.Tensor] = super(torch.autograd.Function, Eager).apply
 
     def __call__(self, *args: Any) -> torch.Tensor:
         if _in_transform():
-            result: torch.Tensor = self._in_transforms.apply(*args)
-            return result
+            return self._in_transforms.apply(*args)
         if is_watched():
-            result = self._operator(*args)
-            return result
+            return self._operator(*args)
         differentiated = False
         for operand in args[: self._operands]:
             if operand is None:
                 continue
             if type(operand) not in PLAIN_TYPES or not (operand.is_cpu or operand.is_cuda):
-                result = self._operator(*args)
-                return result
+                return self._operator(*args)
             differentiated = differentiated or operand.requires_grad
-        if differentiated and torch.is_grad_enabled():
-            operands = [operand if operand is None else _unwrapped(operand) for operand in args[: self._operands]]
-            result = self._eager(*operands, *args[self._operands :])
-        else:
-            result = self._compute(*args)
-        return result
+        if not (differentiated and torch.is_grad_enabled()):
+            return self._compute(*args)
+        operands = [operand if operand is None else _unwrapped(operand) for operand in args[: self._operands]]
+        return self._eager(*operands, *args[self._operands :])

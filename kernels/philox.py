@@ -39,12 +39,7 @@ ROUNDS = 7
 
 
 def check_seed(seed: object) -> int:
-    """Validate a seed for the kernels.
-
-    Raises:
-        TypeError: not an integer.
-        ValueError: negative, or 2^63 and more.
-    """
+    """Validate a seed for the kernels: a TypeError if it is no integer, a ValueError if it is out of range."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"Expected seed to be an integer from 0 to 2^63 - 1, but got {seed!r}, a {type(seed).__name__}")
     if not 0 <= seed < 2**63:
@@ -215,17 +210,10 @@ def words_of_runs(first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.const
 
 @jit
 def words_of_groups(
-    group,
-    first,
-    seed,
-    step,
-    stream,
-    DRAWS: tl.constexpr,
-    EACH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    group, first, seed, step, stream, DRAWS: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
     DOWN: tl.constexpr,  # 8, on NVIDIA GPUs only: words are moved down by as many bits; or 0
     DOWN_FIRST: tl.constexpr,  # as DOWN, of draw 0; or 24: words are moved down by as many bits, and 0x8000 is added
-):
+):  # fmt: skip
     """`words_of_runs` from the groups of eight elements that the runs are in. Of `first`, three bits count."""
     a, b, c, d = _of_group(group, seed, step, stream)
     word = _side_by_side(first, a, b, c, d, EACH, BLOCK, DOWN_FIRST)

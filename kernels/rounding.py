@@ -1,7 +1,6 @@
 """Rounding that every kernel family shares: fp32 to 16 bits and back, and the split master weight.
 
-**Nearest-even** is what the hardware does. Under Triton's interpreter fp32 -> bf16 truncates and bf16 arithmetic works
-on raw bits, so there both directions go through integers; compiled kernels use the conversion instructions.
+**Nearest-even** is what the hardware does; Triton's interpreter truncates to bf16, and goes through integers here.
 
 **Toward zero and stochastic**, and conversions to FP8 but for those of cast.py to nearest, go through integers
 everywhere (`round_float32`). With m mantissa bits in the format, let t be |x| in units, a unit being the distance of
@@ -114,9 +113,7 @@ def reference_round(
 def round_to_24_bits(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
     """Round fp32 values to the upper 24 bits of their patterns; what overflows becomes infinity.
 
-    Args:
-        x: any shape, fp32.
-        words: int64, shape of `x`, random values from 0 to 2^32 - 1 for stochastic rounding; None for nearest even.
+    `words` are int64 from 0 to 2^32 - 1, one per value, for stochastic rounding; None for nearest even.
     """
     bits = x.view(torch.int32)
     noise = 0x7F + ((bits >> 8) & 1) if words is None else (words >> 24).to(torch.int32)
@@ -127,15 +124,11 @@ def round_to_24_bits(x: torch.Tensor, words: torch.Tensor | None = None) -> torc
 def split_master(
     master: torch.Tensor, remainder: torch.dtype = torch.int16, words: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split fp32 values into the bf16 weight and the remainder.
+    """Split fp32 values into the bf16 weight and the remainder, of any shape.
 
     Args:
-        master: any shape, fp32.
-        remainder: int16 (exact), or int8 (rounded to 24 bits first).
-        words: for int8, random words as in `round_to_24_bits`, or None.
-
-    Returns:
-        ``(weight, remainder)``, bf16 and of dtype `remainder`, same shape.
+        master: fp32.
+        remainder: int16 (exact), or int8 (rounded to 24 bits first, as by `round_to_24_bits` with `words`).
     """
     if remainder == torch.int8:
         master = round_to_24_bits(master, words)
@@ -152,12 +145,7 @@ def split_master(
 
 
 def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that `split_master` split; NaN only where `weight` is NaN.
-
-    Args:
-        weight: any shape, bf16.
-        remainder: same shape, int16 or int8.
-    """
+    """The fp32 values that `split_master` split; NaN only where `weight` is NaN."""
     high = weight.view(torch.int16).to(torch.int32) << 16
     low = remainder.to(torch.int32)
     bits = high + (low << 8 if remainder.dtype == torch.int8 else low)

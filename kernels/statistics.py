@@ -68,9 +68,7 @@ def reference(
     Args:
         x: (n,) fp32.
         counts: (`width(errors)`,) int64: the cells and, if it is as long, the bins and the largest error.
-        grid: the format.
-        scale: 0-dim fp32; None for 1.
-        inverted: whether to divide by the scale.
+        grid, scale, inverted: the format, and a 0-dim fp32 number to multiply or divide by; None for 1.
     """
     factor: Any = 1.0
     shift: Any = 0
@@ -161,21 +159,14 @@ def _add_up(counts, index, counted, LENGTH: tl.constexpr):
 
 @functools.partial(jit, do_not_specialize=["tensors", "dropped", "emin", "emax", "overflow"])
 def count_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's row in `counts`
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
+    rows, chunk_tensor, tensors,  # of a table whose operands are the address and the tensor's row in `counts`
     scale,  # fp32 scalar
     counts,  # int64 (..., width)
-    dropped,  # and what follows: see `Grid`
-    emin,
-    emax,
-    overflow,
+    dropped, emin, emax, overflow,  # see `Grid`
     DTYPE: tl.constexpr,
     INVERTED: tl.constexpr,  # whether to divide by the scale
-    ERRORS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    ERRORS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     data = tl.load(column + _DATA_ROW * tensors).to(tl.pointer_type(DTYPE)) + start
     WIDTH: tl.constexpr = _CELLS + _ERROR_BINS + 1 if ERRORS else _CELLS
@@ -203,12 +194,9 @@ def count_kernel(
         tl.atomic_max(row + _CELLS + _ERROR_BINS, largest.to(tl.int64))
 
 
-# ---------------------------------------------------------------------------------------------------------- launchers
+# ------------------------------------------------------------------------------------------------------------- public
 
 _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
-
-
-# ------------------------------------------------------------------------------------------------------------- public
 
 
 def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int], scale: torch.Tensor | None) -> None:

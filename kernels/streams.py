@@ -67,7 +67,6 @@ def upload(numbers: torch.Tensor, device: torch.device, out: torch.Tensor | None
 
     Args:
         numbers: a tensor on the CPU that is not written later.
-        device: the target device.
         out: a tensor on the device to write to, of the same shape and dtype. Default: a new one; on the CPU, `numbers`.
     """
     if device.type != "cuda":
@@ -88,13 +87,7 @@ def to_device(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | N
 def all_to_device(
     tensors: Sequence[_Number], device: torch.device, dtypes: Sequence[torch.dtype] | None = None
 ) -> list[_Number]:
-    """`to_device` for several tensors. The host waits once for all that come from a GPU to the CPU.
-
-    Args:
-        tensors: the tensors, each of which may be None and then stays None.
-        device: the target device.
-        dtypes: the dtype of each result. Default: those of `tensors`.
-    """
+    """`to_device` for several tensors; None stays None. The host waits once for all that come from a GPU to the CPU."""
     moved = list(tensors)
     awaited: set[torch.device] = set()
     for index, tensor in enumerate(tensors):
@@ -114,11 +107,7 @@ def all_to_device(
 def download(numbers: torch.Tensor, out: torch.Tensor, event: torch.cuda.Event) -> None:
     """Queue a copy from a GPU to pinned memory in the current stream, and record an event after it.
 
-    Args:
-        numbers: a tensor on a GPU.
-        out: pinned memory of the same shape and dtype, which must not be read before `event` has been waited for, or
-            its `query` has returned True.
-        event: the event.
+    `out` must not be read before the event has been waited for, or its `query` has returned True.
     """
     with torch.cuda.device(numbers.device):
         out.copy_(numbers, non_blocking=True)
@@ -127,9 +116,8 @@ def download(numbers: torch.Tensor, out: torch.Tensor, event: torch.cuda.Event) 
 
 def _keep(pinned: torch.Tensor) -> None:
     """Hold memory as long as the graph that is being captured."""
-    find = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", None)
     try:
-        graph = None if find is None else find()
+        graph = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     except RuntimeError:  # the capture was not begun by torch
         graph = None
     # The caller's own object, and none that is made for the answer and gone after it.

@@ -1,11 +1,5 @@
 """Unscale gradients, find non-finite elements and sum the squares, in one pass over a list of tensors.
 
-    y = x * inv_scale                      in fp32, rounded once to x's dtype if it is written back. Callers may pass
-                                           the loss scale instead: inv_scale is then `loss_scale.inverse` of it
-    flag_t = 1 if y of tensor t holds an Inf, + 2 if it holds a NaN
-    found_inf = 1.0 if any flag is set, else 0.0
-    sum_of_squares = sum over all y of y^2
-
 `reference` and `reference_sum` are the specification. Bytes per element: a check reads each element and writes nothing
 (2 or 4 B); unscaling in place also writes it (4 or 8 B).
 
@@ -20,7 +14,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -54,8 +48,6 @@ UNROLLED = 8  # chunks per lane and turn of the last launch, of whose loads ptxa
 # Checks take 8.9 instructions per bf16 element with 2 warps, 10.8 with 4, 18.9 with 8. With 2 warps, unscaling, which
 # also stores, would need almost all registers of a thread.
 CHECK_WARPS, UNSCALE_WARPS = 2, 4
-
-_CPU = torch.device("cpu")
 
 HAS_INF, HAS_NAN = 1, 2  # bits of a tensor's flag
 
@@ -91,56 +83,34 @@ class Verdict(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """How often each of the same tensors was non-finite in the checks of successive steps.
+    """How often each of the same tensors was non-finite in the checks of successive steps."""
 
-    Attributes:
-        counts: int32 of shape (tensors, 4): steps with an Inf, steps with a NaN, and the first and the last step with
-            either. Steps are numbered from 1; 0 stands for none.
-        step: int64, one element: the number of steps before this one.
-    """
-
+    # int32 (tensors, 4): steps with an Inf, with a NaN, the first and the last with either, from 1; 0 stands for none.
     counts: torch.Tensor
-    step: torch.Tensor
+    step: torch.Tensor  # int64, one element: the number of steps before this one
 
 
 class PartialCheck(NamedTuple):
-    """An unfinished check: what `finish_parts` needs of each of its tensors.
-
-    Attributes:
-        dtypes: of the tensors.
-        sums: fp64, the sum of each chunk of each tensor. Without access to memory, one sum per tensor.
-        flags: int32 with one element, of each tensor.
-        in_memory: whether kernels read the tensors.
-    """
+    """An unfinished check: what `finish_parts` needs of each of its tensors."""
 
     dtypes: list[torch.dtype]
-    sums: Sequence[torch.Tensor]
-    flags: Sequence[torch.Tensor]
-    in_memory: bool
+    sums: Sequence[torch.Tensor]  # fp64, that of each chunk; of a tensor without memory, one
+    flags: Sequence[torch.Tensor]  # int32, one element
+    in_memory: bool  # whether kernels read the tensors
 
 
 class Unscaled(NamedTuple):
-    """What `foreach_unscale_` returns.
+    """What `foreach_unscale_` returns, about the unscaled elements: both 0-dim fp32."""
 
-    Attributes:
-        found_inf: 0-dim fp32, 1.0 if any unscaled element is non-finite, otherwise 0.0.
-        norm: 0-dim fp32, the 2-norm of all unscaled elements together.
-    """
-
-    found_inf: torch.Tensor
-    norm: torch.Tensor
+    found_inf: torch.Tensor  # 1.0 if any is non-finite, otherwise 0.0
+    norm: torch.Tensor  # the 2-norm of all together
 
 
 class Factor(NamedTuple):
-    """What gradients are multiplied by.
+    """What gradients are multiplied by."""
 
-    Attributes:
-        value: the factor, as a number or as a 0-dim fp32 tensor.
-        inverted: whether the factor is `loss_scale.inverse` of the tensor instead.
-    """
-
-    value: torch.Tensor | float
-    inverted: bool = False
+    value: torch.Tensor | float  # a tensor is 0-dim fp32
+    inverted: bool = False  # whether the factor is `loss_scale.inverse` of the tensor instead
 
 
 # --------------------------------------------------------------------------------------------------------- reference
@@ -227,10 +197,8 @@ def _factor_in_torch(factor: Factor | None, device: torch.device) -> torch.Tenso
 def _by_operations(
     tensor: torch.Tensor, inv_scale: torch.Tensor | None, write: bool, flag: torch.Tensor, total: torch.Tensor
 ) -> None:
-    """Update a flag and a sum of squares in place by operations of torch, on tensors that kernels cannot read.
-
-    In-place updates let a subclass that holds several tensors add the sum of each.
-    """
+    """Update a flag and a sum of squares by operations of torch, on tensors that kernels cannot read: in place, so that
+    a subclass that holds several tensors can add the sum of each."""
     y = tensor.float() if tensor.dtype in FLOATS else tensor
     if inv_scale is not None:
         y = y * inv_scale
@@ -299,19 +267,15 @@ def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
 
 @functools.partial(jit, do_not_specialize=["tensors", "flags", "sums"])
 def check_kernel(
-    rows,  # int64 (4, tensors): see multi_tensor.py; operands are the address and the tensor's place in `flags`
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
+    rows, chunk_tensor, tensors,  # of a table whose operands are the address and the tensor's place in `flags`
     inv_scale,  # a number, or the address of an fp32 number: see SCALED
     flags,  # int32, zero on entry
     sums,  # fp64 (chunks,)
     DTYPE: tl.constexpr,
-    # The factor is 0: none, 1: the number at the address `inv_scale`, 2: the number `inv_scale`, 3: the inverse of the
-    # number at the address `inv_scale`.
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr,  # the factor is 0: none, 1: the number at `inv_scale`, 2: `inv_scale`, 3: the inverse of 1
     WRITE: tl.constexpr,  # whether to store the products
     CHUNK: tl.constexpr,
-):
+):  # fmt: skip
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
     address = tl.load(column + _GRAD_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
@@ -343,20 +307,11 @@ def check_kernel(
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
 def finish_kernel(
-    sums,  # fp64 (chunks,)
-    chunks,  # number of chunks
-    flags,  # int32 (tensors,); set to zero
-    tensors,  # number of flags
-    found_inf,  # output, fp32, one element
-    sum_of_squares,  # output, fp64, one element
-    norm,  # output, fp32, one element
-    flags_out,  # output, int32 (tensors,)
-    tally,  # `Tally.counts`, int32 (tensors, 4), updated if TALLY
-    step,  # `Tally.step`, int64, one element, read if TALLY
-    LANES: tl.constexpr,
-    UNROLLED: tl.constexpr,
-    TALLY: tl.constexpr,
-):
+    sums, chunks, flags, tensors,  # of `_Scratch`, and how many; flags are set to zero
+    found_inf, sum_of_squares, norm, flags_out,  # outputs, as of `Verdict`; norm is fp32
+    tally, step,  # a `Tally`, which is read and updated if TALLY
+    LANES: tl.constexpr, UNROLLED: tl.constexpr, TALLY: tl.constexpr,
+):  # fmt: skip
     """Add the sums of the chunks and combine the flags. Runs as a single program."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), dtype=tl.float64)
@@ -392,25 +347,19 @@ _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 
 
 class _Scratch:
-    """Buffers between the launches of a call.
-
-    Attributes:
-        sums: fp64, the sum of each chunk.
-        flags: int32, the flag of each tensor; 0 between calls.
-        norm: fp32, one element, for calls that do not return the norm.
-    """
+    """Buffers between the launches of a call: the sum of each chunk, and the flag of each tensor, 0 between calls."""
 
     def __init__(self, device: torch.device, chunks: int, tensors: int) -> None:
         self.sums = torch.empty(chunks, dtype=torch.float64, device=device)
         self.flags = torch.zeros(tensors, dtype=torch.int32, device=device)
-        self.norm = torch.empty((), dtype=torch.float32, device=device)
+        self.norm = torch.empty((), dtype=torch.float32, device=device)  # for calls that do not return it
 
 
 class _Scratches(threading.local):
     """One `_Scratch` per thread and stream, which is reused."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.device, int], _Scratch] = {}
+        self.by_stream: dict[tuple[torch.device, int], _Scratch] = {}
 
     def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
         """At least so long; a graph's own while one is captured."""
@@ -418,18 +367,18 @@ class _Scratches(threading.local):
         if stream is None:
             return _Scratch(device, chunks, tensors)
         key = (device, stream)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._kept[key] = _Scratch(device, chunks, tensors)
-        elif kept.sums.numel() < chunks or kept.flags.numel() < tensors:
+        scratch = self.by_stream.get(key)
+        if scratch is None:
+            scratch = self.by_stream[key] = _Scratch(device, chunks, tensors)
+        elif scratch.sums.numel() < chunks or scratch.flags.numel() < tensors:
             # Half as much again, so that lists that grow by one tensor do not allocate every time.
-            room = max(chunks, kept.sums.numel() * 3 // 2), max(tensors, kept.flags.numel() * 3 // 2)
-            kept = self._kept[key] = _Scratch(device, *room)
-        return kept
+            room = max(chunks, scratch.sums.numel() * 3 // 2), max(tensors, scratch.flags.numel() * 3 // 2)
+            scratch = self.by_stream[key] = _Scratch(device, *room)
+        return scratch
 
     def drop(self) -> None:
         """Discard all buffers, because a call that failed may have left flags in them."""
-        self._kept.clear()
+        self.by_stream.clear()
 
 
 _scratches = _Scratches()
@@ -442,9 +391,6 @@ class _Group(NamedTuple):
     tensors: list[torch.Tensor]
     slots: list[int]
     table: TensorTable
-
-
-_chunks_of = attrgetter("table.chunks")
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
@@ -537,7 +483,6 @@ def check(
     Args:
         tensors: at least one dense fp32, fp16 or bf16 tensor, all on one device.
         factor: what to multiply by; None for 1.
-        write: whether to store the products in the tensors.
         out: the verdict to write to, which may have more flags than there are tensors; None for a new one.
         norm: 0-dim fp32, set to the square root of the sum of squares.
         tally: where non-finite tensors are counted; it has one row per flag.
@@ -563,7 +508,7 @@ def check(
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(map(_chunks_of, groups))
+    chunks = sum(group.table.chunks for group in groups)
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)
@@ -583,13 +528,8 @@ def check(
 
 @torch.no_grad()
 def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
-    """Begin a check of some of its tensors, which `finish_parts` ends. The tensors are not needed any more.
-
-    Args:
-        tensors: at least one dense tensor, all on one device; fp32, fp16 or bf16 if `in_memory`.
-        factor: what to multiply by; None for 1.
-        in_memory: as for `check`.
-    """
+    """Begin a check of some of its tensors, which `finish_parts` ends; arguments as for `check`. The tensors are not
+    needed any more."""
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
     if not in_memory:
         inv_scale = _factor_in_torch(factor, device)
@@ -612,11 +552,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
 def finish_parts(parts: PartialCheck, slots: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
     """End a check that `check_part` began, with the bits of one `check` of all tensors.
 
-    Args:
-        parts: the entries of all tensors, in the order in which `check` would be given them.
-        slots: as for `check`.
-        out: the verdict to write to.
-        tally: as for `check`.
+    `parts` has the entries of all tensors, in the order in which `check` would be given them; the others are as there.
     """
     device = out.flags.device
     scratch = _Scratch(device, 0, out.flags.numel())
@@ -680,7 +616,7 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
     """
     tensors, in_memory = check_tensor_list(grads, "grads")
     if not tensors:
-        return Verdict(*map(torch.zeros_like, Verdict.empty(0, _CPU)))
+        return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
     return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
 
 

@@ -1,10 +1,7 @@
 """Adam and AdamW over lists of tensors, with unscaling, clipping and skipping inside: one launch per dtype combination.
 
 The maths is in `rule.py`; what all optimizers share, stochastic rounding and 8-bit moments among it, is described in
-kernels/optimizer. Per tensor and step, in fp64, t the step count after this step:
-
-    step_size = lr / (1 - beta1^t)        root = 1 / sqrt(1 - beta2^t)        decay = weight_decay, or lr * weight_decay
-    gscale = +-clip / scale               clip = min(1, max_norm / (sqrt(sum of squares) + 1e-6))
+kernels/optimizer.
 
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
 14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
@@ -27,15 +24,10 @@ from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take oper
 
 @dataclass(frozen=True)
 class Layout(KernelLayout):  # noqa: F405
-    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam.
+    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam."""
 
-    Attributes:
-        amsgrad: keep the maximum of the second moment.
-        l2: add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW).
-    """
-
-    amsgrad: bool
-    l2: bool
+    amsgrad: bool  # keep the maximum of the second moment
+    l2: bool  # add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW)
 
     @property
     def moments(self) -> int:

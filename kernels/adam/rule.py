@@ -21,7 +21,7 @@ Group = namedtuple("Group", "lr weight_decay maximize max_norm beta1 beta2 eps d
 class Hyper(NamedTuple):
     """The numbers of a tensor and step, fp32: 0-dim tensors here, scalars in kernels."""
 
-    gscale: Any  # +-clip / scale: sign (maximize), loss scale and clip factor in one number
+    gscale: Any  # +-clip / loss scale (-: maximize), with clip = min(1, max_norm / (sqrt(sum of squares) + 1e-6))
     decay: Any  # weight_decay; with decoupled decay lr * weight_decay
     factor_m: Any  # of the first moving average: 1 - beta1 if that is below 0.5, else -beta1
     factor_v: Any  # the same with beta2

@@ -215,22 +215,11 @@ def _words_of_blocks(runs, position, seed, shard, FORM: tl.constexpr):
 
 @jit
 def _walk_rows(
-    at,
-    scales,
-    source,
-    shard,
-    position,
-    chunk,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,  # blocks per trip
-    HINT: tl.constexpr,
-    HYPER: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    NVIDIA: tl.constexpr,
-):
-    """Apply a rule to blocks of which some may be short, with masks. With a HINT, all begin and end at multiples of 16
-    elements."""
+    at, scales, source, shard, position, chunk, FORM: tl.constexpr, TILE: tl.constexpr, HINT: tl.constexpr,
+    HYPER: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Apply a rule to blocks of which some may be short, with masks, TILE blocks per trip. With a HINT, all begin and
+    end at multiples of 16 elements."""
     KEPT: tl.constexpr = HINT != 0 and cuda_capability_geq(8, 0)
     start = chunk.start
     if HINT:
@@ -285,18 +274,11 @@ def walk(
 
 @jit
 def _walk_blocks(
-    rows,  # int64 (2 + operands, tensors): see multi_tensor.py. The number of elements is that of whole blocks.
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
-    hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
-    FORM: tl.constexpr,
-    HYPER: tl.constexpr,  # the type of the numbers of a tensor
-    AVERAGE: tl.constexpr,  # the rule, see `tiles.walk`
-    WEIGHT: tl.constexpr,
-    NVIDIA: tl.constexpr,  # None, or a faster way there: NVIDIA(loaded, operands, scales, blocks, words, numbers, FORM,
-    # HINT, SHORT). Some blocks may be short if SHORT.
-):
-    """Apply a rule to blocks.
+    rows, chunk_tensor, tensors, hyper, FORM: tl.constexpr,
+    HYPER: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr,
+):  # fmt: skip
+    """Apply a rule to blocks. Arguments as for `tiles.walk`, but numbers of elements are those of whole blocks. NVIDIA
+    is None, or a faster way there, `_update` itself for words that were moved down.
 
     A GPU has many programs at work, each of which reads eight arrays. If each went through a chunk of its own, they
     would be in so many pages of memory that they wait for addresses. So of a tensor whose rows are whole blocks, a

@@ -43,13 +43,8 @@ class Family:
     def launch(self, batch: Batch, groups: torch.Tensor, control: Control) -> partial[None]:
         """One optimizer step over the tensors of a batch, in place, ready to be called.
 
-        On the CPU what is returned runs no Python, so no exception can be raised in the middle. It holds addresses: the
-        arguments must live until it was called.
-
-        Args:
-            batch: tensors of one layout on one device; parameters, moments, masters, remainders and step counts change.
-            groups: fp64, shape ``(groups, group columns of the family)``, on the same device.
-            control: device scalars on the same device.
+        On the CPU it then runs no Python, so no exception can be raised in the middle. It holds addresses: arguments
+        must live until then. `groups` is fp64, of shape ``(groups, group columns of the family)``.
         """
         if batch.table is None:
             return partial(reference.own_operations_step, self, batch, groups, control)

@@ -21,7 +21,7 @@ LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits, which take
 BLOCK = 1024  # elements per trip of a program's loop
 MAX = torch.finfo(torch.float32).max
 
-# How the fp32 weight is kept.
+# How the fp32 weight is kept: in the parameter, beside it, or as the parameter and a remainder of 16 or 8 bits.
 NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
 REMAINDERS = {SPLIT_MASTER: torch.int16, SPLIT24_MASTER: torch.int8}
 
@@ -45,25 +45,17 @@ class KernelLayout:
     """What a kernel is compiled for: the dtype combination and the options that change the arithmetic.
 
     The layout of a family adds the options of its rule as fields, all of them booleans.
-
-    Attributes:
-        param: fp32, fp16 or bf16.
-        grad: fp32, fp16 or bf16.
-        state: of the moments, fp32, bf16, or uint8 for codes in 8 bits.
-        master: `NO_MASTER`, `FULL_MASTER` (fp32 copy), `SPLIT_MASTER` or `SPLIT24_MASTER` (bf16 parameter with a
-            remainder of 16 bits, or of 8 bits, which makes a master of 24 bits).
-        stochastic: round what `rounds_stochastically` names stochastically.
-        moments: how many moments there are; they are the operands from `M` on.
     """
 
-    param: torch.dtype
-    grad: torch.dtype
-    state: torch.dtype
-    master: int
-    stochastic: bool = field(default=False, kw_only=True)
+    param: torch.dtype  # fp32, fp16 or bf16
+    grad: torch.dtype  # fp32, fp16 or bf16
+    state: torch.dtype  # of the moments, fp32, bf16, or uint8 for codes in 8 bits
+    master: int  # one of the constants above; with remainders the parameter is bf16
+    stochastic: bool = field(default=False, kw_only=True)  # round what `rounds_stochastically` names stochastically
 
     @property
     def moments(self) -> int:
+        """How many moments there are; they are the operands from `M` on."""
         raise NotImplementedError
 
     @property
@@ -79,7 +71,7 @@ class KernelLayout:
 
     @property
     def operands(self) -> int:
-        """The rows of addresses and numbers in the tables of this layout."""
+        """The rows of tables."""
         return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
 
     @property
@@ -160,27 +152,20 @@ def rounds_stochastically(param: torch.dtype, state: torch.dtype, master: int) -
 
 @dataclass
 class Batch:
-    """The tensors of one layout on one device. `lists[k]` are the tensors of operand k, empty if it is not used.
+    """The tensors of one layout on one device.
 
-    Attributes:
-        layout: the `KernelLayout` that they have in common.
-        table: their addresses, and with stochastic rounding what names their random bits; the launcher's caller keeps
-            it fresh. None for tensors without memory of their own (wrapper subclasses, fake and meta tensors), which
-            the reference steps through their own operations, whatever the backend; they cannot round stochastically.
-        lists: the tensors themselves, for the reference.
-        groups: int64, one per tensor: its row in the group table.
-        hyper: fp32, shape ``(tensors, hyper columns of the family)``, scratch that the step fills.
+    Those without memory of their own (wrapper subclasses, fake and meta tensors) have no table. The reference steps
+    them by their own operations, whatever the backend; they cannot round stochastically.
     """
 
-    layout: Any
-    table: TensorTable | None
-    lists: list[list[torch.Tensor]]
-    groups: torch.Tensor
-    hyper: torch.Tensor
+    layout: Any  # the `KernelLayout` that they have in common
+    table: TensorTable | None  # addresses, and what names random bits; the launcher's caller keeps it fresh
+    lists: list[list[torch.Tensor]]  # by operand, empty if it is not used
+    groups: torch.Tensor  # int64, one per tensor: its row in the group table
+    hyper: torch.Tensor  # fp32, shape ``(tensors, hyper columns of the family)``, scratch that the step fills
 
     @cached_property
     def codes(self) -> tuple[int, ...]:
-        """What C++ needs to know of the layout."""
         return self.layout.codes
 
     @cached_property
@@ -190,16 +175,11 @@ class Batch:
 
 
 class Control(NamedTuple):
-    """Device scalars that steer a step, each fp32 (`sum_of_squares`: fp64) with one element, or None if not used.
+    """Device scalars that steer a step, each of the dtype below with one element, or None if not used."""
 
-    Attributes:
-        grad_scale: what the gradients were multiplied by.
-        found_inf: the step is skipped if it is not 0.
-        sum_of_squares: of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
-    """
-
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # what the gradients were multiplied by
+    found_inf: torch.Tensor | None = None  # the step is skipped if it is not 0
+    # Of the unscaled gradients, which are then clipped to the 2-norm in their group's row.
     sum_of_squares: torch.Tensor | None = None
 
 

@@ -185,12 +185,9 @@ def store_weight(at, tile, w, word, FORM: tl.constexpr, HINT: tl.constexpr):
         if FORM.FULL:
             store(at.extra, tile, w, tl.constexpr(FORM.EXTRA), HINT)
         store(
-            at.param,
-            tile,
-            rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
-            tl.constexpr(FORM.PARAM),
-            HINT,
-        )
+            at.param, tile, rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
+            tl.constexpr(FORM.PARAM), HINT,
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- random words
@@ -283,21 +280,13 @@ def _update(
 
 @jit
 def _apply(
-    at,
-    start,  # of the chunk
-    begin,  # of the tile, from there
-    end,
-    seed,
-    shard,
-    position,
-    hyper,
-    FORM: tl.constexpr,
-    SIZE: tl.constexpr,
-    HINT: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-):
-    """Apply a rule to the elements of a chunk from `begin` on: at most SIZE, and none from `end` on."""
+    at, start, begin, end, seed, shard, position, hyper,
+    FORM: tl.constexpr, SIZE: tl.constexpr, HINT: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Apply a rule to the elements of a chunk from `begin` on: at most SIZE, and none from `end` on.
+
+    The chunk begins at `start`, from which `begin` and `end` are counted.
+    """
     offsets = begin + tl.arange(0, SIZE)
     words = 0, 0, 0
     if FORM.STOCHASTIC:
@@ -313,15 +302,13 @@ def _apply(
 
 @jit
 def walk(
-    rows,  # int64 (2 + operands, tensors): see multi_tensor.py
-    chunk_tensor,  # int32 (chunks,)
-    tensors,  # number of tensors
+    rows, chunk_tensor, tensors,  # `TensorTable.operands`
     hyper,  # fp32 (tensors, COLUMNS), from the prepare kernel
     FORM: tl.constexpr,
     HYPER: tl.constexpr,  # the type of the numbers of a tensor
     AVERAGE: tl.constexpr,  # AVERAGE(weight, gradient, first and second moment, numbers, FORM): the new moments
     WEIGHT: tl.constexpr,  # WEIGHT with the same arguments, the moments after AVERAGE: the new weight
-):
+):  # fmt: skip
     """Apply a rule to a chunk: whole blocks with wide accesses, and what is left or not aligned with narrow ones."""
     chunk = tl.program_id(0)
     tensor = tl.load(chunk_tensor + chunk)
@@ -355,8 +342,7 @@ def walk(
 
 @jit
 def prepare(
-    rows,  # int64 (2 + operands, tensors): see multi_tensor.py
-    tensors,  # number of tensors
+    rows, tensors,  # of a `TensorTable`
     tensor_group,  # int64 (tensors,): row of `groups`
     groups,  # fp64 (groups, group columns): what the host sets
     hyper,  # fp32 (tensors, 1 + hyper numbers): skip, and what the elements need
@@ -365,7 +351,7 @@ def prepare(
     LANES: tl.constexpr,
     GROUP: tl.constexpr,  # the type of a row of `groups`
     NUMBERS: tl.constexpr,  # NUMBERS(group, count, gscale): the hyper numbers
-):
+):  # fmt: skip
     """Advance the step counts and fill `hyper`; one lane per tensor."""
     tensor = tl.program_id(0) * LANES + tl.arange(0, LANES)
     mask = tensor < tensors

@@ -10,28 +10,19 @@ import torch
 
 
 class Layout(NamedTuple):
-    """A tensor, its mask and its softmax seen as sums over one dimension, numbered over three outer ones.
+    """A tensor, its mask and its softmax seen as sums over one dimension, numbered over three outer ones."""
 
-    Attributes:
-        x, mask: the tensors, copied only where three outer dimensions do not suffice.
-        sizes: of the outer dimensions.
-        x_strides, mask_strides, y_strides: of the outer dimensions and the summed one.
-    """
-
-    x: torch.Tensor
+    x: torch.Tensor  # copied, as the mask is, only where three outer dimensions do not suffice
     mask: torch.Tensor | None
-    sizes: Sequence[int]
-    x_strides: Sequence[int]
+    sizes: Sequence[int]  # of the outer dimensions
+    x_strides: Sequence[int]  # of the outer dimensions and the summed one
     mask_strides: Sequence[int]
     y_strides: Sequence[int]
 
 
 def _merged(dims: Iterable[Sequence[int]]) -> list[Sequence[int]]:
-    """Merge neighbouring dimensions, each a size and a stride of every operand, through which all step with one stride.
-
-    Returns:
-        Three dimensions, filled up with size 1, or more.
-    """
+    """Merge neighbouring dimensions, each a size and a stride of every operand, through which all step with one stride,
+    to three, filled up with size 1, or more."""
     merged: list[Sequence[int]] = []
     for size, *strides in dims:
         if size == 1:

@@ -17,7 +17,7 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
         raise TypeError(
             f"Expected mask to be None or a tensor, but got a {type(mask).__name__}: use torch.as_tensor(mask)"
         )
-    if mask.dtype != torch.bool and mask.dtype not in FLOATS:
+    if mask.dtype not in (torch.bool, *FLOATS):
         raise TypeError(
             "Expected mask to have dtype bool (True = keep), or float32, float16, bfloat16 or float64 "
             f"(added to scale * x), but got {mask.dtype}: convert it with .bool() or .to()"
@@ -62,13 +62,10 @@ def _checked(
         )
     if isinstance(dim, (float, str)) or not hasattr(dim, "__index__"):
         raise TypeError(f"Expected dim to be an integer, but got a {type(dim).__name__}")
-    ndim = x.ndim
-    if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise IndexError(
-            f"Expected dim to be from {-max(ndim, 1)} to {max(ndim, 1) - 1}, as x has {ndim} dimensions, but got {dim}"
-        )
-    if dim >= 0:
-        dim -= max(ndim, 1)
+    ndim, dims = x.ndim, max(x.ndim, 1)
+    if not -dims <= dim < dims:
+        raise IndexError(f"Expected dim to be from {-dims} to {dims - 1}, as x has {ndim} dimensions, but got {dim}")
+    dim -= dims if dim >= 0 else 0
     if causal:
         if ndim < 2:
             raise ValueError(

@@ -211,14 +211,9 @@ def _kept(span, PART: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
-    """The parts of a tile, as they are in memory. All are asked for before the first is needed.
+    """The parts of a tile that begins at `begin`, as they are in memory: all are asked for before the first is needed.
 
-    Args:
-        row: where the elements are counted from.
-        step: from one to the next.
-        begin: of the tile.
-        end: vectors that begin here or later are left out; their values are any.
-        POLICY: of L2.
+    Elements are counted from `row`, each a `step` apart. Vectors that begin at `end` or later have any values.
     """
     parts = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):

@@ -221,16 +221,10 @@ def backward_strided_kernel(grad, y, dx, columns, inner, tiles, scale, form: tl.
 
 
 def tile_shape(columns: int, across: int, one_pass: int, max_warps: int = 32, run: int = 1) -> tuple[Form, int, int]:
-    """The tile of a launch, its warps, and how many tiles lie side by side.
+    """The tile of a launch, its warps, and how many tiles lie side by side, for `across` sums of `columns` terms.
 
-    A tile has 32 sums or more where there are as many, and all columns where `one_pass` elements hold them.
-
-    Args:
-        columns: terms of a sum.
-        across: sums that lie side by side.
-        one_pass: elements that a tile of whole sums may have.
-        max_warps: warps that a program may have.
-        run: neighbours that a thread stores together; it exchanges their sums by halves.
+    A tile has 32 sums or more where there are as many, and all columns where `one_pass` elements hold them. A program
+    may have `max_warps` warps. A thread stores `run` neighbours together, whose sums it exchanges by halves.
     """
     side, tall, lanes = 1 << (across - 1).bit_length(), 1 << (columns - 1).bit_length(), MOST_THREADS // max_warps
     if tall * min(side, 32) > one_pass:

@@ -36,19 +36,12 @@ def skipping_zeros(control: Control, verdict: Verdict) -> Control:
 
 
 class Decision(NamedTuple):
-    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward.
+    """The decision about one step of an optimizer: that of a scaler, or of a step in the backward."""
 
-    Attributes:
-        verdict: the verdict on the unscaled gradients.
-        scale: 0-dim fp32, by which `step` divides the gradients; None if they were unscaled before, and may differ now.
-        max_norm: the norm to which `step` clips, using that of the verdict; None for no limit but the optimizer's own.
-        skips: whether the step is skipped if the verdict found non-finite numbers, as with a scaler.
-    """
-
-    verdict: Verdict
-    scale: torch.Tensor | None
-    max_norm: float | None
-    skips: bool = True
+    verdict: Verdict  # on the unscaled gradients
+    scale: torch.Tensor | None  # 0-dim fp32, divides the gradients; None if they were unscaled before, and may differ
+    max_norm: float | None  # to which `step` clips, using the verdict's norm; None: no limit but the optimizer's own
+    skips: bool = True  # whether the step is skipped if the verdict found non-finite numbers, as with a scaler
 
 
 class StepsOnVerdict:
@@ -86,12 +79,8 @@ class StepsOnVerdict:
     def apply(self, decision: Decision, step: Callable[[], Any] | None = None) -> Any:
         """Take a step that unscales, clips and skips as decided elsewhere, by a loss scaler for example.
 
-        Args:
-            decision: the verdict on the present gradients, and what follows from it.
-            step: what to call, by default ``self.step``. The step of a wrapper calls that of this optimizer.
-
-        Returns:
-            What the step returned.
+        `step` is what to call, by default ``self.step``: the step of a wrapper calls that of this optimizer. Returns
+        what it returns.
         """
         self._decision, self._lasts = decision, True
         try:
@@ -129,8 +118,7 @@ class StepsOnVerdict:
         only_norm = max_norm == math.inf
         max_norm = LARGEST_NORM if only_norm else MAX_NORM.checked("max_norm", max_norm)
         if self.backward_handle is not None:
-            norm: torch.Tensor = self.backward_handle.norm(None if only_norm else max_norm)
-            return norm
+            return self.backward_handle.norm(None if only_norm else max_norm)
         parameters = parameters_of(self)
         if only_norm and any(isinstance(parameter.grad, FreedGradient) for parameter in parameters):
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")

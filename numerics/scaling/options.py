@@ -47,12 +47,3 @@ SAVED = {
     "_growth_tracker": TRACKER,
     "_hysteresis_tracker": TRACKER,
 }
-# The entries of a state: torch's five, and one of ours.
-SAVED = {
-    "scale": ANY_SCALE._replace(allowed=f"{ANY_SCALE.allowed} (start with a fresh scaler instead)"),
-    "growth_factor": GROWTH_FACTOR,
-    "backoff_factor": BACKOFF_FACTOR,
-    "growth_interval": COUNT,
-    "_growth_tracker": TRACKER,
-    "_hysteresis_tracker": TRACKER,
-}

@@ -16,7 +16,6 @@ class Overflow:
     """One parameter whose gradient was not finite.
 
     Attributes:
-        name: name of the parameter.
         inf_steps, nan_steps: number of steps in which its gradient held an Inf, and a NaN; a step may count in both.
         first_step, last_step: the first and the last of these steps, as `GradScaler.update` counts them from 1.
     """
@@ -48,8 +47,7 @@ class OverflowReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        text: str = shown("overflow_text", self)
-        return text
+        return shown("overflow_text", self)
 
 
 def names_of(
@@ -68,5 +66,4 @@ def names_of(
 
 def overflows(counts: torch.Tensor, names: list[str]) -> list[Overflow]:
     """The parameters that overflowed, from `kernels.unscale.Tally.counts`. Waits for the device."""
-    rows = counts.tolist()
-    return [Overflow(name, *row) for name, row in zip(names, rows, strict=False) if row[3]]
+    return [Overflow(name, *row) for name, row in zip(names, counts.tolist(), strict=False) if row[3]]

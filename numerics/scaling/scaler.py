@@ -33,19 +33,9 @@ from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.streams import all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
+from halfstep.numerics.scaling import options
 from halfstep.numerics.scaling.decision import Decision, StepsOnVerdict
 from halfstep.numerics.scaling.host_copy import HostCopy
-from halfstep.numerics.scaling.options import (
-    ANY_SCALE,
-    BACKOFF_FACTOR,
-    COUNT,
-    GROWTH_FACTOR,
-    MAX_NORM,
-    SAVED,
-    SMALLEST_SCALE,
-    USUAL_MAX_SCALE,
-    scale_between,
-)
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import refuse_freed
@@ -131,16 +121,16 @@ class GradScaler(torch.amp.GradScaler):
                 f"Expected hysteresis_refill to be 'growth' or 'clean_step', but got {hysteresis_refill!r}"
             )
         if enabled:
-            growth_factor = GROWTH_FACTOR.checked("growth_factor", growth_factor)
-            backoff_factor = BACKOFF_FACTOR.checked("backoff_factor", backoff_factor)
-            growth_interval = COUNT.checked("growth_interval", growth_interval)
-            hysteresis = COUNT.checked("hysteresis", hysteresis)
+            growth_factor = options.GROWTH_FACTOR.checked("growth_factor", growth_factor)
+            backoff_factor = options.BACKOFF_FACTOR.checked("backoff_factor", backoff_factor)
+            growth_interval = options.COUNT.checked("growth_interval", growth_interval)
+            hysteresis = options.COUNT.checked("hysteresis", hysteresis)
             for name, value in (("min_scale", min_scale), ("max_scale", max_scale), ("init_scale", init_scale)):
                 if value is not None:
-                    ANY_SCALE.checked(name, value)
-            low = SMALLEST_SCALE if min_scale is None else min_scale
-            high = max(USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
-            init_scale = scale_between(low, high).checked("init_scale", init_scale)
+                    options.ANY_SCALE.checked(name, value)
+            low = options.SMALLEST_SCALE if min_scale is None else min_scale
+            high = max(options.USUAL_MAX_SCALE, init_scale) if max_scale is None else max_scale
+            init_scale = options.scale_between(low, high).checked("init_scale", init_scale)
             self._min_scale, self._max_scale = float(low), float(high)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._hysteresis = hysteresis
@@ -247,15 +237,10 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(unwrapped(optimizer))
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         self._check(optimizer, Factor(inv_scale), write=True)
-        result: dict[torch.device, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return result
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -263,8 +248,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        flags: dict[str, Any] = super()._found_inf_per_device(unwrapped(optimizer))
-        return flags
+        return super()._found_inf_per_device(unwrapped(optimizer))
 
     # ------------------------------------------------------------------------------------------------ step and update
 
@@ -292,8 +276,7 @@ class GradScaler(torch.amp.GradScaler):
         inner = unwrapped(optimizer)
         if inner is not optimizer:  # a wrapper, which may be a subclass of the optimizer's class, as Fabric's
             return self._step_wrapper(optimizer, inner, *args, **kwargs)
-        if not isinstance(inner, StepsOnVerdict):
-            inner = stepping(optimizer)
+        inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
             if self._is_elsewhere(optimizer):
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
@@ -328,8 +311,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def verdict_of(self, optimizer: torch.optim.Optimizer) -> Verdict | None:
         """The verdict on an optimizer's gradients since the last `update`; None if there is none yet."""
-        verdict: Verdict | None = self._per_optimizer_states.get(id(optimizer), {}).get("verdict")
-        return verdict
+        return self._per_optimizer_states.get(id(optimizer), {}).get("verdict")
 
     def is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer's gradients were unscaled in place, and its step has not been taken."""
@@ -387,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` was called already since the last `update`, or the same gradients were unscaled or
                 clipped for another optimizer. `update` raises if no step follows and the gradients are finite.
         """
-        max_norm = MAX_NORM.checked("max_norm", max_norm)
+        max_norm = options.MAX_NORM.checked("max_norm", max_norm)
         optimizer = unwrapped(optimizer)
         if not self._enabled or not isinstance(stepping(optimizer), StepsOnVerdict):
             if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -443,14 +425,13 @@ class GradScaler(torch.amp.GradScaler):
         self._updates += 1
         if new_scale is not None:
             if not isinstance(new_scale, torch.Tensor):
-                new_scale = scale_between(self._min_scale, self._max_scale).checked("new_scale", new_scale)
+                new_scale = options.scale_between(self._min_scale, self._max_scale).checked("new_scale", new_scale)
             super().update(new_scale)
             scale.clamp_(self._min_scale, self._max_scale)
             self._scale_copy.take(scale)
             return
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise AssertionError("No inf checks were recorded prior to update.")
         overflow = flags[0]
@@ -588,9 +569,8 @@ class GradScaler(torch.amp.GradScaler):
                     "Expected the state of a scaler, as GradScaler.state_dict() returns it, but got one without "
                     f"{', '.join(missing)}"
                 )
-            state_dict = {
-                key: option.checked(key, state_dict[key]) for key, option in SAVED.items() if key in state_dict
-            }
+            saved = {key: option for key, option in options.SAVED.items() if key in state_dict}
+            state_dict = {key: option.checked(key, state_dict[key]) for key, option in saved.items()}
         super().load_state_dict(state_dict)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         if self._hysteresis_tracker is not None:
@@ -598,15 +578,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the factor by which the scale grows: a finite number above 1, or a ValueError is raised."""
-        super().set_growth_factor(GROWTH_FACTOR.checked("growth_factor", new_factor))
+        super().set_growth_factor(options.GROWTH_FACTOR.checked("growth_factor", new_factor))
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the factor of the scale after an overflow: between 0 and 1, or a ValueError is raised."""
-        super().set_backoff_factor(BACKOFF_FACTOR.checked("backoff_factor", new_factor))
+        super().set_backoff_factor(options.BACKOFF_FACTOR.checked("backoff_factor", new_factor))
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of consecutive steps without overflow before the scale grows: an integer of at least 1."""
-        super().set_growth_interval(COUNT.checked("growth_interval", new_interval))
+        super().set_growth_interval(options.COUNT.checked("growth_interval", new_interval))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -36,19 +36,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Ranks(NamedTuple):
-    """The ranks with a shard or a copy of a tensor, including this one.
-
-    Attributes:
-        members: all of them.
-        lines: those on this rank's line in each dimension of the mesh.
-        groups: the process groups of the lines.
-        is_first: whether no lower rank holds a copy of this rank's shard.
-    """
+    """The ranks with a shard or a copy of a tensor, including this one."""
 
     members: frozenset[int]
-    lines: tuple[frozenset[int], ...]
-    groups: tuple[Any, ...]
-    is_first: bool = True
+    lines: tuple[frozenset[int], ...]  # the members on this rank's line in each dimension of the mesh
+    groups: tuple[Any, ...]  # of the lines
+    is_first: bool = True  # whether no lower rank holds a copy of this rank's shard
 
     @classmethod
     def of_group(cls, group: Any) -> Ranks | None:

@@ -30,10 +30,6 @@ class StandIn(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError
-
     def _numbers(self, reader: str) -> torch.Tensor:
         """The gradient, for methods that torch does not dispatch."""
         raise NotImplementedError

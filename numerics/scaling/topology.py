@@ -62,25 +62,20 @@ def _joined(spread: Sequence[Ranks], world: World) -> tuple[frozenset[int], tupl
 
 
 class Agreement(NamedTuple):
-    """How to sum over all ranks that take part, the `members`, by reducing over `groups`: each tensor counts once.
-
-    `counted` says whether this rank adds its squares, for plain tensors first and then for each sharding.
-    """
+    """How to sum over all ranks that take part, the `members`, by reducing over `groups`: each tensor counts once."""
 
     members: frozenset[int] = frozenset()
     groups: tuple[Any, ...] = ()
-    counted: Sequence[bool] = (True,)
+    counted: Sequence[bool] = (True,)  # whether this rank adds its squares: of plain tensors, then of each sharding
 
 
 def agreement(spread: Sequence[Ranks], further: Ranks | None, world: World) -> Agreement:
     """How the ranks that hold any of an optimizer's tensors, in different shardings, sum over each tensor once.
 
-    `further` is a group that the user passed, on whose ranks plain tensors differ.
-
-    Raises:
-        RuntimeError: the sets of ranks overlap without being dimensions of one grid.
+    `further` is a group that the user passed, on whose ranks plain tensors differ. Raises a RuntimeError if the sets of
+    ranks overlap without being dimensions of one grid.
     """
-    members, groups = _joined([*spread, *(() if further is None else (further,))], world)
+    members, groups = _joined([*spread, further] if further else spread, world)
     if not groups:
         return Agreement(members, groups)
     try:
@@ -104,8 +99,7 @@ class Topology:
         parameters: all parameters of the optimizer, in its order.
         world: the default group.
         number_of: for each parameter the number of its sharding, 0 for plain tensors; or None if all are plain.
-        counted: for each sharding, whether this rank adds its squares to the sum over all ranks.
-        members, groups: all ranks concerned, and the groups to reduce over, one after the other.
+        members, groups, counted: those of `Agreement`.
         settled: whether gradients need no `settle_gradients`.
     """
 

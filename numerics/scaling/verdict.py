@@ -38,8 +38,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 def norm_of(verdict: Verdict) -> torch.Tensor:
     """The 2-norm of the gradients of a verdict, 0-dim fp32."""
-    norm: torch.Tensor = verdict.sum_of_squares.sqrt().float()
-    return norm
+    return verdict.sum_of_squares.sqrt().float()
 
 
 def _on_device(
@@ -125,12 +124,7 @@ class Checker:
         return self.topology
 
     def verdict(
-        self,
-        factor: Factor | None = None,
-        *,
-        write: bool = False,
-        step: torch.Tensor | None = None,
-        keep: bool = True,
+        self, factor: Factor | None = None, *, write: bool = False, step: torch.Tensor | None = None, keep: bool = True
     ) -> Verdict | None:
         """Check the optimizer's gradients times a factor and, with `write`, unscale them in place.
 
@@ -148,13 +142,22 @@ class Checker:
             grads = [grads[slot] for slot in slots]
         batches = self._batches(parameters, grads, slots, scales=step is not None)
         # Before the first check: the CPU would wait for that, too.
-        numbers: dict[torch.device, tuple[Factor | None, torch.Tensor | None]] = {}
-        for device, _, _ in batches:
-            if device not in numbers:
-                numbers[device] = _on_device(device, factor, step)
+        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(key[0] for key in batches)}
         verdicts = {}
-        for key, batch in batches.items():
-            verdicts[key] = self._of_batch(key, batch, len(parameters), *numbers[key[0]], write, keep)
+        for key, (values, of_values) in batches.items():
+            device, _, supported = key
+            recording = capturing(device)
+            out = self._verdicts.get(key) if keep and not recording else None
+            if out is None or out.flags.numel() != len(parameters):
+                out = Verdict.empty(len(parameters), device)
+                if keep and not recording:
+                    self._verdicts[key] = out
+            multiplier, count = numbers[device]
+            tally = None if count is None else self._tally(len(parameters), device, count, recording)
+            memory = None if supported else False
+            verdicts[key] = check(
+                values, multiplier, write=write, out=out, tally=tally, slots=of_values, in_memory=memory
+            )
         return self._combined(verdicts, keep)
 
     def _combined(self, verdicts: dict[Key, Verdict], keep: bool) -> Verdict | None:
@@ -204,10 +207,8 @@ class Checker:
         count = len(self._slots)
         tally = None if step is None else self._tally(count, device, to_device(step, device), False)
         parts = list(map(self._parts.__getitem__, slots))
-        streams = {part.stream for part in parts if part.stream is not None}
-        if streams:
-            current = torch.cuda.current_stream(device)
-            streams.discard(current)
+        current: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        streams: set[Any] = {part.stream for part in parts} - {current}
         for stream in streams:
             current.wait_stream(stream)
         checks = [(part.check, part.position) for part in parts]
@@ -256,28 +257,6 @@ class Checker:
             batch[0].append(values)
             batch[1].append(slot)
         return batches
-
-    def _of_batch(
-        self,
-        key: Key,
-        batch: Batch,
-        slots: int,
-        factor: Factor | None,
-        step: torch.Tensor | None,
-        write: bool,
-        keep: bool,
-    ) -> Verdict:
-        """The verdict on one batch, with an entry for each of the optimizer's `slots`."""
-        device, _, supported = key
-        recording = capturing(device)
-        out = self._verdicts.get(key) if keep and not recording else None
-        if out is None or out.flags.numel() != slots:
-            out = Verdict.empty(slots, device)
-            if keep and not recording:
-                self._verdicts[key] = out
-        tally = None if step is None else self._tally(slots, device, step, recording)
-        in_memory = None if supported else False
-        return check(batch[0], factor, write=write, out=out, tally=tally, slots=batch[1], in_memory=in_memory)
 
     def _tally(self, slots: int, device: torch.device, step: torch.Tensor, recording: bool) -> Tally | None:
         """Where to count non-finite gradients; None if a graph is captured and there are no counts yet."""

@@ -48,9 +48,7 @@ def wrapped_by(name: str) -> list[Any]:
 def modules_of_fsdp2() -> list[torch.nn.Module]:
     """The living modules to which ``fully_shard`` was applied."""
     states = sys.modules.get("torch.distributed._composable_state")
-    return (
-        [] if states is None else [module for module in states._module_state_mapping if _is_named(module, "FSDPModule")]
-    )
+    return [module for module in getattr(states, "_module_state_mapping", ()) if _is_named(module, "FSDPModule")]
 
 
 def is_zero(optimizer: Any) -> bool:
