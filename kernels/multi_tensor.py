@@ -175,8 +175,11 @@ class TensorTable:
 
     def point(self, operand: int, tensors: Sequence[torch.Tensor]) -> None:
         """Write the `address` of each tensor of one operand, if they differ from those in the table."""
-        if self.written[operand] != list(map(_address, tensors)):
-            self.refresh(operand, checked_addresses(tensors))
+        addresses = list(map(_address, tensors))
+        if self.written[operand] != addresses:
+            if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
+                checked_addresses(tensors)
+            self.refresh(operand, addresses)
 
     def refresh(self, operand: int, numbers: list[int]) -> None:
         """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""

@@ -14,7 +14,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -100,10 +100,15 @@ class PartialCheck(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """What `foreach_unscale_` returns, about the unscaled elements: both 0-dim fp32."""
+    """What `foreach_unscale_` returns.
 
-    found_inf: torch.Tensor  # 1.0 if any is non-finite, otherwise 0.0
-    norm: torch.Tensor  # the 2-norm of all together
+    Attributes:
+        found_inf: 0-dim fp32, 1.0 if any unscaled element is non-finite, otherwise 0.0.
+        norm: 0-dim fp32, the 2-norm of all unscaled elements together.
+    """
+
+    found_inf: torch.Tensor
+    norm: torch.Tensor
 
 
 class Factor(NamedTuple):
@@ -393,6 +398,9 @@ class _Group(NamedTuple):
     table: TensorTable
 
 
+_chunks_of = attrgetter("table.chunks")
+
+
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
     groups = []
     for dtype, indices in by_dtype(tensors).items():
@@ -508,7 +516,7 @@ def check(
     flat = all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(group.table.chunks for group in groups)
+    chunks = sum(map(_chunks_of, groups))
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)

@@ -10,7 +10,9 @@ transposed `x`, and for a gradient that is not contiguous.
 Online rescaling for long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018. Starting the
 maximum from the lowest finite number instead of -inf is what keeps blocks of -inf from making NaN.
 
-Read ``rule.py`` first, the specification in plain torch; ``dispatch.py`` chooses between it, torch's kernels and ours.
+Files: ``rule.py`` is the specification in plain torch. ``dispatch.py`` chooses between it, torch's kernels on a CPU and
+Triton's: ``rows.py`` for the last dimension and ``strided.py`` for others, both with the arithmetic of
+``arithmetic.py`` on tensors seen as ``layout.py`` says. ``public.py`` checks arguments.
 """
 
 from halfstep.kernels.softmax.public import log_softmax, softmax

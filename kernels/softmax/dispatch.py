@@ -50,9 +50,10 @@ def forward(
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
-    if mask is not None:
-        mask = mask.float() if mask.dtype == torch.float64 else mask
-        mask = mask.expand(x.shape) if dim != -1 else mask
+    if mask is not None and mask.dtype == torch.float64:
+        mask = mask.float()
+    if mask is not None and dim != -1:
+        mask = mask.expand(x.shape)
     into = y
     while dim != -1 and x.shape[-1] == 1:
         dim, x, into = dim + 1, x.squeeze(-1), into.squeeze(-1)
@@ -137,13 +138,12 @@ def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor |
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    grad, y, *ctx.options = inputs
+    grad, y, *ctx.options, _ = inputs
     ctx.save_for_backward(grad, y)
 
 
 def _differentiate_backward(ctx: Any, grad_of_dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    differentiate: Any = torch.func.vjp(lambda dy, y: rule.backward(dy, y, *ctx.options), *ctx.saved_tensors)[1]
-    return *differentiate(grad_of_dx), None, None, None, None, None
+    return *rule.double_backward(grad_of_dx, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
 def _batch_forward(info: Any, in_dims: Any, x: Any, mask: Any, *options: Any) -> tuple[torch.Tensor, int]:

@@ -83,3 +83,25 @@ def backward(
     if constants is not None:
         dx = dx.masked_fill(constants, 0.0)
     return dx.to(dtype).contiguous()
+
+
+def double_backward(
+    ddx: torch.Tensor, dy: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of `dy` and `y`, from `ddx`, the gradient of dx. Can be differentiated again."""
+    compute = math_dtype(ddx.dtype, dy.dtype, y.dtype)
+    u, g, p = scale * ddx.to(compute), dy.to(compute), y.to(compute)
+    constants = _constants(p, causal, log)
+    if constants is not None:
+        g, p = g.masked_fill(constants, 0.0), p.masked_fill(constants, -math.inf if log else 0.0)
+    if log:
+        p = p.exp()
+        of_dy = u - (u * p).sum(dim, keepdim=True)
+        of_y = -u * p * g.sum(dim, keepdim=True)
+        if constants is not None:
+            of_dy = of_dy.masked_fill(constants, 0.0)
+    else:
+        inner = (u * p).sum(dim, keepdim=True)
+        of_dy = p * (u - inner)
+        of_y = u * (g - (g * p).sum(dim, keepdim=True)) - g * inner
+    return of_dy.to(dy.dtype), of_y.to(y.dtype)

@@ -16,6 +16,7 @@ class Overflow:
     """One parameter whose gradient was not finite.
 
     Attributes:
+        name: name of the parameter.
         inf_steps, nan_steps: number of steps in which its gradient held an Inf, and a NaN; a step may count in both.
         first_step, last_step: the first and the last of these steps, as `GradScaler.update` counts them from 1.
     """

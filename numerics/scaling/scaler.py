@@ -276,7 +276,8 @@ class GradScaler(torch.amp.GradScaler):
         inner = unwrapped(optimizer)
         if inner is not optimizer:  # a wrapper, which may be a subclass of the optimizer's class, as Fabric's
             return self._step_wrapper(optimizer, inner, *args, **kwargs)
-        inner = stepping(optimizer)
+        if not isinstance(inner, StepsOnVerdict):
+            inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
             if self._is_elsewhere(optimizer):
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
