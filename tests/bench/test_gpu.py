@@ -145,6 +145,7 @@ def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path)
     assert [result["provider"] for result in results["results"]] == ["halfstep"]
 
 
+@pytest.mark.exhaustive
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
     out = tmp_path / "out"
     settings = {"BENCH_GPU_ONLY": "^machine|bits of cast|captured|streams$"}

@@ -63,6 +63,7 @@ def _train(text: Path, out: Path, kill: dict[str, int]) -> str:
     return printed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_path: Path) -> None:
     calm, killed = tmp_path / "calm", tmp_path / "killed"

@@ -226,6 +226,7 @@ def test_the_audit_rejects_what_it_must(failing: subprocess.CompletedProcess[str
     assert problems["too many of 64 lanes", "gfx942"] == expected
 
 
+@pytest.mark.exhaustive
 @recorded
 def test_bytes_and_widths_come_from_the_machine_code() -> None:
     rows = rows_of(run_audit("--json", "--module=sample_kernels"))
@@ -259,6 +260,7 @@ def test_bytes_and_widths_come_from_the_machine_code() -> None:
     assert {row["shared_bytes"] for row in converted.values()} <= {4096, 8192}, "2048 values of fp16, or of fp32"
 
 
+@pytest.mark.exhaustive
 def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.json"
     done = run_audit("--jobs=1", "--module=failing_kernels", "--target=sm_80", f"--record={bounds}")
@@ -268,6 +270,7 @@ def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
     assert f"{bounds}: not written, since 5 rows fail" in done.stderr
 
 
+@pytest.mark.exhaustive
 @recorded
 def test_bounds_are_recorded_compared_and_shown(tmp_path: Path) -> None:
     bounds = tmp_path / "bounds.json"
