@@ -122,7 +122,7 @@ def serve(
             say("stop with Ctrl-C", stream)
             listener.serve_forever()
         except KeyboardInterrupt:
-            say("\nstopped", stream)
+            say("stopped", stream)
     return 0
 
 
