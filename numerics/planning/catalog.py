@@ -135,9 +135,10 @@ def _read(source: str) -> Any:
         return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, HTTPException, ValueError, RecursionError) as error:
         meant = instead(source.rpartition("/")[2].lower(), MODELS, listed=False)
+        reason = getattr(error, "strerror", None) or error  # without its number, which Pyodide has others for
         raise ValueError(
             "Expected model to be a published shape, a config.json of Hugging Face, or a repository there that can be "
-            f"read without a login, such as Qwen/Qwen3-8B, but got {source!r}: {meant}{error}"
+            f"read without a login, such as Qwen/Qwen3-8B, but got {source!r}: {meant}{reason}"
         ) from error
 
 
