@@ -432,6 +432,16 @@ def test_the_optimizer_dies_with_its_references() -> None:
     assert gradient_bytes(net) > 0
 
 
+def test_masters_are_those_of_weights_that_other_code_wrote() -> None:
+    weight = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = OffloadedAdamW([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with torch.no_grad():
+        weight.fill_(3.0)
+    assert (optimizer.masters()[weight].bfloat16() == 3.0).all()
+
+
 def test_errors() -> None:
     net = made()
     assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
