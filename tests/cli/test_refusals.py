@@ -73,7 +73,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("encode 1 --seed 1", "--seed 1 draws nothing with --rounding nearest; leave it out, or pass"),
         ("decode 0x1ffff -f fp16", "argument CODE: expected a code of fp16 from 0x0 to 0xffff, but got 0x1ffff"),
         ("decode 0x12345678123456789", "expected up to 64 bits, but got 0x12345678123456789, which has 68"),
-        ("decode -1", "without a sign, but got '-1': for numbers use halfstep encode"),
+        ("decode -1", "without a sign, but got '-1': formats go after -f, and numbers to halfstep encode"),
         ("decode 0x41 -w 8 -f fp16", "--width 8 is not the 16 bits of --format fp16; leave one out"),
         ("ladder --out x.png --codes fp16", "expected a format of up to 8 bits, but got fp16, which"),
         # plans

@@ -101,7 +101,7 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
     """Rows of odd length, views at odd addresses, and masks and results that begin elsewhere than x does."""
     if path != "one pass":
         if name != "triton":
-            pytest.skip("one path only")
+            pytest.skip("only Triton has several paths")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         # For AMD, Triton cannot compile loops over tiles smaller than a wave of 64 lanes. The real tiles are larger.
         least = 128 if MOST_THREADS // most_warps(torch.device(device)) == 32 else 256

@@ -44,7 +44,7 @@ def test_columns_that_causal_drops_are_not_loaded(
     path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path != "one pass" and queries > keys:
-        pytest.skip("slow")
+        pytest.skip("many rows are slow under the interpreter, and one path shows that they are cut right")
     function = halfstep.log_softmax if log else halfstep.softmax
     batch = 2 if queries < 10 else 1
     x = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

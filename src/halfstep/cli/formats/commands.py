@@ -113,7 +113,7 @@ def _code(typed: str) -> Code:
     if not re.fullmatch({16: "[0-9a-f]{1,99}", 2: "[01]{1,99}", 10: "[0-9]{1,99}"}[base], digits):
         raise argparse.ArgumentTypeError(
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
-            f"got {typed.strip()!r}: for numbers use halfstep encode"
+            f"got {typed.strip()!r}: formats go after -f, and numbers to halfstep encode"
         )
     code, shown = int(digits, base), bits * len(digits)
     widths = [size for size in _WIDTHS if size >= (19 if shown == 20 else shown)] if bits else [8, 16, 32, 64]
