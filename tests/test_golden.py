@@ -2,42 +2,58 @@
 
 from __future__ import annotations
 
+from itertools import groupby, product
+
 import golden
 import pytest
 from implementations import ALL, using
 
-EXACT = [(subject, name) for subject, (_, names, _) in golden.CASES.items() if subject != "softmax" for name in names]
-# Under the interpreter, `make test` runs a ninth of the optimizers' layouts, and `make exhaustive` the others.
-CASES = [
-    pytest.param(
-        *case,
-        name,
-        marks=[pytest.mark.golden] * (name == "triton")
-        + [pytest.mark.exhaustive] * (case[0] in ("adam", "sgd") and name == "triton" and number % 9 != 0),
-    )
-    for name in ALL
-    for number, case in enumerate(EXACT)
-]
-SOFTMAX = golden.CASES["softmax"][1]
+# The words of a name that one test has in common.
+WORDS = {"adam": 3, "sgd": 3, "cast": 1}
+# `make test` runs one case in so many, and `make exhaustive` the others. The C++ kernels always run all cases.
+ONE_IN = {
+    ("reference", "adam"): 3,
+    ("reference", "sgd"): 3,
+    ("triton", "adam"): 9,
+    ("triton", "sgd"): 9,
+    ("triton", "cast"): 3,
+}
 
 
-@pytest.mark.parametrize(("subject", "name", "implementation"), CASES, ids=lambda text: text.replace(" ", "-"))
-def test_bits(subject: str, name: str, implementation: str) -> None:
+def groups() -> list[object]:
+    parameters = []
+    exact = [(subject, names) for subject, (_, names, _) in golden.CASES.items() if subject != "softmax"]
+    for implementation, (subject, names), chosen in product(ALL, exact, (True, False)):
+        one_in = ONE_IN.get((implementation, subject), 1)
+        part = [name for number, name in enumerate(names) if (number % one_in == 0) is chosen]
+
+        def words(name: str, count: int = WORDS.get(subject, 0)) -> list[str]:
+            return name.split(" ")[:count]
+
+        for shared, cases in groupby(sorted(part, key=words), words):
+            marks = [pytest.mark.golden] * (implementation == "triton") + [pytest.mark.exhaustive] * (not chosen)
+            name = "-".join([subject, *shared, implementation, *["others"] * (not chosen)])
+            parameters.append(pytest.param(subject, list(cases), implementation, marks=marks, id=name))
+    return parameters
+
+
+@pytest.mark.parametrize(("subject", "names", "implementation"), groups())
+def test_bits(subject: str, names: list[str], implementation: str) -> None:
     run, _, family = golden.CASES[subject]
+    recorded = golden.recorded(subject)
     with using(implementation, family) as device:
-        assert golden.digest(run(name, device)) == golden.recorded(subject)[name]
+        assert {name: golden.digest(run(name, device)) for name in names} == {name: recorded[name] for name in names}
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-@pytest.mark.parametrize("name", SOFTMAX)
-def test_softmax(name: str, implementation: str, request: pytest.FixtureRequest) -> None:
+def test_softmax(implementation: str, request: pytest.FixtureRequest) -> None:
     target = request.config.getoption("--software-gpu") if implementation == "triton" else None
     key = golden.implementation_of_softmax(implementation, target)
     digests = golden.recorded("softmax").get(key)
     if digests is None:
         pytest.skip(f"no digests of softmax are recorded for {key}")
     with using(implementation, "softmax"):
-        assert golden.digest(golden.softmax(name)) == digests[name]
+        assert {name: golden.digest(golden.softmax(name)) for name in golden.CASES["softmax"][1]} == digests
 
 
 def test_subjects_are_recorded_whole() -> None:
