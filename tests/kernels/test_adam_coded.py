@@ -37,21 +37,23 @@ def gradient(layout: Layout, size: int, rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal(size).astype(np.float32).astype(NUMPY[layout.grad])
 
 
-SHAPES = [(18, 1), (9, 2), (19, 27), (3, 127), (17, 128), (5, 129), (9, 256), (6, 300), (2, 1600), (2, 2304)]
-SHAPES += [(1, 2500), (0, 128), (9, 131), (9, 144), (3, 3088), (40, 16), (2, 272), (40, 32), (7, 33), (70, 31)]
-SHAPES += [(9, 96), (1, 9000), (2, 6016), (9, 992)]
 # Rows shorter and longer than a block and a chunk, of whole blocks and not.
-FEW_SHAPES = [(18, 1), (19, 27), (5, 129), (9, 144), (40, 32), (2, 2304), (1, 2500)]
+SHAPES = [(18, 1), (0, 128), (19, 27), (3, 127), (5, 129), (9, 144), (7, 33), (40, 32), (2, 2304), (1, 2500)]
 
 
-@pytest.mark.parametrize("names", [("reference", "native"), ("triton",)], ids=["CPU", "triton"])
 @layouts
-def test_rows_of_every_length(names: tuple[str, ...], layout: Layout) -> None:
+def test_rows_of_every_length(layout: Layout) -> None:
     """Several rows in a block of the kernel, several chunks in a row, blocks of one element; aligned or not."""
     rng = np.random.default_rng(0)
-    shapes, offsets = (FEW_SHAPES, (len(label(layout)) % 3,)) if names == ("triton",) else (SHAPES, (0, 1, 8))
-    tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in shapes]
-    examine(names, layout, tensors, [Step([gradient(layout, t.param.size, rng) for t in tensors])], *offsets)
+    tensors = [matrix(layout, rows, columns, rng, step=3) for rows, columns in SHAPES]
+    steps = [Step([gradient(layout, t.param.size, rng) for t in tensors])]
+    expected = steps[0].expected(tensors)
+    for name, offsets in (("reference", (0,)), ("native", (0, 1, 8)), ("triton", (len(label(layout)) % 3,))):
+        with using(name, "adam") as device:
+            for offset in offsets:
+                memory = Memory(layout, tensors, device, offset)
+                memory.step(steps[0])
+                memory.compare(expected, f"{name}, offset {offset}")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -130,8 +132,8 @@ def test_roots_and_quotients_of_every_size(names: tuple[str, ...], layout: Layou
     from 0 up. A sum of root and epsilon is large or infinite in the last tensors.
     """
     rng = np.random.default_rng(6)
-    columns = 80
-    sizes = np.float64(2.0) ** np.concatenate([np.arange(-148.0, 128.0, 7.0), np.linspace(-59, -46, 40)])
+    columns = 72
+    sizes = np.float64(2.0) ** np.concatenate([np.arange(-148.0, 128.0, 14.0), np.linspace(-59, -46, 20)])
     rows = len(sizes)
     options: list[dict[str, Any]] = [{}, {"eps": 0.0}, {"eps": 1e-30, "beta2": 0.0}, {"eps": 2.0**100}, {"eps": 3e38}]
     tensors, grads = [], []

@@ -190,7 +190,7 @@ def test_the_square_root_is_correctly_rounded() -> None:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """adam.cpp with its split and join made callable."""
+    """Split and join of optimizer.h made callable."""
     return cpp.compiled(tmp_path_factory, walks.WRAPPER)
 
 

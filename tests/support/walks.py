@@ -43,9 +43,10 @@ static void put_floats(Order order, float* to, Pair x) {
 }
 """
 
-# The functions inside adam.cpp, reached from a file that includes it: what is tested is what the optimizer runs.
+# The functions of optimizer.h, which the optimizers run.
 WRAPPER = f"""
-#include "{cpp.KERNELS / "adam.cpp"}"
+#include "{cpp.KERNELS / "optimizer.h"}"
+using namespace halfstep;
 static Split of(const uint16_t* weight, const int16_t* remainder) {{ return {{(bf16*)weight, (bf16*)remainder}}; }}
 
 // Call f with the order of the pair at i: each in turn, where the machine has both.
