@@ -120,7 +120,7 @@ def test_without_hysteresis_it_is_torchs(name: str, flags: list[float], interval
 def test_factors_that_are_no_fp32_numbers_are_torchs_to_the_bit(name: str, growth: float, backoff: float) -> None:
     """Multiplied as fp32 by factors of fp32, every other step of 1.1 is off by an ulp."""
     generator = torch.Generator().manual_seed(0)
-    count = 100 if name == "triton" else 4000  # under the interpreter a launch takes milliseconds
+    count = 100 if name == "triton" else 1000  # under the interpreter a launch takes milliseconds
     flags = (torch.rand(count, generator=generator) < 0.5).float().tolist()
     rules = Rules(growth, backoff, 1, 1, False, LEAST, MOST)
     with using(name, "loss_scale") as device:
@@ -137,14 +137,6 @@ def test_factors_far_from_one_lead_to_the_bounds(name: str) -> None:
     with using(name, "loss_scale") as device:
         assert walk([1.0], 8.0, Rules(2.0, 5e-324, 1, 1, False, LEAST, MOST), device) == [LEAST]
         assert walk([0.0], 8.0, Rules(1e308, 0.5, 1, 1, False, LEAST, MOST), device) == [MOST]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_scale_stays_within_its_bounds(name: str) -> None:
-    rules = Rules(2.0, 0.5, 1, 1, False, LEAST, MOST)
-    with using(name, "loss_scale") as device:
-        assert walk([1.0] * 300, 65536.0, rules, device)[-1] == LEAST
-        assert walk([0.0] * 300, 65536.0, rules, device)[-1] == MOST
 
 
 @pytest.mark.parametrize("flag", [float("nan"), float("inf"), 2.0, -1.0, 1e-40])

@@ -59,10 +59,11 @@ def test_steps_are_those_of_torch(implementation: str, name: str) -> None:
             assert result.isnan().sum() == (index == 3)  # the NaN stays where it was
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.parametrize("implementation", [name for name in ALL if name != "reference"])
-def test_every_layout_has_the_bits_of_the_reference(implementation: str, name: str) -> None:
-    for layout in LAYOUTS if implementation == "native" and name in ("momentum", "nesterov") else LAYOUTS[::6]:
+@pytest.mark.parametrize("name", ["momentum", "nesterov"])
+@pytest.mark.parametrize("implementation", ["native", "triton"])
+def test_layouts_have_the_bits_of_the_reference(implementation: str, name: str) -> None:
+    """All layouts in C++, by turns with each form of the momentum; the digests of every layout are in tests/golden."""
+    for layout in LAYOUTS[name == "nesterov" :: 2 if implementation == "native" else 8]:
         runs = []
         for chosen in ("reference", implementation):
             with using(chosen, "sgd") as device:

@@ -129,10 +129,10 @@ def test_rows_that_begin_off_a_boundary(name: str, path: str, log: bool, monkeyp
 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_pieces_of_rows_are_put_together_the_same_way_each_time(log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns, numbers in ((640, (2, 9)), (601, (6, 1000))):
+    for columns, numbers in ((384, (2,)), (601, (6, 1000))):
         x, dy = normal(3, columns), normal(3, columns, seed=1)
         x[1, :200] = -INF  # the first pieces have nothing to keep
-        x[2, 520] = NAN
+        x[2, 370] = NAN
         for programs in numbers:
             small_tiles(monkeypatch, 128, 128, programs)
             assert rows._pieces(3, columns, x.device)[0] == min(max(programs // 3, 1), -(-columns // 128))
@@ -268,33 +268,32 @@ def test_expanded_tensors_and_dimensions_that_do_not_fold_into_three(name: str) 
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 @pytest.mark.parametrize("one_pass", [True, False])
 def test_sums_over_elements_that_lie_apart(one_pass: bool, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for other dimensions than the last, on every layout, in one pass and in two."""
+    """The kernels for other dimensions than the last, in one pass and in two; softmax and log_softmax take half of the
+    layouts each."""
     if not one_pass:
         small_strided_tiles(monkeypatch)
     x = normal(3, 37, 42, dtype=BF16)
     x[0] = -INF
     x[1, :30] = -INF
     x[2, 5, 3], x[2, 6, 4] = NAN, INF
-    views = (
+    views = [
         (x, 1),
         (x, 0),
         (x.transpose(1, 2), 2),
-        (x.permute(2, 0, 1), 2),
         (x[:, ::2, 1:], 1),
         (x[..., ::3], 1),
         (x[:, None].transpose(1, 3), 2),
-        (x[..., :1], 1),
         (x[:, :1].expand(3, 5, 42), 1),
         (normal(2, 3, 2, 3, 2, 9).transpose(0, 4).transpose(1, 3), 2),
-    )
-    for number, (view, dim) in enumerate(views):
+    ]
+    for number, (view, dim) in enumerate(views[log::2]):
         masks: list[tuple[torch.Tensor | None, torch.dtype | None]] = [
             (normal(*view.shape), FP32),
             (normal(view.shape[-1]) > 0, None),
             (normal(view.shape[dim], *[1] * (view.ndim - 1 - dim)).to(BF16), None),
         ]
-        # The first layout with every mask, each other one with none and one more.
-        for mask, out in [(None, BF16), *(masks if number == 0 else masks[number % 3 :][:1])]:
+        # The first layout with every mask, each other one with one of them.
+        for mask, out in [(None, BF16), *masks] if number == 0 else masks[number % 3 :][:1]:
             check(Case(view, dim, scale=0.5, mask=mask, dtype=out, log=log), "triton")
 
 

@@ -33,7 +33,7 @@ def torch_twin(function: Function) -> Function:
 
 @FUNCTIONS
 def test_first_and_second_derivatives_in_fp64(function: Function) -> None:
-    x = randn(3, 5, 4, dtype=torch.float64).requires_grad_()
+    x = randn(2, 5, 4, dtype=torch.float64).requires_grad_()
     mask = randn(5, 1, dtype=torch.float64, seed=1).requires_grad_()
     keep = torch.rand(5, 4, generator=torch.Generator().manual_seed(2)) > 0.4
     keep[3] = False
@@ -41,15 +41,13 @@ def test_first_and_second_derivatives_in_fp64(function: Function) -> None:
     def finite(y: torch.Tensor) -> torch.Tensor:  # a log of 0 has no derivative to compare with
         return y if function is halfstep.softmax else y.exp()
 
-    for run in (
-        lambda x: function(x, 1, scale=0.7),
-        lambda x: finite(function(x, scale=-0.7, mask=keep)),
-        lambda x: finite(function(x, causal=True, scale=0.3)),
+    for run, arguments in (
+        (lambda x: finite(function(x, 1, scale=-0.7, mask=keep)), (x,)),
+        (lambda x: finite(function(x, causal=True, scale=0.3)), (x,)),
+        (lambda x, m: function(x, scale=0.7, mask=m), (x, mask)),
     ):
-        assert gradcheck(run, (x,))
-        assert gradgradcheck(run, (x,))
-    assert gradcheck(lambda x, m: function(x, scale=0.7, mask=m), (x, mask))
-    assert gradgradcheck(lambda x, m: function(x, scale=0.7, mask=m), (x, mask))
+        assert gradcheck(run, arguments)
+        assert gradgradcheck(run, arguments)
 
 
 @FUNCTIONS
@@ -83,11 +81,10 @@ def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
 # ------------------------------------------------------------------------------------- compile, opcheck, transforms
 
 
-@pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("log", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_opcheck(log: bool, dtype: torch.dtype) -> None:
     x = randn(4, 6, dtype=dtype).requires_grad_()
-    for mask in (None, randn(6).requires_grad_(), torch.rand(4, 1) > 0.2):
+    for mask in (randn(6).requires_grad_(), torch.rand(4, 1) > 0.2):
         torch.library.opcheck(torch.ops.halfstep.softmax.default, (x, mask, -1, 0.5, True, log, torch.float32))
     transposed = randn(6, 4, dtype=dtype).t().requires_grad_()
     torch.library.opcheck(torch.ops.halfstep.softmax.default, (transposed, None, -2, 0.5, False, log, dtype))

@@ -19,6 +19,8 @@ from halfstep.kernels.softmax import dispatch
 
 pytestmark = pytest.mark.sample(3)
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
 INTERPRETED = pytest.mark.skipif(
     backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1"
 )
@@ -39,7 +41,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("queries", "keys", "log"), [(12, 304, False), (7, 301, True), (170, 133, False)])
+@pytest.mark.parametrize(("queries", "keys", "log"), [(12, 176, False), (7, 173, True), (140, 69, False)])
 def test_columns_that_causal_drops_are_not_loaded(
     path: str, queries: int, keys: int, log: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,10 +67,10 @@ def test_columns_that_causal_drops_are_not_loaded(
 
 
 @INTERPRETED
-@pytest.mark.parametrize("columns", [304, 301])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize(
+    ("columns", "source", "target", "offset"),
+    [(304, FP32, FP32, 0), (301, FP32, BF16, 3), (304, BF16, FP32, 3), (301, BF16, BF16, 0)],
+)
 def test_each_element_of_the_result_is_stored_once_and_reads_stay_in_the_rows(
     path: str,
     columns: int,
@@ -130,7 +132,7 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
 ) -> None:
     if not one_pass:
         small_strided_tiles(monkeypatch)
-    x = torch.randn(3, 50, 70, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 34, 40, generator=torch.Generator().manual_seed(0))
     trips = 1 if one_pass else 2
     with using("triton", "softmax"):
         for view, dim in ((x, -2), (x, -3), (x.transpose(1, 2), -1), (x.permute(2, 0, 1), -2)):
@@ -147,15 +149,13 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
             assert (traffic.counts(traffic.stored, dx) == 1).all()
 
 
-# A row of the mask reaches over 2^31 elements and more, and touches a sixteenth of their pages. A wrong address ends
+# A row of the mask reaches over 2^31 elements and more, of which it touches few. A wrong address ends
 # the process, so this runs in one of its own.
 FAR_MASK = """
 import sys
 import torch
 import halfstep
 from halfstep.kernels.softmax import rows, rule
-
-backend, paths = sys.argv[1], sys.argv[2:]
 
 
 def check(path, dtype, columns, step, strided):
@@ -165,29 +165,26 @@ def check(path, dtype, columns, step, strided):
     far.copy_(near)
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
     expected = rule.forward(x, near, -1, 1.0, False, False, torch.float32)
-    with halfstep.backend(backend):
+    with halfstep.backend("triton"):
         results = [halfstep.softmax(x, mask=far)]
         results += [halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T] * strided
     for y in results:
         assert (y - expected).abs().max() < 1e-8, (path, dtype, columns)
 
 
-for path in paths:
+for path in sys.argv[1:]:
     if path != "one pass":
-        rows.FORWARD_TILE = rows.PIECE = 2**13
+        rows.FORWARD_TILE = rows.PIECE = 2**11
         rows._programs_at_once = lambda device: 1 if path == "two passes" else 400
-    check(path, torch.bool, 32_768, 70_000, strided=path == "one pass")
+    check(path, torch.bool, 8192, 270_000, strided=path == "one pass")
     if path == "one pass":
-        check(path, torch.float16, 32_761, 66_000, strided=False)
+        check(path, torch.float16, 8185, 264_000, strided=False)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "paths"), [("native", ["one pass"]), ("triton", ["one pass", "two passes", "pieces"])]
-)
-def test_a_mask_may_step_further_than_32_bits_count(name: str, paths: list[str]) -> None:
-    with using(name, "softmax") as device:
+def test_a_mask_may_step_further_than_32_bits_count() -> None:
+    with using("triton", "softmax") as device:
         if device.type != "cpu":
             pytest.skip("made for CPU tensors")
-    done = forks.run(["-c", FAR_MASK, "auto" if name == "native" else name, *paths])
+    done = forks.run(["-c", FAR_MASK, *PATHS])
     assert (done.returncode, done.stderr) == (0, "")

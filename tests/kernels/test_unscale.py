@@ -151,8 +151,7 @@ def test_every_16_bit_code(dtype: torch.dtype) -> None:
     examine([oracles.to_torch(part) for part in np.split(codes, 16)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-@pytest.mark.parametrize("way", ["checked", "scaled", "written"])
+@pytest.mark.parametrize(("dtype", "way"), [(FP32, "checked"), (FP16, "scaled"), (BF16, "written")])
 def test_the_order_of_the_sum_of_a_chunk(dtype: torch.dtype, way: str) -> None:
     """Magnitudes over ten binades: fp32 rounds the sums of their squares, so another order gives other bits."""
     rng = np.random.default_rng(0)
@@ -160,14 +159,14 @@ def test_the_order_of_the_sum_of_a_chunk(dtype: torch.dtype, way: str) -> None:
     inv_scale = None if way == "checked" else 2.0**-3
     reference, native = (check_by(name, [values], inv_scale, way == "written") for name in ("reference", "native"))
     assert_same_bits(native.sum_of_squares, reference.sum_of_squares)
-    orders = [values[torch.from_numpy(rng.permutation(16 * CHUNK))] for _ in range(6)]
+    orders = [values[torch.from_numpy(rng.permutation(16 * CHUNK))] for _ in range(3)]
     sums = {check_by("reference", [moved], inv_scale, way == "written").sum_of_squares.item() for moved in orders}
     assert len(sums) > 1
 
 
 def test_more_chunks_than_lanes() -> None:
     """1,024 lanes in fp64: the chunks beyond take a second round."""
-    tensors = grads([1] * 2200 + [CHUNK * 3 + 1] * 2, FP32)
+    tensors = grads([1] * (LANES + 9) + [CHUNK * 3 + 1] * 2, FP32)
     reference, native = (check_by(name, tensors) for name in ("reference", "native"))
     assert_same_bits(native.sum_of_squares, reference.sum_of_squares)
     near(native.sum_of_squares.item(), np.concatenate([tensor.numpy() for tensor in tensors]))
@@ -198,7 +197,7 @@ def test_more_chunks_than_lanes() -> None:
 SCALES = (None, 1.0, 2.0**-16, 0.5, 1 / 3, 3e38, 1e-45, 0.0, -2.0, INF, NAN)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK, CHUNK + 1)), min_size=1, max_size=5), st.sampled_from(SCALES))
 def test_any_list_has_the_same_answer_everywhere(tensors: list[torch.Tensor], inv_scale: float | None) -> None:
     """What is checked is the unscaled value: a scale below 1 can make a finite gradient overflow."""
@@ -214,7 +213,7 @@ def test_any_list_has_the_same_answer_everywhere(tensors: list[torch.Tensor], in
             near(result.sum_of_squares.item(), np.concatenate([array.reshape(-1) for array in arrays]))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     st.lists(laid_out(DTYPES, (CHUNK - 1, CHUNK + 1)), min_size=1, max_size=4),
     st.sampled_from([0.5, 1 / 3, 2e5, 3e38, 1e-45, 0.0, -0.0, INF]),
