@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from stream_model import Model
 
 import halfstep
-from halfstep.bench import gpu, gpu_checks
+from halfstep.bench import gpu, gpu_checks, harness, timing
 from halfstep.bench.cases import GROUPS, Sizes, cases
 from halfstep.kernels import backend
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 SOFTMAX = Sizes(2**10, (16, 64), (), (), 0, slow=False)
-PROGRAM = ROOT / "tests" / "support" / "bench_gpu_on_model.py"
 
 
 def test_without_a_gpu_it_says_what_to_use_instead(
@@ -101,80 +98,74 @@ def test_a_limited_time_goes_to_the_largest_cases_first() -> None:
 # -------------------------------------------------------------------------------------------------------- on the disk
 
 
-def command(out: Path, minutes: float = 30, **variables: str) -> subprocess.Popen[str]:
-    # As from a checkout that is not installed.
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests' / 'support'}", **variables}
-    environment.pop("TRITON_INTERPRET", None)
-    return subprocess.Popen(
-        [sys.executable, str(PROGRAM), "--out", str(out), "--minutes", str(minutes)],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=out.parent,
-    )  # fmt: skip
+def statuses(out: Path) -> dict[str, str]:
+    return {name: record["status"] for name, record in gpu_checks.records(out / "checks.jsonl").items()}
 
 
-def outcomes(out: Path) -> list[tuple[str, str]]:
-    file = out / "checks.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [(line["check"], line["status"]) for line in lines]
+def test_the_outcome_of_each_check_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process of the command does: a measurement of halfstep on the CPU, and a check that fails."""
+    measure, time_of = harness.measure, "time of adamw, fp32, 10 tensors"
 
+    def measured(case: harness.Case, device: torch.device, **options: Any) -> list[harness.Result]:
+        ours = {name: make for name, make in case.providers.items() if harness.ours(name)}
+        return measure(replace(case, providers=ours), CPU, **options)
 
-def killed_after_each_step(out: Path, only: str) -> list[str]:
-    """Start the command again and again, and kill it when it says that the second step of this call begins."""
-    calls: list[str] = []
-    while True:
-        process = command(out, BENCH_GPU_ONLY=only)
-        begun: list[str] = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.endswith(" ...\n"):
-                begun.append(line.removesuffix(" ...\n"))
-            if len(begun) == 2:
-                process.send_signal(signal.SIGKILL)
-                break
-        process.communicate()
-        calls += begun[:1]
-        assert outcomes(out) == [(name, "passed") for name in calls], "what was done is on the disk, once"
-        if len(begun) < 2:
-            return calls
-
-
-def test_what_was_done_is_on_the_disk_when_the_command_is_killed(tmp_path: Path) -> None:
-    names = killed_after_each_step(tmp_path / "out", "^machine$|^time of adamw, fp32, 10 tensors$")
-    assert names[0] == "machine" and names[1].startswith("time of adamw")
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["device"] == "model of a GPU" and results["left_out"] == 0
-    assert [result["provider"] for result in results["results"]] == ["halfstep"]
-
-
-@pytest.mark.exhaustive
-def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    settings = {"BENCH_GPU_ONLY": "^machine|bits of cast|captured|streams$"}
-    faults = {"BENCH_GPU_HANGS": "bits of cast", "BENCH_GPU_LIMIT": "8", "BENCH_GPU_DIES": "bits of steps captured"}
-    process = command(out, **settings, **faults)
-    text = process.communicate()[0]
-    assert process.returncode == 1, text
-    assert outcomes(out) == [
-        ("machine", "passed"),
-        ("bits of cast", "stopped"),
-        ("bits of steps captured", "stopped"),
-        ("bits of steps on two streams", "passed"),
-    ]
-    assert re.search(r"bits of cast: stopped, it took more than 8 s", text)
-    assert "bits of steps captured: stopped, its process ended with status -11" in text
-    # A line that was cut off, and records of other code, do not count.
-    with (out / "checks.jsonl").open("a") as file:
-        file.write(json.dumps({"check": "bits of cast", "status": "passed", "code": "other"}) + '\n{"check": "bits of')
-    process = command(out, **settings)
-    assert "2 of 4 checks" in process.communicate()[0] and process.returncode == 0
-    records = gpu_checks.records(out / "checks.jsonl")
-    assert {name: record["status"] for name, record in records.items()} == dict.fromkeys(records, "passed")
-    assert len(records) == 4
-
-
-@pytest.mark.exhaustive
-def test_minutes_bound_the_whole_command(tmp_path: Path) -> None:
-    process = command(
-        tmp_path / "out", minutes=0.3, BENCH_GPU_ONLY="^machine|bits of cast", BENCH_GPU_HANGS="bits of cast"
+    monkeypatch.setattr(harness, "measure", measured)
+    monkeypatch.setattr(timing, "clock_for", lambda device: timing.CpuClock())
+    monkeypatch.setattr(
+        gpu_checks, "sizes_for", lambda device, quick: Sizes(2**12, (256,), (2**10,), (1, 10), 0, False)
     )
-    assert "1 of 2 checks and times are left: the same command continues" in process.communicate(timeout=120)[0]
-    assert outcomes(tmp_path / "out") == [("machine", "passed")]
+    monkeypatch.setattr(gpu_checks.run, "SECONDS", {False: 0.0})
+    monkeypatch.setattr(gpu_checks, "machine", lambda device: 1 / 0)
+    monkeypatch.setattr(gpu_checks.ctypes, "CDLL", mock.MagicMock())
+    gpu_checks.main([str(tmp_path / "checks.jsonl"), "0", "machine", time_of], CPU)
+    assert statuses(tmp_path) == {"machine": "failed", time_of: "passed"}
+    records = gpu_checks.records(tmp_path / "checks.jsonl")
+    assert "ZeroDivisionError" in records["machine"]["error"]
+    assert [result["provider"] for result in records[time_of]["detail"]["results"]] == ["halfstep"]
+
+
+# In place of the processes of the command: each check appends its outcome, hangs or ends its process.
+PROCESS = """
+import json, os, sys, time
+file, _, *names = sys.argv[1:]
+for name in names:
+    if name == os.environ.get("FAULTY_HANGS"):
+        time.sleep(600)
+    if name == os.environ.get("FAULTY_DIES"):
+        os.kill(os.getpid(), 11)
+    with open(file, "a") as output:
+        output.write("\\n" + json.dumps({"check": name, "status": "passed", "code": os.environ["CODE"]}) + "\\n")
+"""
+
+
+def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = {"machine": "first", "hangs": "bits", "dies": "bits", "last": "times"}
+    checks = {name: gpu_checks.Check(lambda device: None, stage) for name, stage in stages.items()}
+    checks["hangs"] = checks["hangs"]._replace(limit=0.5)
+    monkeypatch.setattr(gpu_checks, "checks", lambda folder, quick: checks)
+    monkeypatch.setattr(gpu, "PROCESS", [sys.executable, "-S", "-c", PROCESS])
+    for name, answer in {"is_available": True, "current_device": 0, "get_device_name": "model of a GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *arguments, answer=answer: answer)
+    for name, value in {"CODE": gpu_checks.fingerprint(), "FAULTY_HANGS": "hangs", "FAULTY_DIES": "dies"}.items():
+        monkeypatch.setenv(name, value)
+    arguments = ["--out", str(tmp_path)]
+    assert gpu.main(arguments) == 1
+    assert statuses(tmp_path) == {"machine": "passed", "hangs": "stopped", "dies": "stopped", "last": "passed"}
+    printed = capsys.readouterr().out
+    assert re.search(r"hangs: stopped, it took more than \d s", printed)
+    assert "dies: stopped, its process ended with status -11" in printed
+    assert "2 of 4 checks and times are left: the same command continues" in printed
+    # A line that was cut off, and records of other code, do not count.
+    with (tmp_path / "checks.jsonl").open("a") as file:
+        file.write(json.dumps({"check": "hangs", "status": "passed", "code": "other"}) + '\n{"check": "hangs')
+    assert gpu.main([*arguments, "--minutes", "0.005"]) == 1, "too short for what hangs"
+    checks["hangs"] = checks["dies"]
+    monkeypatch.delenv("FAULTY_HANGS")
+    monkeypatch.delenv("FAULTY_DIES")
+    capsys.readouterr()
+    assert gpu.main(arguments) == 0
+    assert "model of a GPU: 2 of 4 checks" in capsys.readouterr().out
+    assert statuses(tmp_path) == dict.fromkeys(checks, "passed")
