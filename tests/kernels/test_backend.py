@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import forks
 import pytest
@@ -115,34 +114,3 @@ def test_what_runs_where(
         else:
             with pytest.raises(RuntimeError, match=re.escape(expected)):
                 module.resolve(device, "unscale")
-
-
-@pytest.mark.parametrize(("lanes", "most"), [(32, 32), (64, 16)])
-def test_a_program_has_1024_threads_at_most(monkeypatch: pytest.MonkeyPatch, lanes: int, most: int) -> None:
-    asked = []
-
-    def properties(device: torch.device) -> SimpleNamespace:
-        asked.append(device)
-        return SimpleNamespace(warp_size=lanes)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    module._lanes.cache_clear()
-    try:
-        assert [module.most_warps(GPU), module.most_warps(GPU)] == [most, most]
-        assert asked == [GPU]
-        if module.TAKES_CPU_TENSORS:
-            assert module.most_warps(CPU) == 32
-    finally:
-        module._lanes.cache_clear()
-
-
-def test_a_function_runs_through_the_chosen_implementation() -> None:
-    """The same bits from all three; under the interpreter the kernel really runs."""
-    values = torch.tensor([3.0, float("nan"), 4.0])
-    found = {}
-    for name in module.NAMES:
-        if name == "triton" and not module.TAKES_CPU_TENSORS:
-            continue
-        with halfstep.backend(name):
-            found[name] = [part.tolist() for part in halfstep.foreach_check([values])][0::2]
-    assert set(map(str, found.values())) == {str([1.0, [2]])}

@@ -312,14 +312,3 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers(codec: Codec, signed: bool,
     if not signed:  # no zero beside a number that is not
         some = (back != 0).any(axis=1)
         assert (back[some] >= 2.0**-126).all() and some.tolist() == [pattern > 0x7F0000 for pattern in patterns]
-
-
-@kinds
-def test_a_range_of_rows_is_encoded_as_in_the_whole(signed: bool) -> None:
-    rng = np.random.default_rng(3)
-    x = torch.from_numpy(rng.standard_normal((9, 333)).astype(np.float32))
-    function = block_codes.encode_signed if signed else block_codes.encode_positive
-    whole = function(x)
-    for start, stop in ((0, 4), (4, 9), (2, 2)):
-        for part, of in zip(function(x[start:stop]), whole, strict=True):
-            assert torch.equal(part, of[start:stop])

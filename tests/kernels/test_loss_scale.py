@@ -106,15 +106,6 @@ def test_the_rules_of_deepspeed_and_megatron(name: str, flags: list[float], rule
         assert scales == pytest.approx(list(megatron(flags, 4096.0, rules)), rel=60 * 2.0**-24)
 
 
-@pytest.mark.parametrize("name", ALL)
-@settings(max_examples=20, deadline=None)
-@given(flags=flags_of, interval=st.integers(1, 5), refill=st.booleans())
-def test_without_hysteresis_it_is_torchs(name: str, flags: list[float], interval: int, refill: bool) -> None:
-    rules = Rules(2.0, 0.5, interval, 1, refill, LEAST, MOST)
-    with using(name, "loss_scale") as device:
-        assert walk(flags, 65536.0, rules, device) == list(torchs(flags, 65536.0, rules))
-
-
 @pytest.mark.parametrize(("growth", "backoff"), [(1.1, 0.9), (3.0, 1 / 3)])
 @pytest.mark.parametrize("name", ALL)
 def test_factors_that_are_no_fp32_numbers_are_torchs_to_the_bit(name: str, growth: float, backoff: float) -> None:

@@ -38,13 +38,6 @@ def test_rows_hold_sizes_first_chunks_and_addresses() -> None:
     assert table.written[1] == [10, 20, 30, 40, 2**63 - 1]
 
 
-@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0]])
-def test_nothing_to_do_makes_no_chunks(numels: list[int]) -> None:
-    table = TensorTable(numels, operands=1, chunk=4, device=CPU)
-    assert table.chunks == 0 and table.chunk_tensor.numel() == 0
-    assert table.rows.shape == (3, len(numels))
-
-
 def test_sizes_beyond_32_bits() -> None:
     """Rows only: no tensor of that size is made."""
     huge = 2**40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -105,19 +104,6 @@ def test_what_changes_the_result_makes_another_library(
         monkeypatch.setenv("CXX", str(compiler_script(tmp_path, '[ "$1" = --version ] && echo version 99 && exit')))
     assert answer() == (43 if what == "source" else 42)
     assert len(cached(tmp_path)) == 2
-
-
-def test_the_flags_keep_ieee_arithmetic(toy: Path) -> None:
-    """Contracting a * b + c would give a last bit that the reference does not have."""
-    toy.write_text(
-        'extern "C" int contracted() { volatile float a = 0x1.000002p0f, c = -0x1.000004p0f; '
-        "float x = a, z = c; return x * x + z != 0.0f; }"
-    )
-    library = native.library("toy")
-    assert library is not None
-    assert library.contracted() == 0  # fused, the square keeps its 2^-46
-    for flags in native._flag_sets():
-        assert not {"-ffast-math", "-Ofast"} & {*native._SHARED, *flags}
 
 
 def test_a_source_that_does_not_compile_warns_once(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,15 +331,6 @@ def test_a_fork_of_a_process_that_has_run_in_parallel_works_alone(tmp_path: Path
     assert done.stdout == "done\n", done.stderr
 
 
-def test_a_fork_before_anything_ran_keeps_its_threads() -> None:
-    code = (
-        "import os, torch\nfrom halfstep.kernels.threads import threads\ntorch.set_num_threads(2)\n"
-        "child = os.fork()\nif child == 0: os._exit(threads())\n"
-        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threads())"
-    )
-    assert run(code).stdout == "2 2\n"
-
-
 def test_every_family_compiles_without_openmp_and_without_native_tuning(tmp_path: Path) -> None:
     """The last resort of `_flag_sets`, for compilers that know neither."""
     for source in sorted(Path(native.__file__).parent.rglob("*.cpp")):
@@ -445,29 +422,3 @@ def test_what_a_killed_compilation_leaves_is_removed(
         native.library.cache_clear()
         native.library("toy")
     assert not list(cache.glob("compilation-*"))
-
-
-def test_functions_take_what_their_source_declares(toy: Path) -> None:
-    toy.write_text(
-        """#include <cstdint>
-extern "C" void halfstep_one(const double* from, double* to, int64_t count,
-                             float factor, int32_t signs) {
-    for (int64_t i = 0; i < count; ++i) to[i] = from[i] * factor * (signs ? -1 : 1);
-}
-extern "C" {
-void halfstep_two(uint64_t seed, uint64_t* to) { *to = seed; }
-}
-"""
-    )
-    library = native.library("toy")
-    pointer = ctypes.c_void_p
-    assert library.halfstep_one.argtypes == [pointer, pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_int32]
-    assert library.halfstep_two.argtypes == [ctypes.c_uint64, pointer]
-    assert library.halfstep_one.restype is library.halfstep_two.restype is None
-    numbers, seed = (ctypes.c_double * 2)(1.5, -2.0), ctypes.c_uint64()
-    library.halfstep_one(ctypes.addressof(numbers), ctypes.addressof(numbers), 2, 2.0, True)
-    assert list(numbers) == [-3.0, 4.0]
-    library.halfstep_two(2**64 - 1, ctypes.addressof(seed))
-    assert seed.value == 2**64 - 1
-    with pytest.raises(ctypes.ArgumentError):
-        library.halfstep_two("7", None)

@@ -92,15 +92,6 @@ def grads(sizes: list[int], dtype: torch.dtype, seed: int = 0, spread: float = 1
 # ------------------------------------------------------------------------------------------------------ sum of squares
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names)
-def test_sums_of_odd_sizes(dtype: torch.dtype) -> None:
-    sizes = [0, 1, 2, 3, 511, 512, 513, 2047, 2049, 4095, 4096, 4097, 3 * 4096 + 5]
-    assert examine(grads(sizes, dtype)).found_inf.item() == 0
-    if dtype == FP32:
-        for size in sizes:
-            examine(grads([size], dtype, seed=size))
-
-
 def tree(values: np.ndarray) -> np.ndarray:
     """The docstring's sum by hand: halves, halves of these, neighbours."""
     for _ in range(2):
@@ -140,15 +131,6 @@ def test_no_square_overflows_or_underflows(exponent: int) -> None:
     norm = halfstep.foreach_unscale_([tensor], 1.0).norm.item()
     with np.errstate(over="ignore"):
         assert norm == np.float32(np.sqrt(np.float64(value) ** 2 * 4099))
-
-
-@pytest.mark.parametrize("dtype", [FP16, BF16], ids=names)
-def test_every_16_bit_code(dtype: torch.dtype) -> None:
-    codes = np.arange(2**16, dtype=np.uint16).view(oracles.NUMPY[dtype])
-    with np.errstate(invalid="ignore"):
-        finite = codes[np.isfinite(codes.astype(np.float32))]
-    assert examine([oracles.to_torch(finite)]).found_inf.item() == 0
-    examine([oracles.to_torch(part) for part in np.split(codes, 16)])
 
 
 @pytest.mark.parametrize(("dtype", "way"), [(FP32, "checked"), (FP16, "scaled"), (BF16, "written")])
@@ -250,49 +232,6 @@ def test_any_list_is_unscaled_the_same_way_everywhere(tensors: list[torch.Tensor
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
-
-
-def _in_parts(tensors: list[torch.Tensor], of_part: list[int], factor: Factor | None, tally: Tally) -> Verdict:
-    """A check whose tensors belong to numbered parts, which come in descending order."""
-    entries: dict[int, tuple[torch.dtype, torch.Tensor, torch.Tensor]] = {}
-    for number in sorted(set(of_part), reverse=True):
-        own = [index for index, part in enumerate(of_part) if part == number]
-        part = unscale.check_part([tensors[index].clone() for index in own], factor)
-        entries.update(zip(own, zip(part.dtypes, part.sums, part.flags, strict=True), strict=True))
-    dtypes, sums, flags = zip(*(entry for _, entry in sorted(entries.items())), strict=True)
-    places = [2 * index for index in range(len(tensors))]
-    out = Verdict.empty(2 * len(tensors), tensors[0].device)
-    return unscale.finish_parts(unscale.PartialCheck(list(dtypes), sums, flags, True), places, out, tally)
-
-
-@pytest.mark.parametrize(("marked", "inv_scale"), [(None, 1 / 3), (INF, 1 / 3), (NAN, None)])
-@pytest.mark.parametrize("name", ALL)
-def test_a_check_in_parts_has_the_bits_of_one_check(name: str, marked: float | None, inv_scale: float | None) -> None:
-    """The order of the chunks depends on the dtypes. It changes sums whose bits fp64 cannot hold."""
-    sizes = [5000, 3, 0, 4096, 9000, 17, 8192]
-    given = [
-        tensor
-        for index, size in enumerate(sizes)
-        for tensor in grads([size], DTYPES[index % 3], spread=10.0 ** (index % 4 * 2))
-    ]
-    if marked is not None:
-        given[4][4500] = marked
-    with using(name, "unscale") as device:
-        tensors = twins(given, device)
-        factor = None if inv_scale is None else Factor(torch.tensor(inv_scale, device=device))
-        counts = [torch.zeros(2 * len(sizes), 4, dtype=torch.int32, device=device) for _ in range(2)]
-        step = torch.tensor([6], device=device)
-        whole = unscale.check(
-            tensors,
-            factor,
-            out=Verdict.empty(2 * len(sizes), torch.device(device)),
-            tally=Tally(counts[0], step),
-            slots=[2 * index for index in range(len(sizes))],
-        )
-        parts = _in_parts(tensors, [0, 1, 0, 2, 1, 0, 2], factor, Tally(counts[1], step))
-        for one, other in zip(parts, whole, strict=True):
-            assert_same_bits(one.cpu(), other.cpu(), name)
-        assert torch.equal(*counts) and bool(counts[0].any()) == (marked is not None)
 
 
 # --------------------------------------------------------------------------------------------------------------- flags

@@ -323,15 +323,3 @@ def _coded(x: np.ndarray, scales: np.ndarray, random: np.ndarray | None, signed:
 def _matrix(x: np.ndarray, scales: np.ndarray) -> tuple[int, int]:
     """Rows and columns of elements with these scales."""
     return len(scales), x.size // max(len(scales), 1)
-
-
-def adam_step_float64(w: float, m: float, v: float, g: float, t: int, o: AdamOptions) -> tuple[float, float, float]:
-    """A step of one number in fp64, with the formulas of the paper."""
-    if not o.decoupled:
-        g = g + o.decay * w
-    m = o.beta1 * m + (1 - o.beta1) * g
-    v = o.beta2 * v + (1 - o.beta2) * g * g
-    hat_m, hat_v = m / (1 - o.beta1**t), v / (1 - o.beta2**t)
-    if o.decoupled:
-        w = w - o.lr * o.decay * w
-    return w - o.lr * hat_m / (math.sqrt(hat_v) + o.eps), m, v

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 
 import halfstep
 from halfstep.numerics.planning import Plan, Transformer, plan, unit, work
-from halfstep.numerics.planning.layouts import INT8_GROUPS, LAYOUTS
+from halfstep.numerics.planning.layouts import LAYOUTS
 
 pytestmark = pytest.mark.sample(3)
 
@@ -314,41 +313,3 @@ def test_what_checkpointing_keeps() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- flashoptim
-
-needs_flashoptim = pytest.mark.skipif(importlib.util.find_spec("flashoptim") is None, reason="needs flashoptim")
-
-
-class NoKernel:
-    """Launches nothing: what is counted is allocated before, in Python."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return lambda *args: None
-
-
-class SaysCuda(torch.Tensor):
-    """A tensor of the CPU that answers as flashoptim asks."""
-
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
-
-
-@needs_flashoptim
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_flashoptims_states(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its AdamW allocates before its first step; the step itself needs a GPU."""
-    from flashoptim import FlashAdamW, optimizers
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(optimizers, "_triton_quantize_kernel", NoKernel())
-    # Sizes that are no whole groups of 32, so that short groups' scales count.
-    shapes = [(33, 12), (7,), (1,), (32,)]
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=DTYPES[precision]).as_subclass(SaysCuda)) for shape in shapes]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer = FlashAdamW(parameters, lr=1e-3, master_weight_bits=24)
-    for p in parameters:
-        optimizer._ensure_state_initialized(p, optimizer.param_groups[0])
-    found = counted(parameters, optimizer)
-    assert found.pop("scalars") == 8 * len(parameters)  # step counts, on the CPU whatever the device
-    made = plan(units=[unit("all", shapes)], precision=precision, optimizer="flashoptim-24")
-    assert found == planned(made)
-    assert made.part("exp_avg").bytes > INT8_GROUPS.per_parameter * made.parameters

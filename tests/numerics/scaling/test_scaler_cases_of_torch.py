@@ -215,39 +215,6 @@ def test_scaling_keeps_the_structure_of_what_is_scaled(enabled: bool) -> None:
 KINDS = [halfstep.GradScaler, torch.amp.GradScaler]
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("target", KINDS, ids=["into ours", "into torchs"])
-@pytest.mark.parametrize("source", KINDS, ids=["of ours", "of torchs"])
-def test_a_state_goes_from_any_scaler_into_any(source: Any, target: Any, used: bool) -> None:
-    """Before and after the scale has become a tensor; both then go on alike."""
-    one: Any = source("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
-    other: Any = target("cpu", init_scale=6.0, growth_factor=7.0, backoff_factor=0.8, growth_interval=1)
-    if used:
-        for scaler in (one, other):
-            scaler.scale(torch.full((1,), 4.0))
-            parameter = torch.nn.Parameter(torch.zeros(1))
-            parameter.grad = torch.ones(1)
-            scaler.step(torch.optim.SGD([parameter], lr=0.1))
-            scaler.update()
-    other.load_state_dict(one.state_dict())
-    assert other.state_dict() == one.state_dict()
-    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
-        assert getattr(other, f"get_{name}")() == getattr(one, f"get_{name}")()
-    assert other._get_growth_tracker() == one._get_growth_tracker() == int(used)
-    histories = []
-    for scaler in (one, other):
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer, history = torch.optim.SGD([parameter], lr=0.1), []
-        for bad in (False, True, False, False, False):
-            scaler.scale(torch.ones(()))
-            parameter.grad = torch.full((1,), float("inf") if bad else 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            history.append(scaler.get_scale())
-        histories.append(history)
-    assert histories[0] == histories[1]
-
-
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda g: g,
     "transposed": lambda g: g.t().contiguous().t(),
