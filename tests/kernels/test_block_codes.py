@@ -217,12 +217,12 @@ def test_every_signed_code_under_every_exponent(codec: Codec) -> None:
 
 
 def test_every_positive_code_under_every_scale(codec: Codec) -> None:
-    """All bases and steps whose largest code is a number."""
+    """Bases and steps whose largest code is a number, each third one and the last ones."""
     row = rows_with_every_code([0, 255])
     pairs = [(base, step) for base in range(1, 255) for step in range(16, 21)]
     fitting = [base << 7 | step for base, step in pairs if (base << 7) + (255 << step - 16) <= 0x7F70]
     assert 254 << 7 | 15 not in fitting and 223 << 7 | 20 in fitting and 224 << 7 | 20 not in fitting
-    scales = np.array(fitting, np.int16)
+    scales = np.array(fitting[::3] + fitting[-3:], np.int16)
     again(codec, np.repeat(row[None], len(scales), axis=0), np.repeat(scales[:, None], 9, axis=1), False)
     nothing = np.zeros((1, SPAN), np.uint8)
     for scale, meaning in ((0, 0.0), (block_oracle.NAN_SCALE, np.nan)):

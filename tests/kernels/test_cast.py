@@ -53,7 +53,7 @@ def codes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
-def probes(source: torch.dtype, target: torch.dtype, count: int = 1500) -> torch.Tensor:
+def probes(source: torch.dtype, target: torch.dtype, count: int = 800) -> torch.Tensor:
     """Values of `source`, out of order, where casting them to `target` may go wrong."""
     rng = np.random.default_rng(FORMATS.index(source) * 5 + FORMATS.index(target))
     if source != FP32:
@@ -141,7 +141,7 @@ def test_the_portable_cpp_has_the_bits_of_the_reference(
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", FORMATS, ids=names)
 def test_the_same_dtype_is_a_copy(name: str, dtype: torch.dtype) -> None:
-    x = every_code(dtype)
+    x = every_code(dtype)[:: 7 if dtype == FP32 else 1]
     with using(name, "cast") as device:
         there = x.to(device)
         for rounding in ROUNDINGS:
@@ -377,7 +377,7 @@ def test_lists_and_out_are_not_differentiable() -> None:
 def test_the_operator_is_registered_properly(target: torch.dtype, rounding: str) -> None:
     seed = torch.tensor(5) if rounding == "stochastic" else None
     only: dict[str, Any] = {"test_utils": ("test_schema", "test_faketensor")} if target in FP8 else {}
-    for kind in ("odd", "0-dim", "transposed", "transposed gaps", "expanded", "empty", "channels last"):
+    for kind in ("0-dim", "transposed gaps", "channels last"):
         x = kinds(FP32)[kind].nan_to_num(0, 0, 0).requires_grad_(target not in FP8)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 from halfstep.kernels import compiler
@@ -81,6 +82,6 @@ print(native.library("cast"))
         "HALFSTEP_CPU_LEVEL": "",
         "HALFSTEP_CACHE": str(tmp_path / "cache"),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = forks.run(["-c", code], environment)
     assert done.stdout.split() == [str(target), "None"], done.stderr
     assert "compiled CPU kernels for cast are not available: no C++ compiler found" in done.stderr

@@ -120,7 +120,7 @@ def round_by(request: pytest.FixtureRequest) -> Round:
 @cache
 def by_fractions(dtype: torch.dtype, rounding: str, saturate: bool) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
     """Values, words of noise, and the codes that they must round to."""
-    values = roundings.points(dtype, every=1 if dtype.itemsize == 1 else 97)
+    values = roundings.points(dtype, every=1 if dtype.itemsize == 1 else 199)
     specials = np.array([0x7F800001, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], dtype=np.uint32).view(np.float32)
     values = np.concatenate([values, specials])
     random = np.random.default_rng(0).integers(0, 2**32, len(values))

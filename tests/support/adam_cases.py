@@ -43,7 +43,8 @@ def pairwise(layouts: list[Layout]) -> list[Layout]:
 
     def pairs(layout: Layout) -> set[object]:
         weight = (layout.param, layout.master)
-        return set(combinations(enumerate((weight, layout.grad, layout.state, layout.amsgrad, layout.l2)), 2))
+        choices = (weight, layout.grad, layout.state, layout.amsgrad, layout.l2, layout.stochastic)
+        return set(combinations(enumerate(choices), 2))
 
     missing, chosen = set().union(*map(pairs, layouts)), []
     while missing:
@@ -52,8 +53,7 @@ def pairwise(layouts: list[Layout]) -> list[Layout]:
     return chosen
 
 
-FEW = pairwise(LAYOUTS)
-FEW_STOCHASTIC = pairwise(STOCHASTIC_LAYOUTS)
+FEW = pairwise(LAYOUTS + STOCHASTIC_LAYOUTS)
 
 
 def label(layout: object) -> str:

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import cache
 
 import numpy as np
+import pytest
 
 ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd")
 
@@ -67,6 +68,8 @@ SPECS = {
     "int8": Spec(0, 7, 0, False, range(0)),
 }
 SMALL = tuple(name for name, spec in SPECS.items() if spec.bits <= 16)  # all of whose codes are looked at
+# Of these, `make test` leaves those of 16 bits to `make exhaustive` where each code takes long.
+PARAMETERS = [pytest.param(name, marks=[pytest.mark.exhaustive] * (SPECS[name].bits == 16)) for name in SMALL]
 
 
 def value_of(code: int, name: str) -> Fraction | float:

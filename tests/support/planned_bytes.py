@@ -177,7 +177,7 @@ def on_four() -> dict[str, Any]:
     """Trainings on four ranks: HSDP in two groups of two, and strategies for any number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = strategies(init_device_mesh("cpu", (2 * WORLD,)))
-    names = ("ddp", "zero1-torch", "fsdp", "fsdp1")
+    names = ("zero1-torch", "fsdp")
     return {"hsdp": one_step(strategies(mesh)["fsdp"]), **{f"{name} on 4": one_step(made[name]) for name in names}}
 
 

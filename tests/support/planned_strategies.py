@@ -28,10 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp, fp32 gathered as bf16": {"strategy": "fsdp", "precision": "amp-bf16"},
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
-    "ddp on 4": {"strategy": "ddp", "gpus": 4},
     "zero1-torch on 4": {"strategy": "zero1-torch", "gpus": 4},
     "fsdp on 4": {"strategy": "fsdp", "gpus": 4},
-    "fsdp1 on 4": {"strategy": "fsdp1", "gpus": 4},
 }
 
 

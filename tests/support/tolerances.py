@@ -31,12 +31,8 @@ SOFTMAX_FLUSHED = 2.0**-126
 # 2^-24. Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
 SUM_OF_SQUARES = 13.01 * 2.0**-24
 
-# One Adam step on one number against the textbook formula in float64, in roundings of 2^-24 of the magnitudes that
-# enter: about 12 operations lie between the inputs and the weight, and beta and 1 - beta are rounded to fp32 apart.
-ADAM_STEP_UNITS = 16.0
-
 # A run of Adam against float64, in roundings of 2^-24 of each update, added up over the steps: about 12 operations for
-# the update itself (ADAM_STEP_UNITS), and the errors that m and v carry from earlier steps, which decay as they do.
+# the update itself, and the errors that m and v carry from earlier steps, which decay as they do.
 ADAM_RUN_UNITS = 48.0
 
 # A mean over random bits may be this many standard deviations off. The bits follow from fixed seeds, so a test that

@@ -201,7 +201,7 @@ def test_the_generator_of_the_library_governs_the_noise(values: Any, seed: Any) 
 # ----------------------------------------------------------------------------------------------------------- neighbours
 
 
-@pytest.mark.parametrize("name", oracle.SMALL)
+@pytest.mark.parametrize("name", oracle.PARAMETERS)
 def test_next_up_and_down_walk_through_all_numbers(name: str) -> None:
     form = formats[name]
     values = {float(value) for value in (oracle.value_of(code, name) for code in range(form.codes)) if value == value}
@@ -274,7 +274,7 @@ def test_neighbours() -> None:
         codec.neighbours(math.inf, "fp16")
 
 
-@pytest.mark.parametrize("name", oracle.SMALL)
+@pytest.mark.parametrize("name", oracle.PARAMETERS)
 def test_neighbours_enclose(name: str) -> None:
     form, values = formats[name], oracle.extended(name)
     for index in range(0, len(values) - 2, max(1, len(values) // 40)):

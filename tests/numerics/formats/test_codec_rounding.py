@@ -76,7 +76,11 @@ def test_every_value_encodes_to_its_code(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, marks=[pytest.mark.exhaustive] * (formats[name].bits == 16 and dtype is np.float64))
+        pytest.param(
+            name,
+            dtype,
+            marks=[pytest.mark.exhaustive] * (formats[name].bits == 16 and (name, dtype) != ("fp16", np.float32)),
+        )
         for name in oracle.SMALL
         for dtype in (np.float32, np.float64)
     ],

@@ -37,7 +37,7 @@ def test_fields_codes_and_digits(name: str) -> None:
     assert form.decimal_digits == pytest.approx(p * 0.30102999566398120, rel=1e-15)
 
 
-@pytest.mark.parametrize("name", oracle.SMALL)
+@pytest.mark.parametrize("name", oracle.PARAMETERS)
 def test_figures_by_enumeration(name: str) -> None:
     form = formats[name]
     values = [oracle.value_of(code, name) for code in range(form.codes)]

@@ -83,7 +83,7 @@ def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Lies], bool]:
     return shape, lying, draw(st.booleans())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(meshes())
 def test_each_part_is_counted_once_and_every_rank_has_the_same_sum(
     case: tuple[tuple[int, ...], list[Lies], bool],

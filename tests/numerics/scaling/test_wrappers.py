@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+import forks
 
 PROGRAM = """
 import sys
@@ -32,7 +32,5 @@ torch.distributed.destroy_process_group()
 
 
 def test_modules_that_were_wrapped_before_the_import_are_known(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "store")], capture_output=True, text=True, timeout=120
-    )
+    result = forks.run(["-c", PROGRAM, tmp_path / "store"])
     assert result.returncode == 0, result.stderr
