@@ -142,7 +142,7 @@ for name in names:
 def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stages = {"machine": "first", "hangs": "bits", "dies": "bits", "last": "times"}
+    stages = {"machine": "first", "dies": "bits", "hangs": "times", "last": "times"}
     checks = {name: gpu_checks.Check(lambda device: None, stage) for name, stage in stages.items()}
     checks["hangs"] = checks["hangs"]._replace(limit=0.5)
     monkeypatch.setattr(gpu_checks, "checks", lambda folder, quick: checks)
@@ -162,7 +162,7 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
     with (tmp_path / "checks.jsonl").open("a") as file:
         file.write(json.dumps({"check": "hangs", "status": "passed", "code": "other"}) + '\n{"check": "hangs')
     assert gpu.main([*arguments, "--minutes", "0.005"]) == 1, "too short for what hangs"
-    checks["hangs"] = checks["dies"]
+    checks["hangs"] = checks["last"]
     monkeypatch.delenv("FAULTY_HANGS")
     monkeypatch.delenv("FAULTY_DIES")
     capsys.readouterr()
