@@ -285,21 +285,6 @@ def test_weights_at_the_edges_of_the_formats(name: str) -> None:
             examine((name,), layout, tensors, [Step([grad])])
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_weight_zeroed_from_outside_goes_on_from_zero(name: str) -> None:
-    """`zero_`, a pruning mask: the remainder is still the old weight's, and below zero lie the patterns of NaN."""
-    layout, rng = USUAL[1], np.random.default_rng(16)
-    zeros = np.zeros(64, np.float32)
-    zeros[::2] = -0.0
-    clean = make(layout, zeros, rng, step=5)
-    stale = dataclasses.replace(clean, extra=rng.integers(-(2**15), 0, 64).astype(np.int16))
-    step = Step([rng.standard_normal(64).astype(np.float32).astype(NUMPY[BF16])])
-    with using(name, "adam") as device:
-        memory = Memory(layout, [stale], device, 0)
-        memory.step(step)
-        memory.compare(step.expected([clean]), name)
-
-
 # -------------------------------------------------------------------------------------------------- stochastic rounding
 
 

@@ -99,6 +99,16 @@ def seed_of(rounding: str) -> int | None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("source", "target"), WIDE_PAIRS, ids=names)
+def test_every_code_to_nearest(name: str, source: torch.dtype, target: torch.dtype) -> None:
+    values = oracles.to_numpy(every_code(source))
+    with using(name, "cast") as device:
+        x = oracles.to_torch(values).to(device)
+        for result in (halfstep.cast(x, target), *halfstep.foreach_cast([x], target)):
+            assert_same_bits(result, nearest(values, target))
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=names)
 def test_every_pair_rounding_and_saturation(name: str, source: torch.dtype, target: torch.dtype) -> None:
     x = probes(source, target)

@@ -210,32 +210,58 @@ def test_nothing_is_launched_for_nothing() -> None:
             assert counts.sum() == 0
 
 
-def test_errors_name_the_argument() -> None:
-    one, grid = torch.ones(3), GRIDS["fp16"]
-    good = torch.zeros(1, width(True), dtype=torch.int64)
-    with pytest.raises(
-        TypeError, match=r"Expected tensors\[0\] to have dtype float32, float16 or bfloat16, but got torch.int32"
-    ):
-        foreach_count_([one.int()], good, grid)
-    with pytest.raises(
-        TypeError, match=r"Expected tensors\[0\] to be a dense tensor, but got layout torch.sparse_coo: use .to_dense"
-    ):
-        foreach_count_([one.to_sparse()], good, grid)
-    with pytest.raises(
-        ValueError, match=r"Expected counts to be contiguous .* int64 on cpu, but got \(1, 1044\) torch.int32 on cpu"
-    ):
-        foreach_count_([one], good.int(), grid)
-    with pytest.raises(ValueError, match=r"Expected counts to have 849 or 1044 columns, width\(errors\), but got 7"):
-        foreach_count_([one], torch.zeros(1, 7, dtype=torch.int64), grid)
-    for rows in ([1], [-1], [0, 0], []):
-        with pytest.raises(
-            ValueError, match=r"Expected rows to be one distinct row of counts per tensor, 1 from 0 to 0, but got \["
-        ):
-            foreach_count_([one], good, grid, rows=rows)
-    with pytest.raises(ValueError, match=r"one distinct row of counts per tensor, 2 from 0 to 0, but got \[0, 1\]"):
-        foreach_count_([one, one], good, grid)
-    with pytest.raises(
-        ValueError, match=r"Expected scale to be one fp32 number on cpu, but got \(2,\) torch.float32 on cpu"
-    ):
-        foreach_count_([one], good, grid, scale=torch.ones(2))
-    assert good.sum() == 0
+ONE, GOOD = torch.ones(3), torch.zeros(1, width(True), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "counts", "options", "error", "message"),
+    [
+        (
+            [ONE.int()],
+            GOOD,
+            {},
+            TypeError,
+            r"tensors\[0\] to have dtype float32, float16 or bfloat16, but got torch.int32",
+        ),
+        (
+            [ONE.to_sparse()],
+            GOOD,
+            {},
+            TypeError,
+            r"tensors\[0\] to be a dense tensor, but got layout torch.sparse_coo: use",
+        ),
+        (
+            [ONE],
+            GOOD.int(),
+            {},
+            ValueError,
+            r"counts to be contiguous .* int64 on cpu, but got \(1, 1044\) torch.int32",
+        ),
+        ([ONE], GOOD[:, :7], {}, ValueError, "counts to "),
+        ([ONE], GOOD[:, :7].clone(), {}, ValueError, r"counts to have 849 or 1044 columns, width\(errors\), but got 7"),
+        *(
+            (
+                [ONE],
+                GOOD,
+                {"rows": rows},
+                ValueError,
+                r"one distinct row of counts per tensor, 1 from 0 to 0, but got \[",
+            )
+            for rows in ([1], [-1], [0, 0], [])
+        ),
+        ([ONE, ONE], GOOD, {}, ValueError, r"one distinct row of counts per tensor, 2 from 0 to 0, but got \[0, 1\]"),
+        (
+            [ONE],
+            GOOD,
+            {"scale": torch.ones(2)},
+            ValueError,
+            r"scale to be one fp32 number on cpu, but got \(2,\) torch",
+        ),
+    ],
+)
+def test_errors_name_the_argument(
+    tensors: list[torch.Tensor], counts: torch.Tensor, options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        foreach_count_(tensors, counts, GRIDS["fp16"], **options)  # type: ignore[arg-type]
+    assert counts.sum() == 0

@@ -161,17 +161,6 @@ def test_capturing_asks_about_the_device_that_it_was_given() -> None:
         assert capturing(torch.device("cuda")) and not capturing(torch.device("cpu"))
 
 
-def test_a_capture_pins_memory_while_copies_are_under_way() -> None:
-    with Model("late"):
-        tensors = [ones(4), ones(9)]
-        halfstep.foreach_check(tensors)
-        torch.cuda.synchronize()
-        with captured() as graph:
-            found = halfstep.foreach_check(tensors).sum_of_squares
-        graph.replay()
-        assert found.item() == 13.0
-
-
 # --------------------------------------------------------------------------------------------------- copies and devices
 
 
@@ -197,14 +186,6 @@ def test_what_is_moved_to_a_gpu_is_waited_for_by_no_one() -> None:
         assert moved[1] is numbers[1] and moved[2] is None
         assert to_device(torch.tensor(3), model.device, torch.float32).dtype == torch.float32
         assert model.blocking == [] and moved[0] is not None and moved[0].item() == 1.5
-
-
-def test_nothing_is_read_from_a_capture() -> None:
-    for move in (lambda x: to_device(x, torch.device("cpu")), lambda x: all_to_device([x], torch.device("cpu"))):
-        with Model("late"):
-            x = ones(4)
-            with pytest.raises(RuntimeError, match="previous error during capture"), captured():
-                move(x)
 
 
 # ------------------------------------------------------------------------------------------------------ no hidden waits
@@ -266,14 +247,3 @@ def test_tensors_of_a_gpu_compile_nothing_for_the_cpu(monkeypatch: pytest.Monkey
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-
-
-def test_large_tensors_of_16_bits_are_widened_by_our_kernel_and_others_by_torch() -> None:
-    with Model("late", kernels="native"):
-        for size, elsewhere in ((2**22 - 1, True), (2**22, False)):
-            x = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-            assert cast._torch_converts(x, torch.float32, cast.NEAREST, False) is elsewhere
-            del x
-    with Model("late", kernels="native"):  # the other way, torch takes no longer than the bytes
-        assert cast._torch_converts(ones(2**21 + 1), torch.bfloat16, cast.NEAREST, False)
-    assert cast._torch_converts(torch.empty(2**22, dtype=torch.bfloat16), torch.float32, cast.NEAREST, False)  # a CPU
