@@ -366,17 +366,6 @@ def test_what_is_missing_is_named_and_the_reference_runs(
         assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_an_unusable_cache_folder_costs_a_compilation_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    cache = tmp_path / "file" / "cache"
-    scratch = tmp_path.parent / f"{tmp_path.name}-scratch"
-    scratch.mkdir()
-    done = run(USE, HALFSTEP_CACHE=str(cache), TMPDIR=str(scratch))
-    assert done.stdout.split() == ["0.0", "25.0"], done.stderr
-    assert done.stderr == ""
-    assert list(scratch.glob("halfstep-*")) == [], "the private folder was left behind"
-
-
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     """The ranks of a job: one compiles, the others wait and load what it made."""
     log = tmp_path / "log"

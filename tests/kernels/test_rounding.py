@@ -252,9 +252,7 @@ def test_a_join_is_nan_only_where_the_weight_is(name: str, request: pytest.Fixtu
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALL)
-def test_split_and_join_of_all_patterns(
-    name: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
-) -> None:
-    found = list(walks.in_processes(capfd, walks.walk_slice, name, needed(name, request)))
+def test_split_and_join_of_all_patterns(name: str, request: pytest.FixtureRequest) -> None:
+    found = list(walks.in_processes(walks.walk_slice, name, needed(name, request)))
     assert sum(nans for nans, _ in found) == 2 * (2**23 - 1)
     assert sum(uneven for _, uneven in found) == 0x7F80, "one tie for every even code, of both signs together"

@@ -191,16 +191,6 @@ def test_what_is_moved_to_a_gpu_is_waited_for_by_no_one() -> None:
 # ------------------------------------------------------------------------------------------------------ no hidden waits
 
 
-def test_more_sizes_than_are_remembered_wait_for_nothing() -> None:
-    with Model("late") as model:
-        for _ in range(2):
-            for size in range(1, 13):
-                out = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-                halfstep.cast(ones(size), torch.bfloat16, out=out)
-                halfstep.foreach_check([ones(size)])
-        assert model.blocking == [] and model.pageable == []
-
-
 def test_scratch_of_a_graph_is_its_own() -> None:
     with Model("late"):
         x = [ones(5000)]

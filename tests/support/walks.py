@@ -1,4 +1,4 @@
-"""Checks of all 2^32 fp32 patterns in several processes: casts and split masters."""
+"""Checks of all 2^32 fp32 patterns of split masters in several processes; and another compilation of the casts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import functools
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -15,10 +14,8 @@ from typing import TypeVar
 import cpp
 import numpy as np
 import oracles
-import pytest
 import torch
 
-import halfstep
 from halfstep.kernels import native
 from halfstep.kernels.backend import INTERPRET, jit, tl
 from halfstep.kernels.rounding import join_float32, join_master, split_float32, split_master
@@ -159,77 +156,19 @@ def walk_slice(implementation: str, library: str | None, start: int, end: int) -
     return int(counts[0]), int(counts[1])
 
 
-def nearest_codes(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-    """The codes of fp32 values rounded to nearest even, by torch to 16 bits, by ml_dtypes to 8; int32."""
-    if target.itemsize == 2:
-        return values.to(target).view(torch.int16).int() & 0xFFFF
-    with np.errstate(all="ignore"):
-        return torch.from_numpy(oracles.bits(oracles.round_to(values.numpy(), target)).astype(np.int32))
-
-
-def codes_of(result: torch.Tensor) -> torch.Tensor:
-    """The codes of a tensor of 16-bit or 8-bit numbers, as int32."""
-    return result.view(torch.int16).int() & 0xFFFF if result.itemsize == 2 else result.view(torch.uint8).int()
-
-
-def walk_casts(library: str | None, target: torch.dtype, rounding: str, start: int, end: int) -> int:
-    """Compare the C++ list cast with torch and ml_dtypes, from pattern `start` to `end`. Returns the number of NaNs.
-
-    Args:
-        library: another compilation of cast.cpp to use; None for the package's own.
-        rounding: ``"nearest"`` or ``"toward_zero"``, which is nearest minus one code if that is larger.
-    """
-    if library is not None:
-        # This process is the walk's own.
-        native.library = lambda family: load_casts(library) if family == "cast" else None  # type: ignore[assignment]
-    size, nans = 2**17, 0
-    infinity = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float8_e5m2: 0x7C, torch.float8_e4m3fn: 0x7E}
-    sign = 1 << (8 * target.itemsize - 1)
-    offsets, result = torch.arange(size, dtype=torch.int32), torch.empty(size, dtype=target)
-    for first in range(start, end, size):
-        patterns = offsets + (first - 2**32 if first >= 2**31 else first)
-        values = patterns.view(torch.float32)
-        with halfstep.backend("auto"):
-            # Two tensors: the cast of one is torch's own, which gives every NaN one sign on CPUs with AVX-512.
-            halfstep.foreach_cast([values, values[:0]], target, rounding=rounding, out=[result, result[:0]])
-        codes, expected = codes_of(result), nearest_codes(values, target)
-        if rounding == "toward_zero":
-            rounded = expected.to(torch.uint8 if target.itemsize == 1 else torch.int16).view(target).float()
-            # What overflowed to NaN, in E4M3, counts as larger than any number.
-            larger = (rounded.abs() > values.abs()) | (rounded.isnan() & values.isfinite())
-            expected = expected - larger.int()
-        if (first & 0x7FFFFFFF) < 0x7F800000:
-            assert torch.equal(codes, expected), f"{target}, patterns from 0x{first:08x}"
-            continue
-        nan = values.isnan()
-        assert torch.equal(codes[~nan], expected[~nan]), f"infinity, patterns from 0x{first:08x}"
-        assert bool(((codes & (sign - 1))[nan] > infinity[target]).all()), f"NaN lost, patterns from 0x{first:08x}"
-        assert torch.equal((codes & sign)[nan] != 0, patterns[nan] < 0), f"sign lost, patterns from 0x{first:08x}"
-        nans += int(nan.count_nonzero())
-    return nans
-
-
 def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def in_processes(capture: pytest.CaptureFixture[str], function: Callable[..., T], *arguments: object) -> Iterator[T]:
-    """Yield ``function(*arguments, start, end)`` for 256 slices of 0 .. 2^32, a process per core.
-
-    The progress and the time are printed to the terminal, bypassing pytest's `capture`.
-    """
-    slices, began = 256, time.monotonic()
+def in_processes(function: Callable[..., T], *arguments: object) -> Iterator[T]:
+    """Yield ``function(*arguments, start, end)`` for 256 slices of 0 .. 2^32, a process per core."""
     workers = 1 if DEVICE.type == "cuda" else max(1, min(8, os.cpu_count() or 1))
-    step = 2**32 // slices
+    step = 2**24
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
         jobs = [pool.submit(function, *arguments, start, start + step) for start in range(0, 2**32, step)]
         try:
-            for number, job in enumerate(jobs, 1):
+            for job in jobs:
                 yield job.result()
-                if number % 16 == 0:
-                    minutes = (time.monotonic() - began) / 60
-                    with capture.disabled():
-                        print(f" {number * 100 // slices}% {minutes:.1f} min", end="", flush=True)
         finally:
             pool.shutdown(cancel_futures=True)

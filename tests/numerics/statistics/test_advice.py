@@ -116,24 +116,6 @@ def test_gradients_of_every_source_say_the_same() -> None:
     assert json.loads(json.dumps(plain, allow_nan=False))["format"] == "fp16"
 
 
-def test_the_text() -> None:
-    gradients = {"small": torch.tensor([2.0**-40] * 99 + [2.0**-44]), "large": torch.tensor([2.0**-10, -1.5 * 2.0**-5])}
-    assert str(advise_scale(gradients, share=0.01)).splitlines() == [
-        "fp16: scale 2^17; from 2^16 to 2^20 nothing overflows and no more than",
-        "  1.00 % of any gradient is flushed to zero",
-        "  at 2^15: 100 % of small flushed",
-        "  at 2^21: large overflows",
-        "  at 2^17: 0.98 % flushed, 97.1 % subnormal, 3 bits of headroom",
-        "fp16 suffices with loss scaling",
-    ]
-    wide = {"a": torch.tensor([1.0, 2.0**-60]), "b": torch.tensor([0.0, INF], dtype=torch.float16)}
-    text = str(advise_scale(wide, share=0.0))
-    assert text.startswith("fp16: no scale is good enough; 2^") and max(map(len, text.splitlines())) <= 120
-    assert "fp16 is too narrow for these gradients, bf16 is not: use bf16" in text
-    assert "1 elements are infinite and 0 NaN already; they are left out" in text
-    assert "50.0 % of the elements of float16 tensors are 0; what was flushed before cannot be told from these" in text
-
-
 def test_scales_considered_are_those_the_scaler_allows() -> None:
     scaler = halfstep.GradScaler("cpu", init_scale=2.0 ** int(EXPONENTS[-1]))
     assert scaler.get_scale() == 2.0**126
