@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import textwrap
 import time
 from collections.abc import Callable
@@ -18,10 +17,9 @@ import torch
 
 import halfstep
 from halfstep.__main__ import main as halfstep_main
-from halfstep.bench import harness, run, run_report, timing
+from halfstep.bench import harness, run, timing
 from halfstep.bench.cases import GROUPS, Sizes
-from halfstep.bench.harness import FAILED, OK, UNAVAILABLE, WRONG, Result
-from halfstep.cli.terminal import rendered
+from halfstep.bench.harness import OK, Result
 
 TINY = Sizes(elements=2**10, columns=(16, 64), cast_elements=(64, 256), tensors=(1, 3), large=0, slow=False)
 
@@ -141,31 +139,3 @@ def test_a_wrong_kernel_of_ours_has_no_figure_and_fails_the_run(
     assert len(lines) == 6, "three pairs of dtypes at two sizes; FP8 cannot be multiplied and fails"
     assert "cast, fp32 to bf16: halfstep wrong: error" in captured.err
     assert "halfstep failed" in captured.err
-
-
-# -------------------------------------------------------------------------------------------------------------- report
-
-
-def result(provider: str, status: str = OK, **given: Any) -> Result:
-    shared = ("cast", "cast", "a to b", {"elements": 2048}, "elements")
-    return Result(*shared, provider, 10, 0.5, "in eps", status, **given)
-
-
-VERSIONS = {"halfstep": "1", "torch": "2", "triton": None}
-ABOUT = {**VERSIONS, "device": "chip", "threads": 1, "date": "day", "quick": False, "copy_gb_per_s": 12.345}
-
-
-def test_the_table_shows_figures_failures_and_who_is_away() -> None:
-    results = [
-        result("halfstep", p50_us=1234.5, copy_fraction=0.5, speedup=1.25, error=0.25, extra_bytes=3 << 20),
-        result("torch eager", WRONG, reason="error 3", error=3.0),
-        result("apex", UNAVAILABLE, reason="not installed"),
-        result("torchao", FAILED, reason="TypeError: a | b"),
-    ]
-    lines = [re.split("  +", line.strip()) for line in rendered(run_report.tables(ABOUT, results), 200)]
-    assert lines[0] == ["cast, a to b (errors in eps, at most 0.500)"]
-    assert lines[1] == ["elements", "provider", "p50 µs", "of copy", "extra MiB", "error", "vs best other"]
-    rows = [line for line in lines if any(words in line[-1] or words in line[0] for words in ("2,048", "torch"))]
-    assert ["2,048", "halfstep", "1,234", "50%", "3.00", "0.250", "1.25"] in rows
-    assert ["torch eager (wrong: error 3)", "3.00"] in rows and ["torchao (failed: TypeError: a | b)"] in rows
-    assert lines[-1] == ["Not measured: apex: not installed."] and ["halfstep 1, torch 2, chip, 1 thread, day"] in lines

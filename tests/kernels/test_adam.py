@@ -88,14 +88,6 @@ def test_misaligned_tensors(layout: Layout, offset: int) -> None:
 
 
 @names
-def test_sizes_around_blocks_and_chunks(name: str) -> None:
-    layout, rng = USUAL[1], np.random.default_rng(1)
-    sizes = [0, 1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 2047, 2048, 2049, 0]
-    tensors = [make(layout, normal(rng, size), rng, step=1) for size in sizes]
-    examine((name,), layout, tensors, [Step([normal(rng, size, layout) for size in sizes])])
-
-
-@names
 def test_more_tensors_than_lanes_each_with_its_own_step_count(name: str) -> None:
     """Empty tensors still count their steps; neighbours share powers only if group and count agree."""
     layout, rng = USUAL[0], np.random.default_rng(2)

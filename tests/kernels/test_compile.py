@@ -257,13 +257,3 @@ def test_bytes_and_widths_come_from_the_machine_code() -> None:
         assert 0.25 < row["occupancy"] <= 1
     converted = {row["target"]: row for row in rows if row["variant"] == "converted"}
     assert {row["shared_bytes"] for row in converted.values()} <= {4096, 8192}, "2048 values of fp16, or of fp32"
-
-
-@pytest.mark.exhaustive
-def test_what_fails_is_named_and_not_recorded(tmp_path: Path) -> None:
-    bounds = tmp_path / "bounds.json"
-    done = run_audit("--jobs=1", "--module=failing_kernels", "--target=sm_80", f"--record={bounds}")
-    assert done.returncode == 1 and not bounds.exists()
-    assert "FAIL failing_kernels.multiply_add_kernel contracted on sm_80: promises the reference's bits" in done.stdout
-    assert "5 of 7 fail" in done.stdout
-    assert f"{bounds}: not written, since 5 rows fail" in done.stderr

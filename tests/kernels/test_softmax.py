@@ -64,17 +64,6 @@ def test_row_lengths(name: str, columns: int, log: bool) -> None:
         check(Case(normal(5, columns, dtype=dtype), causal=True, scale=0.3, log=log), name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("out", DTYPES)
-@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
-@pytest.mark.parametrize("name", ALL)
-def test_dtypes(name: str, log: bool, dtype: torch.dtype, out: torch.dtype) -> None:
-    x = normal(3, 77, dtype=dtype)
-    mask = normal(77, dtype=out)
-    check(Case(x, dtype=out, log=log, scale=0.7), name)
-    check(Case(x, dtype=out, log=log, mask=mask, scale=-1.5), name)
-
-
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 @pytest.mark.parametrize("masked", ["none", "boolean", "additive", "causal"])
 @pytest.mark.parametrize("name", ALL)

@@ -16,7 +16,7 @@ from halfstep.kernels.cells import Grid, width
 from halfstep.kernels.multi_tensor import TableCache
 from halfstep.kernels.softmax import dispatch
 from halfstep.kernels.statistics import foreach_count_
-from halfstep.kernels.streams import all_to_device, capturing, to_device, upload
+from halfstep.kernels.streams import all_to_device, to_device, upload
 
 KERNELS = ["native", "triton"]
 
@@ -149,16 +149,6 @@ def test_a_table_whose_copy_failed_is_not_known(monkeypatch: pytest.MonkeyPatch)
             table.point(0, other)
     assert table.written[0] is None
     assert cache.table(one).rows[2].item() == one[0].data_ptr()
-
-
-def test_capturing_asks_about_the_device_that_it_was_given() -> None:
-    with Model() as model, captured():
-        model.current_device = 1
-        assert not torch.cuda.is_current_stream_capturing()
-        assert capturing(torch.device("cuda", 0)) and capturing(model.device)
-        assert model.current_device == 1
-        model.current_device = 0
-        assert capturing(torch.device("cuda")) and not capturing(torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------- copies and devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import oracles
@@ -457,24 +458,17 @@ ONE_NUMBER = "Expected inv_scale to be one number, a float or a one-element tens
 
 
 @pytest.mark.parametrize(
-    ("grads", "inv_scale", "error", "message"),
+    ("inv_scale", "error", "message"),
     [
-        ([torch.ones(1)], torch.ones(2), ValueError, f"{ONE_NUMBER} (2,)"),
-        ([torch.ones(1)], torch.empty(0), ValueError, f"{ONE_NUMBER} (0,)"),
-        ([torch.ones(1)], torch.tensor(True), TypeError, "Expected inv_scale to have a real dtype, but got torch.bool"),
-        (
-            [torch.ones(1)],
-            torch.tensor(1j),
-            TypeError,
-            "Expected inv_scale to have a real dtype, but got torch.complex64",
-        ),
+        (torch.ones(2), ValueError, f"{ONE_NUMBER} (2,)"),
+        (torch.empty(0), ValueError, f"{ONE_NUMBER} (0,)"),
+        (torch.tensor(1j), TypeError, "Expected inv_scale to have a real dtype, but got torch.complex64"),
     ],
 )
-def test_what_is_refused_is_named_and_not_touched(
-    grads: list[torch.Tensor], inv_scale: float | torch.Tensor, error: type[Exception], message: str
-) -> None:
+def test_what_is_refused_is_named_and_not_touched(inv_scale: Any, error: type[Exception], message: str) -> None:
+    grad = torch.ones(1)
     for function in (halfstep.foreach_check, halfstep.foreach_unscale_):
         with pytest.raises(error) as raised:
-            function(grads, inv_scale)
+            function([grad], inv_scale)
         assert str(raised.value) == message
-    assert grads[0].item() == 1 if isinstance(grads, list) else grads.tolist() == [1, 1, 1]
+    assert grad.item() == 1

@@ -38,8 +38,3 @@ ADAM_RUN_UNITS = 48.0
 # A mean over random bits may be this many standard deviations off. The bits follow from fixed seeds, so a test that
 # passes always passes; 5 sigma is one in 1.7 million, so a test that fails found a bias.
 STOCHASTIC_SIGMAS = 5.0
-
-# The relative standard deviation of an 8-bit second moment v that constant gradients have raised from 0, at most: a
-# step that adds d is rounded to one of two neighbors, which are at most v / 8 apart, with a variance of at most
-# d * v / 8. The sum over all steps is at most v^2 / 16. (0.169 seen after 600 steps.)
-CODED_SCATTER = 0.25

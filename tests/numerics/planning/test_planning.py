@@ -307,10 +307,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({"params": size}, f"params to be an integer of at least 1, but got {size}")
         for size in (0, 1.5, math.nan, True)
     ),
-    (ONE | {"gpus": -1}, "Expected gpus to be an integer of at least 1, but got -1"),
     (ONE | {"strategy": "zero4"}, "but got 'zero4': did you mean 'zero"),
     (ONE | {"optimizer": "halfstp"}, "but got 'halfstp': did you mean 'halfstep'?"),
-    (ONE | {"precision": "bf61"}, "but got 'bf61': did you mean 'bf16'?"),
     (ONE | {"optimizer": "halfstep-split", "precision": "fp16"}, "Expected precision to be one of bf16 for"),
     (TWO | {"strategy": "single"}, "Expected strategy to be 'ddp' or another for 2 GPUs, but got 'single': or"),
     (TWO | {"strategy": "hsdp"}, "Expected shard to be the GPUs of one group with strategy 'hsdp', but got None: pass"),
@@ -318,16 +316,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (TWO | {"shard": 2}, "Expected shard to be None with strategy 'ddp', without groups, but got 2: leave it out"),
     (TWO | {"offload": True, "strategy": "zero1-torch"}, "with offload=True, but got 'zero1-torch': leave offload out"),
     (ONE | {"offload": True, "optimizer": "torch"}, "Expected optimizer to be one of halfstep's with"),
-    (ONE | {"moments": "fp8"}, "but got 'fp8': did you mean 'fp"),
     (
         ONE | {"optimizer": "torch", "moments": "bf16"},
         "moments to be None for optimizer 'torch', whose format is fixed",
     ),
     (TWO | {"bucket_view": True, "strategy": "fsdp"}, "strategy 'fsdp' on 2 GPUs, without DDP's buckets, but got True"),
-    (ONE | {"loss_chunks": 4}, "Expected loss_chunks to be 1 without a model, of which activations are unknown, but"),
     (ONE | {"checkpointing": "full"}, "Expected checkpointing to be 'none' without a model, of which activations are"),
     (TWO | {"rank": 2, "strategy": "fsdp"}, "Expected rank to be an integer from 0 to 1, but"),
-    ({"model": WORKED, "checkpointing": "ful"}, "but got 'ful': did you mean 'full'?"),
     ({"model": WORKED, "seq": 1024}, "Expected seq to be from 1 to 512, the positions of the model, but got 1024"),
     ({"units": []}, "Expected units to contain parameters, but got none"),
     *(
@@ -356,7 +351,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "Expected strategy to be single, ddp, fsdp, hsdp with lora, but got 'zero2'",
     ),
     (LORA | {"offload": True}, "Expected offload to be False with lora, but got True: leave one of them out"),
-    (LORA | {"step_in_backward": 9}, "Expected step_in_backward to be None with lora, but got 9: leave one of"),
 ]
 
 
