@@ -309,6 +309,24 @@ def test_noise_of_a_list(name: str) -> None:
         assert_same_bits(moved[1], both[1])
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_noise_goes_by_rows_whatever_the_strides(name: str) -> None:
+    tensors = kinds(FP32)
+    options = {"rounding": "stochastic", "seed": 6}
+    with using(name, "cast") as device:
+        placed = twins(list(tensors.values()), device)
+        rows = [tensor.contiguous().clone() for tensor in placed]
+        listed = halfstep.foreach_cast(rows, BF16, **options)  # type: ignore[arg-type]
+        for result, want in zip(halfstep.foreach_cast(placed, BF16, **options), listed, strict=True):  # type: ignore[arg-type]
+            assert_same_bits(result, want)
+        for kind, tensor, row_major in zip(tensors, placed, rows, strict=True):
+            want = halfstep.cast(row_major, BF16, **options)  # type: ignore[arg-type]
+            assert_same_bits(halfstep.cast(tensor, BF16, **options), want, kind)  # type: ignore[arg-type]
+            out = torch.empty_like(want)
+            out = out.t().contiguous().t() if out.dim() == 2 else out
+            assert_same_bits(halfstep.cast(tensor, BF16, out=out, **options), want, kind)  # type: ignore[arg-type]
+
+
 def test_a_seed_is_drawn_from_torchs_generator() -> None:
     x = torch.full((999,), 1 / 3)
 

@@ -154,16 +154,15 @@ def test_empty_and_tiny_shapes(name: str, shape: tuple[int, ...]) -> None:
             torch.testing.assert_close(y.detach().cpu(), function(x, dim))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_dropped_parts_of_a_tile(name: str) -> None:
+def test_dropped_parts_of_a_tile() -> None:
     """Programs of eight rows, of which some hold the end of one causal matrix and the beginning of the next.
 
     A row longer than the others of its program ends in another part of the tile in some of them.
     """
-    x = normal(2, 301, 512, dtype=BF16)
+    x = normal(2, 141, 512, dtype=BF16)
     x[1, 20, 3] = NAN  # also in the results that are not computed
     for log in (False, True):
-        check(Case(x, causal=True, log=log), name)
+        check(Case(x, causal=True, log=log), "triton")
 
 
 @pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (5, 303, False)])
