@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 import halfstep
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(12)
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", exc_type=ImportError)
 

@@ -370,15 +370,14 @@ def test_what_a_graph_writes_its_answers_to_is_its_own() -> None:
 # ------------------------------------------------------------------------------------------------ random interleavings
 
 
-@pytest.mark.parametrize("first", range(0, 36, 12))
-def test_any_order_of_captures_replays_steps_and_changes_has_the_bits_of_eager_steps(first: int) -> None:
+def test_any_order_of_captures_replays_steps_and_changes_has_the_bits_of_eager_steps() -> None:
     """`make soak` runs 10,000."""
-    for seed in range(first, first + 12):
+    for seed in range(12):
         stream_training.run(seed, order="late" if seed % 10 == 9 else "random")
 
 
 def test_the_interpreter_has_the_same_bits_in_any_order() -> None:
-    for seed in range(3):
+    for seed in range(2):
         stream_training.run(seed, length=7, kernels="triton")
 
 

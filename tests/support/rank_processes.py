@@ -90,7 +90,7 @@ def _run(function: Callable[..., Any], world: int, arguments: tuple[Any, ...], j
 
 
 def run_cases(rank: int, modules: list[str], every: bool = False) -> dict[str, dict[str, str]]:
-    """Run the `CASES` of modules. Returns, by module and case, "" or the end of the traceback of what it raised here."""
+    """Run the `CASES` of modules. Returns, by module and case, "" or the end of the traceback on this rank."""
     warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
     found: dict[str, dict[str, str]] = {module: {} for module in modules}
     for module, answers in found.items():

@@ -144,7 +144,7 @@ _TEXTS = st.one_of(
 )
 
 
-@settings(STEADY, max_examples=100)
+@settings(STEADY, max_examples=50)
 @given(_TEXTS, st.sampled_from(list(formats)) | _OWN)
 def test_what_encode_says_is_what_decode_reads(text: str, format: str) -> None:
     (result,) = results("encode", "-f", format, "--", text)
@@ -235,7 +235,7 @@ _NUMBERS = st.fractions(max_denominator=2**40) | st.builds(
 )
 
 
-@settings(STEADY, max_examples=200)
+@settings(STEADY, max_examples=100)
 @given(_NUMBERS, _SOME_FORMATS, st.integers(0, 2**63 - 1))
 def test_chance_stores_one_of_the_two(number: Fraction, format: str, seed: int) -> None:
     row = formats[format]
@@ -247,7 +247,7 @@ def test_chance_stores_one_of_the_two(number: Fraction, format: str, seed: int) 
 
 @pytest.mark.parametrize(("number", "format"), [("2^-20", "fp16"), ("65530", "fp16"), ("-2^-140/3", "bf16")])
 def test_chance_is_as_often_as_told(number: str, format: str) -> None:
-    drawn = [encode_exact(number, format, "stochastic", seed=seed) for seed in range(2000)]
+    drawn = [encode_exact(number, format, "stochastic", seed=seed) for seed in range(600)]
     for end in results("why", number, format)[0]["stochastic"]:
         share, seen = float(Fraction(end["probability"])), drawn.count(int(end["code"], 16)) / len(drawn)
         assert abs(seen - share) < 5 * math.sqrt(share * (1 - share) / len(drawn)) + 1e-9
@@ -281,7 +281,7 @@ def test_shared_values_are_those_that_both_have() -> None:
     def every_value(row: Format) -> set[object]:
         return {value for value in (decode_exact(code, row) for code in range(row.codes)) if value == value}
 
-    values = {name: every_value(formats[name]) for name in (*SMALL, "fp16", "bf16")}
+    values = {name: every_value(formats[name]) for name in (*SMALL, "e5m5", "e8m2")}
     for first, second in itertools.product(values, repeat=2):
         assert shared_values(formats[first], formats[second]) == len(values[first] & values[second]), (first, second)
     for row in formats.values():
