@@ -1,4 +1,4 @@
-"""Cases that two real ranks run: shards, steps in the backward, flat states, communication hooks, and torch's cases.
+"""Cases that two real ranks run: shards, steps in the backward, communication hooks, and torch's cases.
 
 The modules in tests/support are run one after the other in two processes, and each of their functions is a case here.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import rank_processes
 
-MODULES = ["shard_ranks", "release_ranks", "flat_ranks", "ddp_hook_ranks"]
+MODULES = ["shard_ranks", "release_ranks", "ddp_hook_ranks"]
 try:
     import state_dict_ranks
 except ImportError:  # another torch
