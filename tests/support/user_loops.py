@@ -12,7 +12,6 @@ or of the class that `model` is annotated with.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import io
 import math
@@ -204,11 +203,6 @@ def dropout() -> nn.Module:
 def convnet() -> nn.Module:
     first = nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.ReLU())
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(15, 5))
-
-
-def images() -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(90, 5))
-    return net.to(memory_format=torch.channels_last)
 
 
 class Block(nn.Module):
@@ -457,11 +451,6 @@ def ema(run: Run, model: nn.Module) -> Any:
     return average(run, swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)))
 
 
-def unrolled(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A weight is used several times in a backward."""
-    return F.mse_loss(functools.reduce(lambda hidden, _: model(x, hidden), range(3), torch.zeros_like(y)), y)
-
-
 def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(model(x.requires_grad_(True)), y)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -597,16 +586,8 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "gradients_of_autograd_grad": loop(
         backward=lambda model, loss: set_gradients(model, torch.autograd.grad(loss, list(model.parameters())))
     ),
-    "recurrent_network": loop(lambda: nn.GRUCell(7, 5), count=3, loss=unrolled),
     "checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=False)),
     "reentrant_checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=True)),
-    "channels_last": loop(
-        images,
-        count=3,
-        loss=lambda model, x, y: F.mse_loss(
-            model((x[:, None, :6, None] * x[:, None, None]).to(memory_format=torch.channels_last)), y
-        ),
-    ),
     "gradient_penalty": loop(loss=penalized),
     # With something beside the model.
     "model_loaded_in_the_middle": loop(
