@@ -143,15 +143,15 @@ def test_the_tables_name_programs() -> None:
 # ------------------------------------------------------------------------------------------- random loops with mistakes
 
 # `python tests/support/mistakes.py --loops N --seed S` runs others. Number 52 writes a parameter without a gradient.
-LOOPS = [*range(30), 52]
+# In the layouts by turns, but 52 in each.
+LOOPS = [(seed, LAYOUTS_OF_16_BITS[seed % len(LAYOUTS_OF_16_BITS)]) for seed in range(30)]
+LOOPS += [(52, layout) for layout in LAYOUTS_OF_16_BITS]
 
 
 @pytest.mark.parametrize("way", mistakes.WAYS)
 def test_mistakes_have_the_bits_of_the_plain_optimizer_or_are_refused(way: str) -> None:
-    """In the layouts by turns."""
     counts: Counter[str] = Counter()
-    for seed in LOOPS:
-        layout = LAYOUTS_OF_16_BITS[seed % len(LAYOUTS_OF_16_BITS)]
+    for seed, layout in LOOPS:
         actions = mistakes.loop_of(seed)
         assert mistakes.is_allowed(actions)
         text = mistakes.verdict(way, layout, actions)
