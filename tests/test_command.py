@@ -35,8 +35,10 @@ def test_an_interrupt_ends_without_a_traceback(
     assert capsys.readouterr().err == "halfstep: interrupted\n"
 
 
-@pytest.mark.parametrize("buffered", ["", "1"])
-@pytest.mark.parametrize("words", ["plan --params 7e9 --json", "plan --help", "--version", "bench --help"])
+@pytest.mark.parametrize(
+    ("words", "buffered"),
+    [("plan --params 7e9 --json", ""), ("plan --help", "1"), ("--version", ""), ("bench --help", "1")],
+)
 def test_a_pipe_closed_by_its_reader_is_not_an_error(words: str, buffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)

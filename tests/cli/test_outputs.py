@@ -17,7 +17,7 @@ HOSTILE = "\x1b[2J\rw[red]$\\frac$\u202e"
 COMMANDS = [
     *("format", "format e2m1", "encode 500 -inf -0 -300.7 1e-400 nan", "encode 0.1 -f fp16 bf16 e4m3"),
     *("decode 0x0041 0x41 0x7fc00001 0b0101 0x3ff0000000000001", f"compare {' '.join(formats)}"),
-    *(f"why {number} {' '.join(formats)}" for number in ("0.1", "1e9", "nan")),
+    *(f"why 0.1 {' '.join(formats)}", "why 1e9 fp16 e4m3 e2m1", "why nan fp16 e8m0 int8"),
     *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
     *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 64 --compare strategies --card h100"),
     *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
@@ -62,7 +62,7 @@ def test_every_output(words: str) -> None:
     assert max(map(len, printed(words, COLUMNS="40"))) <= 40
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if not words.startswith(("doctor", "inspect"))])
+@pytest.mark.parametrize("words", [words for words in COMMANDS[::2] if not words.startswith(("doctor", "inspect"))])
 def test_lines_in_a_pipe_are_never_broken(words: str) -> None:
     whole, wide = printed(words, COLUMNS=""), printed(words, COLUMNS="3000")
     assert whole == wide and len(whole) <= len(printed(words, COLUMNS="160"))

@@ -50,18 +50,15 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         # numbers: negative, NaN, huge, none
         ("plan --params -3", "argument --params: expected an integer of at least 1, such as 7e9"),
         ("plan --params 7e9 --batch 0", "argument --batch: expected an integer of at least 1, but got '0'"),
-        ("plan --params 7e9 --gpus 8,64", "argument --gpus: expected an integer of at least 1, but got '8,64'"),
         ("inspect x --scale nan", "argument --scale: expected a number from 2^-126 to 2^126"),
         # files and folders
         ("inspect x --out no/x.png", "argument --out: 'no/x.png' cannot be written: No such file or directory"),
-        ("inspect x --out f/x.png", "argument --out: 'f/x.png' cannot be written: Not a directory; pass a file in a"),
         ("ladder --out x.bmp", "argument --out: expected a file name ending in .png, .svg, .pdf"),
         ("inspect nowhere.pt", "nowhere.pt cannot be read: No such file or directory; pass a checkpoint"),
         ("inspect empty.pt", "empty.pt is empty; pass a checkpoint, a file of torch.save or a safetensors file"),
         ("inspect f.pt", "f.pt is not a file of torch.save, or is damaged: "),
         ("inspect ''", "argument PATH: expected a path, but got ''"),
         ("bench audit --bounds nowhere", "expected nowhere to be written by `halfstep bench audit --record`: FileN"),
-        ("bench audit --record no/x", "argument --record: 'no/x' cannot be written: No such file or directory"),
         # commands
         ("bench rum", "unknown command 'bench rum'; did you mean 'bench run'? Choose from bench audit"),
         # the lookup
@@ -78,7 +75,6 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("ladder --out x.png --codes fp16", "expected a format of up to 8 bits, but got fp16, which"),
         # plans
         ("plan", "expected a model, but got none: pass --params 7e9 or --model llama-3-8b"),
-        ("plan --params 0.5", "expected an integer of at least 1, such as 7e9, 7B or 350M, but got '0.5'"),
         ("plan --params 1 --compare strategies", "gpus is 1; strategies differ only on 2 or more GPUs"),
         ("plan --params 1 --strategy fsdb", "Expected strategy to be one of single, ddp"),
         ("plan --params 1e9 --card h10", "Expected card to be the name of a GPU or a size such as 24GiB, but got"),
@@ -87,13 +83,9 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("plan --params 1 --port 5", "--port without a server; leave it out, or give --page without a file"),
         ("plan --params 1 --seq 5", "--seq with --params; give both --batch and --seq, or neither"),
         ("plan --params 1 --optimizer torch --compare layouts", "--optimizer with --compare layouts, which plans all"),
-        ("plan --params 1 --card A100", "but got 'A100': did you mean 'a100-80'? Choose from a100-40, a100-80"),
         ("plan --model gpt2 --seq 2048", "Expected seq to be from 1 to 1024, the positions of the model, but got 2048"),
         ("plan --params 1 --gpus 8 --strategy hsdp --shard 3", "Expected shard to divide"),
-        ("plan --params 1 --compare layout", "but got 'layout': did you mean 'layouts'?"),
-        ("plan --params 1 --compare layouts --moments bf16", "--moments with --compare layouts, which plans all"),
         # checkpoints
-        ("inspect README", "README is not a safetensors file, is truncated or damaged: "),
         ("inspect integers.pt", "integers.pt: expected floating-point tensors, but got none, only 1 of int64"),
         ("inspect zeros.pt --advise", "gradients hold no finite number but 0"),
         ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by on"),

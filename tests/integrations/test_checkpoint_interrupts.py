@@ -20,7 +20,7 @@ from halfstep.integrations.checkpoint import atomic
 @pytest.mark.parametrize("kind", interrupt_checkpoints.KINDS)
 def test_interrupts_at_random_moments(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own, which must not abort; most of the tries are interrupted."""
-    status = interrupt_checkpoints.main(["--kind", kind, "--tries", "15", "--seed", "1"])
+    status = interrupt_checkpoints.main(["--kind", kind, "--tries", "10", "--seed", "1"])
     printed = capsys.readouterr()
     assert status == 0 and "\n0 complaints.\n" in printed.out, printed
     assert f"{kind}: interrupted" in printed.out

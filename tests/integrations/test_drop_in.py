@@ -118,8 +118,7 @@ def wrapped_training(layout: str, wrap: Any, amsgrad: bool) -> Any:
     return optimizer
 
 
-@layouts
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(("layout", "amsgrad"), [(name, number % 2 == 1) for number, name in enumerate(LAYOUTS)])
 def test_wrapper_subclasses_are_stepped_through_their_own_operations(layout: str, amsgrad: bool) -> None:
     """Their address is 0: the kernels would write to it."""
     optimizer = wrapped_training(layout, lambda values: TwoTensor(values.clone(), values.clone()), amsgrad)

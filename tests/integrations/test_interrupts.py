@@ -12,8 +12,7 @@ import pytest
 from halfstep.integrations.interrupts import apply
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("optimizer", [[], ["--offloaded"]])
+@pytest.mark.parametrize(("backend", "optimizer"), [("auto", []), ("auto", ["--offloaded"]), ("reference", [])])
 def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimizer: list[str]) -> None:
     tries = "15"
     done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *optimizer])

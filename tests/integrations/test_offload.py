@@ -101,15 +101,6 @@ def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, buck
     assert set(masters) == set(runs[1][0].parameters()) and len(masters) == len(list(runs[1][0].parameters()))
 
 
-def test_gradients_stay_until_they_are_cleared_as_torchs_do() -> None:
-    runs = _pair("bf16 split", "copy")
-    for step in range(3):
-        for net, optimizer in runs:
-            loss_of(net, step).backward()
-            optimizer.step()
-    assert same(*runs)
-
-
 @pytest.mark.parametrize("mode", ["copy", None])
 def test_gradients_with_a_graph_and_those_that_autograd_does_not_store(mode: Any) -> None:
     runs = _pair("bf16 split", mode)
@@ -204,28 +195,6 @@ def test_a_parameter_that_is_given_twice_and_a_default_dtype_and_device(default_
     assert all(mirror.host.device.type == "cpu" for mirror in optimizer._mirrors.values())
 
 
-def test_groups_are_added_and_options_are_those_of_torch() -> None:
-    results = []
-    for cls in (halfstep.Adam, OffloadedAdam):
-        net = made()
-        named = list(net.named_parameters())
-        optimizer = cls(
-            [{"params": named[:3]}, {"params": iter(named[3:6]), "lr": 0.1}],
-            lr=0.01,
-            weight_decay=0.1,
-            betas=(0.8, 0.9),
-        )
-        optimizer.add_param_group({"params": named[6:], "eps": 1e-3})
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            optimizer.step()
-            optimizer.param_groups[1]["lr"] *= 0.5
-        results.append((net, optimizer))
-    assert same(results[0], results[1])
-    assert results[1][1].state_dict()["param_groups"][2]["param_names"] == [name for name, _ in named[6:]]
-
-
 def test_the_device_holds_weights_only() -> None:
     """With the memory of the device counted by the model of a GPU."""
     with Model("late") as model:
@@ -259,7 +228,7 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
 
 
 @orders
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
 def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""

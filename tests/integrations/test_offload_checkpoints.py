@@ -114,9 +114,14 @@ def _through_ours(source: Run, target: Run, folder: Path) -> None:
     checkpoint.load(path, model=target.net, optimizer=target.optimizer)
 
 
-@layouts
-@pairs
-@pytest.mark.parametrize("through", [_through_torch, _through_ours])
+@pytest.mark.parametrize(
+    ("layout", "saved", "loaded", "through"),
+    [
+        (layout, *pair, (_through_torch, _through_ours)[(number + place) % 2])
+        for number, layout in enumerate(LAYOUTS)
+        for place, pair in enumerate(PAIRS)
+    ],
+)
 def test_a_checkpoint_continues_with_the_same_bits(
     layout: str, saved: str, loaded: str, through: Any, tmp_path: Path
 ) -> None:
@@ -197,7 +202,7 @@ def test_gradients_before_the_first_step_are_kept(backwards: int) -> None:
 
 
 def _later(call: Callable[[], None]) -> None:
-    time.sleep(0.1)
+    time.sleep(0.05)
     call()
 
 
@@ -209,8 +214,9 @@ def _stepped_slowly(layout: str, lr: float = 0.01, steps: int = 0, seed: int = 0
     return run
 
 
-@pytest.mark.parametrize("reader", ["torch", "ours"])
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "fp16"])
+@pytest.mark.parametrize(
+    ("layout", "reader"), [("split", "torch"), ("split", "ours"), ("split24, 8 bits", "torch"), ("fp32", "ours")]
+)
 def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str, reader: str, tmp_path: Path) -> None:
     """torch takes a step with gradients of 0 if it finds no state; it must wait for the one that is being created."""
     expected, run = _run("device", layout, steps=1), _stepped_slowly(layout)

@@ -80,8 +80,7 @@ def test_the_norm_that_the_scaler_returns_is_all_that_its_clipping_adds() -> Non
 
 
 @pytest.mark.skipif(backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1")
-@pytest.mark.parametrize("clip", ["optimizer", "scaler"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dtype", "clip"), [(torch.bfloat16, "optimizer"), (torch.float32, "scaler")])
 def test_each_gradient_is_read_twice_and_written_never(
     dtype: torch.dtype, clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +98,7 @@ def test_each_gradient_is_read_twice_and_written_never(
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("clip", ["optimizer", "scaler"])
-def test_gradients_in_memory_that_must_not_be_written_can_be_stepped(name: str, clip: str) -> None:
+def test_gradients_in_memory_that_must_not_be_written_can_be_stepped(name: str) -> None:
     """torch's own scaler ends such a process: it writes every gradient even where it changes nothing."""
     if name == "native":
         with using(name, "adam"):
@@ -116,14 +114,16 @@ parameter = torch.nn.Parameter(torch.ones(held.numel()))
 parameter.grad = held
 address = held.data_ptr()
 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ) == 0
-optimizer = halfstep.AdamW([parameter], lr=0.1, max_grad_norm={1.0 if clip == "optimizer" else None})
-scaler = halfstep.GradScaler("cpu", init_scale=8.0)
-scaler.scale(torch.zeros(()))
-if {clip == "scaler"}:
-    scaler.clip_grad_norm_(optimizer, 1.0)
-scaler.step(optimizer)
-scaler.update()
-assert parameter.max().item() < 1.0
+for limit in (1.0, None):
+    optimizer = halfstep.AdamW([parameter], lr=0.1, max_grad_norm=limit)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    if limit is None:
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    before = parameter.max().item()
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter.max().item() < before
 print("stepped", flush=True)
 torch.amp.GradScaler("cpu", init_scale=1.0)._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), True)
 print("written", flush=True)

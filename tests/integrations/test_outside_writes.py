@@ -247,20 +247,3 @@ def test_refresh_master_refuses_tensors_that_are_not_its_own() -> None:
     ):
         optimizer.refresh_master([model[0].weight, stranger])
     assert same_bits(masters(optimizer), before)
-
-
-# ---------------------------------------------------------------------------------------------------------- load order
-
-
-@layouts
-@pytest.mark.parametrize("first", ["model", "optimizer"])
-def test_loading_the_saved_pair_in_either_order_keeps_every_bit(name: str, first: str) -> None:
-    """Checked before any step, and saved again at once; no step is needed to bring anything in order."""
-    model, optimizer = trained(name)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    resumed, other = trained(name, steps=0)
-    loads = [lambda: resumed.load_state_dict(saved[0]), lambda: other.load_state_dict(saved[1])]
-    for load in loads if first == "model" else reversed(loads):
-        load()
-    assert same_bits(masters(other), masters(optimizer))
-    assert same_bits(weights_of(resumed), weights_of(model))

@@ -92,7 +92,7 @@ def test_a_compiled_training_step_breaks_at_the_step_only(kind: str) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_compiled_step_with_a_scaler_has_the_same_bits_and_skips(clip: bool) -> None:
     """The whole AMP step in one compiled function: the scaler's calls run as they are; nothing is compiled twice."""
     results, scales = [], []

@@ -115,8 +115,14 @@ def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:
         assert _peak(lambda: get_optimizer_state_dict(model, optimizer), held) <= ALLOWED
 
 
-@layouts
-@pytest.mark.parametrize("case", ["canonical", "flattened by FSDP1", "blocks cut by the sharding"])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        *(("canonical", layout) for layout in LAYOUTS),
+        *(("flattened by FSDP1", layout) for layout in ("split", "fp16")),
+        *(("blocks cut by the sharding", layout) for layout in ("split24, 8 bits", "fp32, 8 bits")),
+    ],
+)
 def test_on_a_gpu_a_state_for_the_host_takes_no_memory(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the model of a GPU: what is converted to fp32 grows on the host, and on the device there are few pieces at a
     time. At its size outside of tests, `PIECE`, they are 8 MiB."""

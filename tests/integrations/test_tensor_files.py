@@ -124,7 +124,7 @@ def test_hostile_headers(tmp_path: Path, name: str) -> None:
 
 def test_the_cost_of_names_grows_with_their_number(tmp_path: Path) -> None:
     seconds = []
-    for count in (20_000, 100_000):
+    for count in (5_000, 25_000):
         empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(count)}
         path = write(tmp_path / "x.safetensors", empty)
         begun = time.process_time()

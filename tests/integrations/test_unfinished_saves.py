@@ -46,7 +46,7 @@ def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_pa
 def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
     both = [forks.Program(["-c", SAVE, tmp_path, first]) for first in (0, 1)]
     end = time.monotonic() + 100
-    while time.monotonic() < end and max((step for step, _ in checkpoint.checkpoints(tmp_path)), default=0) < 60:
+    while time.monotonic() < end and max((step for step, _ in checkpoint.checkpoints(tmp_path)), default=0) < 30:
         assert all(one.poll() is None for one in both), [one.stdout.read() for one in both]
         time.sleep(0.05)
     for one in both:

@@ -42,8 +42,8 @@ def topology_that_loads(saved: str, layout: str) -> str:
 
 
 PAIRS: list[Pair] = [(a, topology_that_saves(a), b, topology_that_loads(a, b)) for a in LAYOUTS for b in LAYOUTS]
-# Each layout is saved twice and loaded twice, in every topology.
-SAMPLE = [PAIRS[6 * number + (number + step) % 6] for step in (1, 4) for number in range(6)]
+# Each layout is saved once and loaded once.
+SAMPLE = [PAIRS[6 * number + (number + 1) % 6] for number in range(6)]
 
 
 def made(world: World, layout: str, topology: str, seed: int = 0) -> tuple[torch.nn.Module, halfstep.AdamW]:

@@ -89,16 +89,17 @@ def _run(function: Callable[..., Any], world: int, arguments: tuple[Any, ...], j
         return [torch.load(_answer(folder, rank), weights_only=True) for rank in range(world)]
 
 
-def run_cases(rank: int, module: str, every: bool = False) -> dict[str, str]:
-    """Run the `CASES` of a module. Returns, by case, "" or the end of the traceback of what it raised on this rank."""
+def run_cases(rank: int, modules: list[str], every: bool = False) -> dict[str, dict[str, str]]:
+    """Run the `CASES` of modules. Returns, by module and case, "" or the end of the traceback on this rank."""
     warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
-    found = {}
-    for name, case in getattr(importlib.import_module(module), "EVERY_CASE" if every else "CASES").items():
-        try:
-            case()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()[-3000:]
+    found: dict[str, dict[str, str]] = {module: {} for module in modules}
+    for module, answers in found.items():
+        for name, case in getattr(importlib.import_module(module), "EVERY_CASE" if every else "CASES").items():
+            try:
+                case()
+                answers[name] = ""
+            except Exception:
+                answers[name] = traceback.format_exc()[-3000:]
     return found
 
 

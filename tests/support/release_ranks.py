@@ -28,7 +28,7 @@ from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 WORLD = 2
-STEPS = 4
+STEPS = 3
 
 
 def model_of(width: int = 7) -> Sequential:
@@ -58,7 +58,7 @@ def _fsdp2_fp16() -> Sequential:
 
 
 def _kept() -> Sequential:
-    model = _fsdp2()
+    model = _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False))
     keep_reduced_gradients(model)
     return model
 
@@ -77,10 +77,9 @@ def _tensor_parallel() -> Sequential:
 
 MODELS: dict[str, Callable[[], Sequential]] = {
     "FSDP2": _fsdp2,
-    "FSDP2, offloaded": lambda: _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "HSDP that only replicates": _replicated,
     "tensor parallelism": _tensor_parallel,
-    "FSDP2 with fp32 gradients": _kept,
+    "FSDP2 offloaded, with fp32 gradients": _kept,
 }
 
 
@@ -134,7 +133,7 @@ def bits_and_memory_of_steps_in_the_backward(name: str) -> None:
     """The gradients of one bucket exist, and those that share its memory."""
     after = trained(MODELS[name], None)
     assert after["state"] and all_have(after["state"])
-    for size in (1, 150):
+    for size in (1, 150) if name == "FSDP2" else (150,):
         inside = trained(MODELS[name], size)
         assert same_bits(inside["state"], after["state"])
         assert len(inside["buckets"]) > 3 and sum(inside["buckets"]) <= after["peak"]

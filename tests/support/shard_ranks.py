@@ -5,6 +5,7 @@ For test_cases_on_ranks.py.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -252,6 +253,26 @@ def what_cannot_be_kept_is_refused() -> None:
     assert "FSDP2 stores its dtypes elsewhere" in message
 
 
+def an_optimizer_made_before_the_model_was_sharded_says_so_once() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (WORLD,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    (said,) = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert said.startswith("none of the 2 parameters of this optimizer has a gradient, while DTensors of the same")
+    assert said.endswith("it trains nothing; make the optimizer after fully_shard")
+    other = halfstep.AdamW(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        other.step()
+        other.zero_grad()
+        other.step()
+
+
 def fsdp1s_flat_parameters_have_the_bits_of_one_process(dtype: torch.dtype, use_orig_params: bool) -> None:
     found = flat(dtype, use_orig_params)
     assert differing(plain(dtype), found["weights"]) == []
@@ -277,6 +298,7 @@ CASES: dict[str, Callable[[], None]] = {
             kept_gradients_are_the_same_with_cpu_offload_and_under_hsdp,
             scaler_norm_and_step_see_the_kept_gradients,
             what_cannot_be_kept_is_refused,
+            an_optimizer_made_before_the_model_was_sharded_says_so_once,
         )
     },
     **{

@@ -325,6 +325,12 @@ TOPOLOGIES: dict[str, Callable[[torch.dtype], Spread]] = {
     "experts on a second mesh": partial(experts, placed="2-D"),
     "experts on pairs of ranks": partial(experts, placed="1-D"),
 }
+# One for each way in which ranks hold parameters and agree; `make test` runs these.
+SAMPLE = (
+    *("ZeRO-1", "FSDP1 FULL_SHARD", "FSDP1 HYBRID_SHARD, original parameters", "FSDP1, some ranks with nothing"),
+    *("FSDP1 sharded inside copied", "HSDP", "TP with sequence parallelism", "TP and FSDP2, norm first"),
+    *("TP and FSDP2 on crossed layers", "pipeline of FSDP2", "experts on pairs of ranks"),
+)
 
 
 def single(name: str, dtype: torch.dtype) -> Net:

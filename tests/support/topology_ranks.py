@@ -11,7 +11,7 @@ from typing import Any
 import topologies
 import torch
 import torch.distributed as dist
-from topologies import TOPOLOGIES, Net, mesh_of, parameters_of
+from topologies import SAMPLE, TOPOLOGIES, Net, mesh_of, parameters_of
 from topology_walk import MAX_NORM, VALUES, Fault, Walk, clipping_itself, fused, ours, unfused
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -28,13 +28,16 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def run(rank: int) -> dict[str, Any]:
+def run(rank: int, sample: bool) -> dict[str, Any]:
+    """What happened in the topologies of `SAMPLE` and in the special cases, or in the other topologies."""
     quiet()
+    names = {name: number for number, name in enumerate(TOPOLOGIES) if (name in SAMPLE) == sample}
     return {
-        "walks": {name: broken_on_every_rank(name, number) for number, name in enumerate(TOPOLOGIES)},
-        "norms": {name: norms(name) for name in TOPOLOGIES},
-        "skipped": skipped_with_torchs_optimizers(),
-        "special": {case.__name__: case() for case in SPECIAL},
+        "walks": {name: broken_on_every_rank(name, number) for name, number in names.items()},
+        "norms": {name: norms(name) for name in names},
+        "reductions": {name: reductions_of_a_step(name) for name in names},
+        "skipped": skipped_with_torchs_optimizers() if sample else {},
+        "special": {case.__name__: case() for case in SPECIAL} if sample else {},
     }
 
 
@@ -299,7 +302,7 @@ def an_optimizer_that_outlives_another() -> dict[str, Any]:
     return {"kept": len(scaler._checkers), "skipped": scaler.last_step_skipped()}
 
 
-def reductions_of_a_step() -> dict[str, Any]:
+def reductions_of_a_step(name: str) -> dict[str, Any]:
     """The number of collectives of a step and its norm, and whether they allocate memory in the steady state."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -313,30 +316,25 @@ def reductions_of_a_step() -> dict[str, Any]:
                 self.names.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    found = {}
-    for name in TOPOLOGIES:
-        spread = TOPOLOGIES[name](torch.float32)
-        optimizer = spread.optimizer_of(ours)
-        scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)
-        names: list[str] = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            spread.backward(scaler, 0, torch.float32)
-            calls, real = [], dist.all_reduce
-            dist.all_reduce = lambda tensor, *args, calls=calls, real=real, **options: (
-                calls.append(tensor.numel()),
-                real(tensor, *args, **options),
-            )
-            try:
-                with Operations() as operations:
-                    scaler._check_inf_per_device(optimizer)
-                names = operations.names
-            finally:
-                dist.all_reduce = real
-            scaler.step(optimizer)
-            scaler.update()
-        found[name] = {"reduced": calls, "operations": sorted(set(names))}
-    return found
+    spread = TOPOLOGIES[name](torch.float32)
+    optimizer = spread.optimizer_of(ours)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)
+    for _ in range(2):
+        optimizer.zero_grad()
+        spread.backward(scaler, 0, torch.float32)
+        reduced, real = [], dist.all_reduce
+        dist.all_reduce = lambda tensor, *args, reduced=reduced, real=real, **options: (
+            reduced.append(tensor.numel()),
+            real(tensor, *args, **options),
+        )
+        try:
+            with Operations() as operations:
+                scaler._check_inf_per_device(optimizer)
+        finally:
+            dist.all_reduce = real
+        scaler.step(optimizer)
+        scaler.update()
+    return {"reduced": reduced, "operations": sorted(set(operations.names))}
 
 
 SPECIAL = (
@@ -345,7 +343,6 @@ SPECIAL = (
     at_rest_without_gradients,
     sequence_parallel_without_a_scaler,
     an_optimizer_that_outlives_another,
-    reductions_of_a_step,
     tensor_parallel_inside_flat_parameters,
     flat_parameters_of_nobody,
 )

@@ -12,7 +12,6 @@ or of the class that `model` is annotated with.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import io
 import math
@@ -27,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from layouts import BF16, FP16, FP32, some
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
@@ -204,11 +203,6 @@ def dropout() -> nn.Module:
 def convnet() -> nn.Module:
     first = nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.ReLU())
     return nn.Sequential(*first, nn.Flatten(), nn.Linear(15, 5))
-
-
-def images() -> nn.Module:
-    net = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(90, 5))
-    return net.to(memory_format=torch.channels_last)
 
 
 class Block(nn.Module):
@@ -457,16 +451,6 @@ def ema(run: Run, model: nn.Module) -> Any:
     return average(run, swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)))
 
 
-def warmup_and_cosine(optimizer: Any) -> Any:
-    warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.CosineAnnealingLR(optimizer, 4)], [2])
-
-
-def unrolled(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A weight is used several times in a backward."""
-    return F.mse_loss(functools.reduce(lambda hidden, _: model(x, hidden), range(3), torch.zeros_like(y)), y)
-
-
 def penalized(model: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(model(x.requires_grad_(True)), y)
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -563,16 +547,10 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "weights_clamped": loop(after=each(lambda p: p.data.clamp_(-0.2, 0.2))),  # the first Wasserstein GAN
     "decay_by_hand_after_the_step": loop(after=each_without_grad(lambda p: p.mul_(0.99)), weight_decay=0.0),
     "decay_by_hand_between_backward_and_step": loop(between=each_without_grad(lambda p: p.mul_(0.99))),
-    "decay_with_foreach_on_data": loop(
-        after=lambda model: torch._foreach_mul_([p.data for p in model.parameters()], 0.99)
-    ),
     "weights_written_by_numpy": loop(after=each(lambda p: p.data.view(torch.uint8).numpy().reshape(-1)[:4].fill(0))),
     # nGPT, and dictionaries of sparse autoencoders.
     "rows_of_unit_norm": loop(
         after=lambda model: setattr(model[0].weight, "data", F.normalize(model[0].weight.data, dim=1))
-    ),
-    "weights_from_a_vector": loop(
-        after=lambda model: vector_to_parameters(parameters_to_vector(model.parameters()) * 0.99, model.parameters())
     ),
     # Parameters come and go.
     "lora": loop(LoRA, params=lambda model: filter(lambda p: p.requires_grad, model.parameters())),
@@ -608,17 +586,8 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "gradients_of_autograd_grad": loop(
         backward=lambda model, loss: set_gradients(model, torch.autograd.grad(loss, list(model.parameters())))
     ),
-    "parametrized_weight": loop(linear(weight_norm)),
-    "recurrent_network": loop(lambda: nn.GRUCell(7, 5), count=3, loss=unrolled),
     "checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=False)),
     "reentrant_checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=True)),
-    "channels_last": loop(
-        images,
-        count=3,
-        loss=lambda model, x, y: F.mse_loss(
-            model((x[:, None, :6, None] * x[:, None, None]).to(memory_format=torch.channels_last)), y
-        ),
-    ),
     "gradient_penalty": loop(loss=penalized),
     # With something beside the model.
     "model_loaded_in_the_middle": loop(
@@ -630,7 +599,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "compiled_model": loop(
         setup=lambda model: torch.compile(model, backend="aot_eager"), loss=lambda aux, x, y: F.mse_loss(aux(x), y)
     ),
-    "warmup_and_cosine": loop(count=6, setup=warmup_and_cosine, after=step_scheduler, lr=0.02),
     "one_cycle": loop(  # and the first beta
         count=6,
         setup=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=6),
@@ -823,16 +791,6 @@ class Programs:
             g.zero_grad()
             F.softplus(-d(fake)).mean().backward()
             optimizer_g.step()
-
-    def autoencoder_with_an_optimizer_per_half(run):
-        encoder, decoder = run.model(lambda: nn.Linear(7, 3)), run.model(lambda: nn.Linear(3, 7))
-        optimizers = [run.adamw(encoder), run.adamw(decoder, lr=0.02)]
-        for x, _ in run.batches(4):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            F.mse_loss(decoder(torch.tanh(encoder(x))), x).backward()
-            for optimizer in optimizers:
-                optimizer.step()
 
     def embeddings_with_their_own_optimizer(run):
         """Two optimizers of parts of one model, of which one is torch's, as Muon and AdamW are combined."""

@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 from halfstep.cli.formats import pictures
 from halfstep.numerics.formats.table import Format, formats
 
-pytestmark = pytest.mark.sample(3)
-
 ALL = list(formats.values())
 
 
@@ -35,7 +33,7 @@ def boxes(axes: Any) -> list[tuple[str, Any]]:
     return [(text.get_text(), text.get_window_extent(renderer)) for text in labels if text.get_text()]
 
 
-@pytest.mark.parametrize("chosen", [ALL, [formats["fp16"], formats["bf16"]], [formats["fp64"]], [formats["e2m1"]]])
+@pytest.mark.parametrize("chosen", [ALL, [formats["fp64"]]])
 def test_no_labels_overlap(chosen: list[Format]) -> None:
     axes = drawn(pictures.draw_range, chosen, (12, 1.3 + 0.32 * len(chosen)))
     for (left, first), (right, second) in itertools.combinations(boxes(axes), 2):
@@ -43,7 +41,7 @@ def test_no_labels_overlap(chosen: list[Format]) -> None:
     assert all(box.x0 >= 0 and box.x1 <= axes.figure.bbox.x1 for _, box in boxes(axes))
 
 
-@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e8m0fnu", "e2m1"])
+@pytest.mark.parametrize("name", ["e8m0fnu", "e2m1"])  # the widest codes, and the fewest
 def test_codes_fit_their_cells(name: str) -> None:
     row = formats[name]
     axes = drawn(pictures.draw_codes, row, (12, 1.6 + 0.36 * max(1, row.codes // 16)))
@@ -69,13 +67,13 @@ def test_codes_are_where_their_hexadecimal_digits_say() -> None:
     assert axes.texts[0x38].get_position() == (8.5, 3.5)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_files(tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"x.{suffix}"
     words = ("ladder", "-f", "fp16", "bf16", "--codes", "e2m1", "--out", str(out))
     assert lines(*words) == [f"{out}: range, codes"]
     first = out.read_bytes()
-    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix])
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
     if suffix == "svg":
         assert lines(*words) and out.read_bytes() == first  # the same words, the same bytes
         for title in ("Range:", "All 16 codes of e2m1fn", 'width="864pt"'):  # 12 inches: 1200 pixels

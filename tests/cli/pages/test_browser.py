@@ -255,7 +255,8 @@ def test_common_answers_need_no_python(site: tuple[Path, str], tmp_path: Path) -
     [
         ("", "", "Python was not loaded or failed: pyodide.asm.wasm: HTTP 404. In a terminal: halfstep explore"),
         ("{ unpackArchive() {}, runPython: () => () => JSON.stringify({ refused: 'a stub' }) }", "", "a stub"),
-        ("new Promise(() => {})", "LOADING = 180_000", "Loading Python takes more than 0.3 seconds. In a terminal"),
+        pytest.param("new Promise(() => {})", "LOADING = 180_000",
+                     "Loading Python takes more than 0.3 seconds. In a terminal", marks=pytest.mark.exhaustive),
         pytest.param("{ unpackArchive() {}, runPython: () => () => { throw new Error('no memory') } }", "",
                      "failed: no memory. In a terminal", marks=pytest.mark.exhaustive),
         pytest.param("{ unpackArchive() {}, runPython: () => () => { for (;;); } }", "ANSWERING = 20_000",

@@ -1,6 +1,6 @@
-"""Cases that two real ranks run: shards, steps in the backward, flat states, communication hooks, and torch's cases.
+"""Cases that two real ranks run: shards, steps in the backward, communication hooks, and torch's cases.
 
-Each module in tests/support is run once in two processes, and each of its functions is a case here.
+The modules in tests/support are run one after the other in two processes, and each of their functions is a case here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import rank_processes
 
-MODULES = ["shard_ranks", "release_ranks", "flat_ranks", "ddp_hook_ranks"]
+MODULES = ["shard_ranks", "release_ranks", "ddp_hook_ranks"]
 try:
     import state_dict_ranks
 except ImportError:  # another torch
@@ -22,8 +22,8 @@ else:
 
 
 @functools.cache
-def complaints(module: str, every: bool = False) -> list[dict[str, str]]:
-    return rank_processes.run(rank_processes.run_cases, 2, module, every)
+def ranks() -> list[dict[str, dict[str, str]]]:
+    return rank_processes.run(rank_processes.run_cases, 2, MODULES)
 
 
 @pytest.mark.parametrize(
@@ -31,15 +31,15 @@ def complaints(module: str, every: bool = False) -> list[dict[str, str]]:
     [(module, case) for module in MODULES for case in importlib.import_module(module).CASES],
 )
 def test_on_two_ranks(module: str, case: str) -> None:
-    for rank in complaints(module):
-        assert rank[case] == ""
+    for rank in ranks():
+        assert rank[module][case] == ""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif("state_dict_ranks" not in MODULES, reason="another torch")
 def test_every_case_of_torch_on_two_ranks() -> None:
-    for rank in complaints("state_dict_ranks", True):
-        assert {case: text for case, text in rank.items() if text} == {}
+    for rank in rank_processes.run(rank_processes.run_cases, 2, ["state_dict_ranks"], True):
+        assert {case: text for case, text in rank["state_dict_ranks"].items() if text} == {}
 
 
 @pytest.mark.skipif("state_dict_ranks" not in MODULES, reason="another torch")

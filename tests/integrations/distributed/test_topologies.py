@@ -5,26 +5,35 @@ The processes are started once, train and break everything (tests/support/topolo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import rank_processes
 import topology_ranks
-from topologies import TOPOLOGIES, WORLD
+from topologies import SAMPLE, TOPOLOGIES, WORLD
 
 Ranks = list[dict[str, Any]]
 SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
+every_topology = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in SAMPLE)) for name in TOPOLOGIES]
+)
+
+
+@functools.cache
+def run(sample: bool) -> Ranks:
+    return rank_processes.run(topology_ranks.run, WORLD, sample)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return rank_processes.run(topology_ranks.run, WORLD)
+def ranks() -> Ranks:
+    return run(True)
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit(ranks: Ranks, name: str) -> None:
+@every_topology
+def test_a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit(name: str) -> None:
     """Inf, -Inf and NaN on each of four ranks, before and after the reduction; see topology_walk.Walk.step."""
-    for rank in ranks:
+    for rank in run(name in SAMPLE):
         found = rank["walks"][name]
         assert found["complaints"] == []
         # Of the ranks that hold nothing, none can be broken after the reduction.
@@ -33,15 +42,17 @@ def test_a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit(ranks: Ranks
         assert found["as if never broken"], "the steps between faults differ from those of a run without faults"
 
 
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name in TOPOLOGIES for way in topology_ranks.ways_of(name)])
-def test_norm_and_clipped_step_are_those_of_one_process(ranks: Ranks, name: str, way: str) -> None:
+@every_topology
+def test_norm_and_clipped_step_are_those_of_one_process(name: str) -> None:
+    ranks = run(name in SAMPLE)
     for rank in ranks:
         found = rank["norms"][name]
-        # fp32 gradients, summed over ranks in another order. A copy counted twice would change the norm by 1% at least.
-        assert found[way]["norm"] == pytest.approx(found["expected"], rel=2**-20)
-        assert found[way]["norm"] == ranks[0]["norms"][name][way]["norm"], "ranks have different bits"
         assert found["expected"] > 10 * topology_ranks.MAX_NORM
-        assert found[way]["off"] < 2**-22  # weights of about 1, moved by up to 1e-2
+        for way in topology_ranks.ways_of(name):
+            # fp32 gradients, summed over ranks in another order. A copy counted twice would change the norm by 1%.
+            assert found[way]["norm"] == pytest.approx(found["expected"], rel=2**-20), way
+            assert found[way]["norm"] == ranks[0]["norms"][name][way]["norm"], "ranks have different bits"
+            assert found[way]["off"] < 2**-22, way  # weights of about 1, moved by up to 1e-2
 
 
 @pytest.mark.parametrize("whose", ["fused", "not fused"])
@@ -102,13 +113,13 @@ def test_tensor_parallelism_inside_flat_parameters_is_refused(ranks: Ranks) -> N
         assert "use torch.distributed.fsdp.fully_shard" in one["error"]
 
 
-@pytest.mark.parametrize("name", TOPOLOGIES)
-def test_a_step_costs_one_reduction_of_two_numbers_and_no_memory(ranks: Ranks, name: str) -> None:
-    for one in special(ranks, "reductions_of_a_step"):
-        found = one[name]
+@every_topology
+def test_a_step_costs_one_reduction_of_two_numbers_and_no_memory(name: str) -> None:
+    for rank in run(name in SAMPLE):
+        found = rank["reductions"][name]
         assert found["reduced"] == ([] if name in SINGLE else [2])
         allowed = {"aten.copy_.default", "aten.add_.Tensor", "aten.zero_.default", "aten.gt.Scalar_out"}
         allowed.add("c10d.allreduce_.default")
         if "sequence" in name:  # the partial sums are formed in new tensors
-            allowed |= {one for one in found["operations"] if one.startswith("_c10d_functional.")}
+            allowed |= {operation for operation in found["operations"] if operation.startswith("_c10d_functional.")}
         assert set(found["operations"]) <= allowed
