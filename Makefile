@@ -32,7 +32,7 @@ help:
 	@echo "make test        the tests of every behaviour: some five minutes on two cores; name files to run while you work"
 	@echo "make trainers    the tests inside Accelerate, transformers, Lightning and others, installed into $(TRAINERS)"
 	@echo "make docs        the documentation site, out/site/index.html, with its links checked"
-	@echo "make software-gpu  the kernels as compiled for four GPU generations, executed on the CPU: some six minutes"
+	@echo "make software-gpu  the kernels as compiled for four GPU generations, executed on the CPU: some four minutes"
 	@echo "make coverage    which lines the tests run: out/coverage/html; fails below the floor in pyproject.toml"
 	@echo "make exhaustive  all 2^32 inputs and the long tails of tables, which make test leaves out: hours"
 	@echo "make soak        the campaigns of docs/robustness.md: overflows on four ranks, interrupts, bad files, graphs; hours"
