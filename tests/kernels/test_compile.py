@@ -122,8 +122,13 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["variants"]
 
 
-# Every variant for every target takes minutes, and what a change of the tests cannot break: `make audit` runs it.
-@pytest.fixture(scope="module", params=[pytest.param(tuple(audit.TARGETS), marks=pytest.mark.exhaustive, id="all")])
+# Every variant for every target takes minutes, and what a change of the tests cannot break: `make audit` runs both
+# pairs, and `.ci/run` the first, in which each of the exceptions is needed.
+PAIRS = ("sm_90", "gfx942"), ("sm_80", "sm_100")
+assert sorted(sum(PAIRS, ())) == sorted(audit.TARGETS)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(of, marks=pytest.mark.exhaustive) for of in PAIRS], ids="-".join)
 def targets(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return request.param
 
@@ -159,7 +164,9 @@ def test_every_variant_of_every_family_compiles_without_spills_or_contraction(
 
 
 @recorded
-def test_every_variant_obeys_the_rules_or_is_named(audited: subprocess.CompletedProcess[str]) -> None:
+def test_every_variant_obeys_the_rules_or_is_named(
+    audited: subprocess.CompletedProcess[str], targets: tuple[str, ...]
+) -> None:
     used, broken = set(), []
     for row in rows_of(audited):
         for rule, holds in RULES.items():
@@ -174,7 +181,8 @@ def test_every_variant_obeys_the_rules_or_is_named(audited: subprocess.Completed
             if not excepted:
                 broken.append(f"{audit_bounds.key(row)}: does not hold: {rule}: {row}")
     assert not broken, "\n".join(broken)
-    assert used == set(EXCEPTIONS), "an exception that nothing needs any more hides the next break"
+    unused = set(EXCEPTIONS) - used if targets == PAIRS[0] else set()
+    assert not unused, "an exception that nothing needs any more hides the next break"
 
 
 @recorded

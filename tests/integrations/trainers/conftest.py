@@ -11,6 +11,15 @@ import pytest
 import rank_processes
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of a library to one process of xdist, which makes the library's runs for all of them."""
+    for item in items:
+        if isinstance(item, pytest.Function) and {"found", "results"} & set(item.fixturenames):
+            module = item.path.stem.removeprefix("test_")
+            library = item.callspec.params["library"] if module == "runs" else module
+            item.add_marker(pytest.mark.xdist_group(library))
+
+
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Any]]]:
     """A function of a library, that returns what each rank of each run has seen, by the name of the run."""
