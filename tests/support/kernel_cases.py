@@ -127,6 +127,8 @@ CASES = {
     "adam 8-bit fp16 full amsgrad stochastic": _golden("adam", "AdamW fp16 full 8bit stochastic amsgrad"),
     "adam 8-bit fp32 amsgrad": _golden("adam", "AdamW fp32 none 8bit nearest amsgrad"),
     "adam stochastic": _golden("adam", "AdamW bf16 none bf16 stochastic plain"),
+    "sgd 8-bit split stochastic": _golden("sgd", "SGD bf16 split 8bit stochastic nesterov"),
+    "sgd bf16 split24": _golden("sgd", "SGD bf16 split24 bf16 stochastic momentum"),
     "amp with overflow": _golden("amp", "fp16"),
     "statistics": _golden("statistics", "bf16 plain"),
     "statistics with errors": _golden("statistics", "fp32 errors"),
