@@ -46,6 +46,10 @@ class Layout(MomentumLayout):
     products: Products = field(kw_only=True)
 
     @property
+    def in_rows(self) -> bool:
+        return True
+
+    @property
     def momentum(self) -> MomentumLayout:
         """That of the first kernel, which rounds nothing stochastically but the buffer."""
         stochastic = self.stochastic and self.state != torch.float32

@@ -43,9 +43,9 @@ def momentum(
 ) -> tuple[torch.Tensor, ...]:
     """What is orthogonalized, and the new buffer. Each operation is a separate IEEE fp32 operation, in this order:
 
-        g    = grad * gscale
-        buf  = buf + (1 - momentum) * (g - buf)         for momentum <= 0.5: g - momentum * (g - buf)
-        x    = buf + (1 - momentum) * (g - buf)         only with Nesterov's, from the new buffer; else x = buf
+    g    = grad * gscale
+    buf  = buf + (1 - momentum) * (g - buf)         for momentum <= 0.5: g - momentum * (g - buf)
+    x    = buf + (1 - momentum) * (g - buf)         only with Nesterov's, from the new buffer; else x = buf
     """
 
     def average(before: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,11 @@ class KernelLayout:
         return self.state in (torch.uint8, torch.int8)
 
     @property
+    def in_rows(self) -> bool:
+        """Whether results depend on the order of elements, which must be that of rows."""
+        return self.stochastic or self.coded
+
+    @property
     def operands(self) -> int:
         """The rows of tables."""
         return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
