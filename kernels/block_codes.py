@@ -20,10 +20,10 @@ largest number rounded up to 3 bits, and smaller numbers take the base, the code
 first one is not would divide by zero. The scale has 16 bits, the upper ones of the base's pattern with s in its lower 5
 bits; 0 if all elements are 0, 0x7FC0 if all are NaN.
 
-**Linear codes** (the momentum of Muon, whose products amplify what is small in a matrix as much as what is large). A code
-is a signed integer from -127 to 127 that counts units, and the scale a byte E, which says that the unit is
-2^(E - 127): the least power of two, from 2^-103 on, of which 127 reach the block's largest number. It is 255 if all are
-NaN, and 0 before the first step.
+**Linear codes** (the momentum of Muon, whose products amplify small singular values most). A code is a signed integer
+from -127 to 127 that counts units, and the scale a byte E, which says that the unit is 2^(E - 127): the least power of
+two, from 2^-103 on, of which 127 reach the block's largest number. It is 255 if all are NaN, and 0 before the first
+step.
 
 Numbers between two codes are rounded by `noise` of 24 bits: random bits for stochastic rounding, 2^23 for rounding to
 nearest, ties away from zero; 0xFFFFFF rounds up and 0 down. What a code's step is divided into is compared with as many
@@ -57,6 +57,7 @@ from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import (
     DECODE_POSITIVE,
     DECODE_SIGNED,
+    ENCODE_LINEAR,
     ENCODE_POSITIVE,
     ENCODE_SIGNED,
     WIDEN,
@@ -301,16 +302,20 @@ def decode_linear_block(codes, power):
 
 
 @jit
-def encode_linear_block(x, noise):
-    """As `encode_signed_block`, as linear codes (int8) and exponents."""
-    largest = tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True)
+def _unit(largest):
+    """The exponent bytes of blocks, and 2^24 / unit, or 0 where all are NaN; from the largest patterns (uint32)."""
     exponent = tl.maximum(((largest + _CARRY) >> 23).to(tl.int32) - 6, _LEAST_UNIT)
     usable = exponent <= _LARGEST_UNIT
-    factor = ((278 - exponent) << 23).to(tl.float32, bitcast=True)
-    steps = tl.floor(tl.where(usable, x * factor, 0.0)).to(tl.int32)
-    code = (steps + noise.to(tl.int32)) >> _NOISE_BITS
-    exponent = tl.where(usable, exponent, 255)
-    return tl.where(usable, code, 0).to(tl.int8), tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+    factor = tl.where(usable, (278 - exponent) << 23, 0).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.where(usable, exponent, 255), (largest.shape[0],)).to(tl.uint8), factor
+
+
+@jit
+def encode_linear_block(x, noise):
+    """As `encode_signed_block`, as linear codes (int8) and exponents."""
+    exponent, factor = _unit(tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True))
+    steps = tl.floor(tl.where(factor > 0.0, x * factor, 0.0)).to(tl.int32)
+    return ((steps + noise.to(tl.int32)) >> _NOISE_BITS).to(tl.int8), exponent
 
 
 # As the functions above, four codes in a register, on NVIDIA GPUs. `x` must be what arithmetic gave there: then no NaN
@@ -392,6 +397,17 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.uint8, True, 4)
     exponent = tl.where(small, 0, pattern >> 23)
     return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+
+
+@jit
+def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
+    """`word` as in `encode_signed_packed`."""
+    magnitude = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    exponent, factor = _unit(tl.reduce(magnitude, 1, _larger, keep_dims=True).to(tl.uint32, bitcast=True))
+    ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
+    inputs = (x, factor, word) if STOCHASTIC else (x, factor)
+    codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.int8, True, 4)
+    return codes, exponent
 
 
 @jit

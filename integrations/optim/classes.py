@@ -77,7 +77,8 @@ class Rule(NamedTuple):
         fixed_options: those that a checkpoint does not change, in addition to those of the layout.
         linear: whether codes in 8 bits are linear.
         launch_group: what updates the parameters of a launch, if that is more than a launch.
-        most: elements of parameters that are updated together, if that is limited.
+        most: elements on a rank of parameters that are updated together, if that is limited.
+        exchanging: the process group whose ranks have to update a parameter together; None if each does so alone.
     """
 
     kernels: Any
@@ -91,6 +92,7 @@ class Rule(NamedTuple):
     linear: bool = False
     launch_group: type[LaunchGroup] = LaunchGroup
     most: float = math.inf
+    exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """The moments of parameters with these options."""

@@ -10,35 +10,98 @@ from math import prod
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from halfstep.integrations.optim.adam import AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
 from halfstep.integrations.optim.options import Group, check_number, check_options
-from halfstep.integrations.optim.step_plan import LaunchGroup, Member
-from halfstep.kernels import adam, muon
+from halfstep.integrations.optim.step_plan import LaunchGroup
+from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
 from halfstep.kernels.streams import current_stream
-from halfstep.numerics.scaling.sharding import local
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded
+from halfstep.numerics.scaling.verdict import parameters_of
 
 MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
 ALIGNMENT = 64  # elements that matrices there begin at multiples of
 
 
+class Exchange:
+    """Matrices whose parts are on several ranks, and their owners, which orthogonalize them.
+
+    Each rank sends its parts to the owners and takes the results back: 4 (N - 1) / N bytes per element of all matrices,
+    in two collectives. The owners follow from the shapes and the number of ranks.
+    """
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        cuts = [cut for cut in (Sharding(target).cut() for target in targets) if cut is not None]
+        self.group = cuts[0][0]
+        self.shapes, self.cuts = [target.shape for target in targets], [(dim, ranges) for _, dim, ranges in cuts]
+        self.rank, ranks = self.group.rank(), range(self.group.size())
+        owners = owners_of(self.shapes, len(ranks))
+        self.order = sorted(range(len(targets)), key=lambda index: (owners[index], index))  # of parts in memory
+        self.owned = [index for index in self.order if owners[index] == self.rank]
+        self.sent = [sum(self._elements(i, self.rank) for i in self.order if owners[i] == to) for to in ranks]
+        self.received = [sum(self._elements(i, origin) for i in self.owned) for origin in ranks]
+
+    def _elements(self, index: int, rank: int) -> int:
+        """Those that the part of a rank takes in memory."""
+        dim, ranges = self.cuts[index]
+        begin, end = ranges[rank]
+        return _padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
+
+    def run(self, parts: torch.Tensor, received: torch.Tensor, products: rule.Products) -> None:
+        """Replace the parts of this rank, in `order`, by those of the orthogonalized matrices."""
+        sent_bytes, received_bytes = parts.view(torch.uint8), received.view(torch.uint8)  # not all backends have bf16
+        sent, taken = [2 * size for size in self.sent], [2 * size for size in self.received]
+        dist.all_to_all_single(received_bytes, sent_bytes, taken, sent, group=self.group)
+        starts = list(accumulate(self.received[:-1], initial=0))
+        for index in self.owned:
+            shape, (dim, ranges) = self.shapes[index], self.cuts[index]
+            whole = received.new_empty(shape)
+            of_ranks = []
+            for rank, (begin, end) in enumerate(ranges):
+                piece = whole.narrow(dim, begin, end - begin)
+                of_ranks.append((received[starts[rank] : starts[rank] + piece.numel()].view(piece.shape), piece))
+                starts[rank] += self._elements(index, rank)
+            for part, piece in of_ranks:
+                piece.copy_(part)
+            muon.orthogonalize([whole.view(rule.matrices(shape, products.blocks))], products)
+            for part, piece in of_ranks:
+                part.copy_(piece)
+        dist.all_to_all_single(sent_bytes, received_bytes, sent, taken, group=self.group)
+
+
+def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """The rank that orthogonalizes each matrix: the largest first, each to the rank with the least to do so far."""
+    work = [min(shape[0], prod(shape[1:])) * prod(shape) for shape in shapes]
+    loads, owners = [0] * ranks, [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: (-work[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += work[index]
+    return owners
+
+
+def _padded(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
+    """The ranks that have parts of the matrices of a parameter; None if each matrix is whole on a rank."""
+    cut = Sharding(parameter).cut()
+    if cut is None:
+        return None
+    ranks, dim, ranges = cut
+    rows = 1 if parameter.dim() == 3 else parameter.shape[0] // group["blocks"]
+    return None if dim == 0 and all(begin % rows == 0 for begin, _ in ranges) else ranks
+
+
 class MatrixGroup(LaunchGroup):
     """The matrices of two launches, between which they are in scratch memory in bf16 and orthogonalized one by one."""
 
-    def __init__(self, rule: Rule, variant: muon.Layout, members: list[Member], *further: Any) -> None:
-        for member in members:
-            if local(member.target).shape != member.target.shape:
-                raise ValueError(
-                    f"Expected parameters of Muon to be whole on each rank, but got a shard of one of shape "
-                    f"{tuple(member.target.shape)}, whose products need the whole matrix: replicate it (DDP), or put it "
-                    "in a group with algorithm='adamw'"
-                )
-        self._batches: tuple[muon.Batch, muon.Batch] | None = None
-        super().__init__(rule, variant, members, *further)
+    _batches: tuple[muon.Batch, muon.Batch] | None = None
 
     def _launches(self, grads: list[torch.Tensor], groups: torch.Tensor, control: muon.Control) -> list[partial[Any]]:
         if self._batches is None:
@@ -47,13 +110,9 @@ class MatrixGroup(LaunchGroup):
             self._batches[0].table.point(muon.GRAD, grads)  # type: ignore[union-attr]
         momentum, weight = self._batches
         momentum.lists[muon.GRAD] = grads
-        blocks = self.batch.layout.products.blocks
-        matrices = [
-            x.view(rule.matrices(w.shape, blocks)) for x, w in zip(weight.lists[muon.GRAD], self.weights, strict=True)
-        ]
         return [
             muon.MOMENTUM.launch(momentum, groups, control),
-            partial(muon.orthogonalize, matrices, self.batch.layout.products),
+            self._products,
             muon.WEIGHT.launch(weight, groups, control),
         ]
 
@@ -77,19 +136,35 @@ class MatrixGroup(LaunchGroup):
         return batches[0], batches[1]
 
     def _scratch(self) -> list[torch.Tensor]:
-        """bf16 memory in the shapes of the weights, which all launches of an optimizer on a stream share."""
-        sizes = [-(-weight.numel() // ALIGNMENT) * ALIGNMENT for weight in self.weights]
-        stream, total = current_stream(self.device), sum(sizes)
-        memory = self.scratch.get((self.device, stream))
-        if memory is None or memory.numel() < total:
-            memory = torch.empty(total, dtype=torch.bfloat16, device=self.device)
+        """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
+        products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
+        cut = Sharding(self.targets[0]).cut() if self.sharded else None
+        exchange = Exchange(self.targets) if cut and _exchanging(self.targets[0], {"blocks": products.blocks}) else None
+        order = range(len(shapes)) if exchange is None else exchange.order
+        sizes = [_padded(self.weights[index].numel()) for index in order]
+        memory, views = self._memory("parts", sum(sizes)), {}
+        for index, start in zip(order, accumulate(sizes, initial=0), strict=False):
+            weight = self.weights[index]
+            views[index] = memory[start : start + weight.numel()].view(weight.shape)
+        scratch = [views[index] for index in range(len(shapes))]
+        if exchange is None:
+            sides = (rule.matrices(shape, products.blocks)[1:] for shape in shapes)
+            matrices = [view.view(-1, *side) for view, side in zip(scratch, sides, strict=True)]
+            self._products = partial(muon.orthogonalize, matrices, products)
+        else:
+            self._products = partial(exchange.run, memory, self._memory("received", sum(exchange.received)), products)
+        return scratch
+
+    def _memory(self, use: str, elements: int) -> torch.Tensor:
+        """bf16 memory that all launches of an optimizer on a stream share."""
+        stream = current_stream(self.device)
+        key = self.device, stream, use
+        memory = self.scratch.get(key)
+        if memory is None or memory.numel() < elements:
+            memory = torch.empty(elements, dtype=torch.bfloat16, device=self.device)
             if stream is not None:  # in a capture, the memory is that of the graph
-                self.scratch[self.device, stream] = memory
-        starts = accumulate(sizes[:-1], initial=0)
-        return [
-            memory[start : start + weight.numel()].view(weight.shape)
-            for start, weight in zip(starts, self.weights, strict=True)
-        ]
+                self.scratch[key] = memory
+        return memory[:elements]
 
     def finish(self) -> None:
         super().finish()
@@ -153,13 +228,14 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
     Each update is a matrix whose singular values are near 1, which a Newton-Schulz iteration in bf16 makes of the
     momentum. Groups with ``algorithm="adamw"`` are stepped as by `halfstep.AdamW`; `muon_groups` divides a model.
 
-    Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum; one
-    less with ``master_weights="split24"``. In addition 2 bytes for each of the 2^25 elements, or of the largest matrix,
-    that are orthogonalized together.
+    Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum;
+    one less with ``master_weights="split24"``. In addition 2 bytes for each of the 2^25 elements, or of the largest
+    matrix, that are orthogonalized together.
 
     Args:
-        params: matrices; of parameters with more dimensions, three are a batch of matrices, and of others the first
-            one is a row's. They must be whole on each rank.
+        params: matrices; three dimensions are a batch of matrices, and of more the first one has the rows. Of DTensors,
+            one dimension of the mesh may shard rows or columns (FSDP2, HSDP, tensor parallelism): ranks then send parts
+            of matrices to their owners and take the results back, so all have to have the same gradients.
         lr: learning rate, which `adjust_lr_fn` adjusts to the shape of a matrix.
         weight_decay: decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step.
         momentum: decay of the momentum buffer, from 0 to below 1.
@@ -168,13 +244,13 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         eps: the least norm that a matrix is divided by.
         ns_steps: steps of the iteration.
         adjust_lr_fn: ``"original"``: ``lr * sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``:
-            ``lr * 0.2 * sqrt(max(rows, columns))``, with which a learning rate serves AdamW and Muon (Liu et al., 2025).
-            None: the latter if there are groups of AdamW, else the former, which is torch's.
+            ``lr * 0.2 * sqrt(max(rows, columns))``, with which one learning rate serves AdamW and Muon (Liu et al.,
+            2025). None: the latter if there are groups of AdamW, else the former, which is torch's.
         algorithm: ``"muon"``, or ``"adamw"`` for embeddings, heads, norms and biases: a value of a group.
         betas: those of AdamW. The `eps` of a group of AdamW is 1e-8 if it does not say so.
         blocks: how many matrices of as many rows each parameter consists of: of fused projections, or heads.
-        state_dtype: dtype of the momentum; ``"8bit"`` takes linear codes, rounded stochastically. The other arguments and
-            the errors are those of `halfstep.AdamW`.
+        state_dtype: dtype of the momentum; ``"8bit"`` takes linear codes, rounded stochastically. The other arguments
+            and the errors are those of `halfstep.AdamW`.
 
     Raises:
         ValueError: an option is out of its range, or a parameter of Muon has less than two dimensions.
@@ -203,6 +279,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         linear=True,
         launch_group=MatrixGroup,
         most=MOST,
+        exchanging=_exchanging,
     )
 
     def __init__(
@@ -235,6 +312,14 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         if group["algorithm"] not in ("muon", "adamw"):
             raise ValueError(f"Expected algorithm to be 'muon' or 'adamw', but got {group['algorithm']!r}")
         return _ADAMW if group["algorithm"] == "adamw" else self._rule
+
+    def step_parts_by(self, handle: Any) -> None:
+        if handle is not None and any(map(is_sharded, parameters_of(self))):
+            raise ValueError(
+                "Expected parameters that are whole on each rank for steps in the backward, since ranks exchange parts "
+                "of the matrices of Muon in one order, but got DTensors: call optimizer.step() after the backward"
+            )
+        super().step_parts_by(handle)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         is_adamw = {**self.defaults, **param_group}["algorithm"] == "adamw" if isinstance(param_group, dict) else False
@@ -273,7 +358,8 @@ def muon_groups(
         [('muon', 1), ('adamw', 2)]
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    matrices, others = [], []
+    matrices: list[tuple[str, torch.Tensor]] = []
+    others: list[tuple[str, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() > 1 and prod(parameter.shape[1:]) > 1
         named = any(word in name for word in adamw)

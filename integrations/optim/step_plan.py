@@ -124,8 +124,8 @@ class Member(NamedTuple):
 class LaunchGroup:
     """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
 
-    `keys` are the names of the state tensors by the kernel's operand, `numbers` more rows of the table, and `scratch` is
-    memory that the launches of an optimizer share.
+    `keys` are the names of the state tensors by the kernel's operand, `numbers` more rows of the table, and `scratch`
+    is memory that the launches of an optimizer share.
     """
 
     def __init__(
@@ -472,11 +472,12 @@ def _batches(
         of_rule = table_rows.setdefault(rule.kernels, {})
         row = of_rule.setdefault((row, target.shape if rule.by_shape else None), len(of_rule))
         members[index] = Member(parameter, target, state, row)
-        launch = optimizer._bucket(parameter), local(target).device, rule, variant, layout, addressable
+        ranks = rule.exchanging(target, group)
+        launch = optimizer._bucket(parameter), local(target).device, rule, variant, layout, addressable, ranks
         launches.setdefault(launch, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, rule, variant, layout, addressable), indices in _limited(launches, targets):
+    for (_, _, rule, variant, layout, addressable, _), indices in _limited(launches, targets):
         kernels = rule.kernels
         of_launch, keys = [members[index] for index in indices], _operand_keys(kernels, layout)
         further: dict[int, list[int]] = {}
@@ -494,12 +495,15 @@ def _batches(
 def _limited(
     launches: dict[tuple[Any, ...], list[int]], targets: list[torch.Tensor]
 ) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
-    """The launches, in parts of as many elements as their rules allow, but of one parameter at least."""
+    """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
+    ranks divide them alike."""
     for launch, indices in launches.items():
-        rule, part, elements = launch[2], [], 0
+        rule, group, elements = launch[2], launch[-1], 0
+        ranks = 1 if group is None else group.size()
+        part: list[int] = []
         for index in indices:
-            numel = local(targets[index]).numel()
-            if part and elements + numel > rule.most:
+            numel = (targets[index] if group is not None else local(targets[index])).numel()
+            if len(part) >= ranks and elements + numel > rule.most * ranks:
                 yield launch, part
                 part, elements = [], 0
             part.append(index)

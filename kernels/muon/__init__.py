@@ -1,9 +1,9 @@
 """Muon over lists of matrices: see `rule.py` for the maths, kernels/optimizer for what all optimizers share.
 
 A step launches a kernel over all momentum buffers, which writes the matrices in bf16 to scratch memory, orthogonalizes
-these one by one, and launches a kernel over all weights. Bytes per element of both kernels with a 16-bit gradient: split
-master 12 + 10 = 22 with a buffer in fp32, 8 + 10 = 18 in bf16, 6.06 + 10 = 16.06 in 8 bits, whose codes are linear (see
-block_codes.py); two less with a master of 24 bits.
+these one by one, and launches a kernel over all weights. Bytes per element of both kernels with a 16-bit gradient:
+split master 12 + 10 = 22 with a buffer in fp32, 8 + 10 = 18 in bf16, 6.06 + 10 = 16.06 in 8 bits, whose codes are
+linear (see block_codes.py); two less with a master of 24 bits.
 """
 
 from __future__ import annotations

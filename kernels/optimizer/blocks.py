@@ -169,7 +169,9 @@ def _update(
         if SHORT:
             m = tl.where(blocks.mask, m, 0.0)
         noise = words[1] >> DOWN if FORM.STOCHASTIC else _HALF
-        if FORM.STATE == "int8":
+        if FORM.STATE == "int8" and MOVED:
+            codes_m, scales_m = block_codes.encode_linear_packed(m, noise, FORM.STOCHASTIC)
+        elif FORM.STATE == "int8":
             codes_m, scales_m = block_codes.encode_linear_block(m, noise)
         else:
             codes_m, scales_m = block_codes.encode_signed_block(m, noise)
