@@ -311,10 +311,19 @@ def _unit(largest):
 
 
 @jit
+def _rounded_down(x):
+    """The integer at or below a number. On NVIDIA GPUs, `tl.floor` takes subnormal numbers for 0."""
+    if cuda_capability_geq(8, 0):
+        return tl.inline_asm_elementwise("cvt.rmi.s32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.floor(x).to(tl.int32)
+
+
+@jit
 def encode_linear_block(x, noise):
     """As `encode_signed_block`, as linear codes (int8) and exponents."""
     exponent, factor = _unit(tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True))
-    steps = tl.floor(tl.where(factor > 0.0, x * factor, 0.0)).to(tl.int32)
+    steps = _rounded_down(tl.where(factor > 0.0, x * factor, 0.0))
     return ((steps + noise.to(tl.int32)) >> _NOISE_BITS).to(tl.int8), exponent
 
 
@@ -401,7 +410,7 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
 
 @jit
 def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
-    """`word` as in `encode_signed_packed`."""
+    """`word` as in `encode_signed_packed`. Elements that do not exist must be 0."""
     magnitude = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     exponent, factor = _unit(tl.reduce(magnitude, 1, _larger, keep_dims=True).to(tl.uint32, bitcast=True))
     ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
