@@ -149,7 +149,8 @@ class MatrixGroup(LaunchGroup):
         scratch = [views[index] for index in range(len(shapes))]
         if exchange is None:
             sides = (rule.matrices(shape, products.blocks)[1:] for shape in shapes)
-            matrices = [view.view(-1, *side) for view, side in zip(scratch, sides, strict=True)]
+            pairs = zip(scratch, sides, strict=True)
+            matrices = [view.view(-1, *side) if view.numel() else view for view, side in pairs]
             self._products = partial(muon.orthogonalize, matrices, products)
         else:
             self._products = partial(exchange.run, memory, self._memory("received", sum(exchange.received)), products)
