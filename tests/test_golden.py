@@ -13,7 +13,7 @@ CASES = [
         *case,
         name,
         marks=[pytest.mark.golden] * (name == "triton")
-        + [pytest.mark.exhaustive] * (case[0] in ("adam", "sgd") and name == "triton" and number % 9 != 0),
+        + [pytest.mark.exhaustive] * (case[0] in ("adam", "sgd", "muon") and name == "triton" and number % 9 != 0),
     )
     for name in ALL
     for number, case in enumerate(EXACT)
