@@ -111,8 +111,8 @@ def dtypes_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 _SHARED = {
-    "masters": "keep weights, or masters of them, in fp32, as halfstep.AdamW and halfstep.Muon do in fewer bytes than fp32 "
-    "weights",
+    "masters": "keep weights, or masters of them, in fp32, as halfstep.AdamW and halfstep.Muon do in fewer bytes than "
+    "fp32 weights",
     "first_nonfinite": "halfstep.integrations.doctor.first_nonfinite(model), which names the operation that makes the "
     "first NaN or Inf",
 }
