@@ -61,12 +61,12 @@ def encoded_linear(x: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray
     """As `encoded`, int8 and the exponents. fp64 holds quotients of units exactly."""
     rows, columns = x.shape
     noise = np.full(x.shape, NEAREST) if random is None else random
-    blocks = _in_blocks(x).astype(np.float64)
-    largest = np.abs(blocks).max(axis=1)
-    spoiled = ~(largest <= LARGEST_LINEAR)
-    number = np.searchsorted(127 * UNITS, np.where(spoiled, 0, largest))  # of the least unit that reaches
-    units = np.where(spoiled, np.inf, UNITS[number])
-    with np.errstate(invalid="ignore"):  # infinity over infinity
+    with np.errstate(invalid="ignore"):  # a signalling NaN, and infinity over infinity
+        blocks = _in_blocks(x).astype(np.float64)
+        largest = np.abs(blocks).max(axis=1)
+        spoiled = ~(largest <= LARGEST_LINEAR)
+        number = np.searchsorted(127 * UNITS, np.where(spoiled, 0, largest))  # of the least unit that reaches
+        units = np.where(spoiled, np.inf, UNITS[number])
         steps = np.nan_to_num(np.floor(blocks / units[:, None] * 2.0**24)).clip(-(2.0**32), 2.0**32)
     codes = np.floor((steps + (_in_blocks(noise) >> 8)) / 2.0**24)
     codes[spoiled] = 0
