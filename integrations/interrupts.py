@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 # The signals that a step delays. Changing the handlers of all signals would take longer than a launch.
@@ -88,16 +88,17 @@ def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
 
 
 _function = attrgetter("func")
+_IN_PYTHON = {FunctionType, MethodType}
 
 
 def apply(calls: Sequence[partial[Any]]) -> None:
     """Make calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
 
-    No Python code runs between the calls. If one of them is a Python function, as the launches of Triton and the
-    reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects into
+    No Python code runs between the calls. If one of them is a function or method in Python, as the launches of Triton
+    and the reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects into
     such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
     """
-    if FunctionType in map(type, map(_function, calls)):
+    if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
         with held(_USUAL):
             deque(map(partial.__call__, calls), maxlen=0)
     else:

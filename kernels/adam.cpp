@@ -63,4 +63,4 @@ template <int OPTIONS> struct Adam {
 
 }  // namespace
 
-extern "C" void halfstep_adam(const Arguments* call) { step<Adam, 0, 1, 2, 3>(*call); }
+extern "C" void halfstep_adam(const Arguments* call) { step<Adam, true, 0, 1, 2, 3>(*call); }

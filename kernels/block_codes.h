@@ -85,6 +85,30 @@ HALFSTEP_INLINE uint16_t encode_positive(const float* x, const uint32_t* words, 
     return uint16_t(base | (shift + 16));
 }
 
+// The same as linear codes, two's complement; returns the exponent byte.
+HALFSTEP_INLINE uint8_t encode_linear(const float* x, const uint32_t* words, uint8_t* codes, int64_t size) {
+    I highest{};
+    for (int64_t i = 0; i < SPAN; i += W) highest = larger(highest, (I)magnitude(get(x + i)));
+    const int32_t least = int32_t((uint32_t(largest_lane(highest)) + 0x1ffffu) >> 23) - 6;
+    if (least > 248) {
+        std::memset(codes, 0, size_t(size));
+        return 255;
+    }
+    const uint32_t exponent = uint32_t(least < 24 ? 24 : least);
+    const V factor = splat(power_of_exponent(278 - exponent));  // 2^24 units
+    put_codes(codes, size, [&](int64_t i) {
+        const V scaled = get(x + i) * factor;
+        const I truncated = to_integers(scaled);
+        const I steps = truncated + (to_numbers(truncated) > scaled);  // rounded down: a comparison gives -1
+        return (U)((steps + (I)(get_words(words + i) >> (32 - NOISE_BITS))) >> NOISE_BITS) & 0xffu;
+    });
+    return uint8_t(exponent);
+}
+
+HALFSTEP_INLINE void decode_linear(const uint8_t* codes, uint8_t exponent, float* x, int64_t size) {
+    const V unit = splat(power_of_exponent(exponent));
+    with_codes(codes, size, [&](int64_t i, U code) { put(x + i, to_numbers((I)(code << 24) >> 24) * unit); });
+}
 HALFSTEP_INLINE void decode_signed(const uint8_t* codes, uint8_t exponent, float* x, int64_t size) {
     const V power = splat(power_of_exponent(exponent));
     with_codes(codes, size, [&](int64_t i, U code) {

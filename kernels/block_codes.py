@@ -20,6 +20,11 @@ largest number rounded up to 3 bits, and smaller numbers take the base, the code
 first one is not would divide by zero. The scale has 16 bits, the upper ones of the base's pattern with s in its lower 5
 bits; 0 if all elements are 0, 0x7FC0 if all are NaN.
 
+**Linear codes** (the momentum of Muon, whose products amplify small singular values most). A code is a signed integer
+from -127 to 127 that counts units, and the scale a byte E, which says that the unit is 2^(E - 127): the least power of
+two, from 2^-103 on, of which 127 reach the block's largest number. It is 255 if all are NaN, and 0 before the first
+step.
+
 Numbers between two codes are rounded by `noise` of 24 bits: random bits for stochastic rounding, 2^23 for rounding to
 nearest, ties away from zero; 0xFFFFFF rounds up and 0 down. What a code's step is divided into is compared with as many
 upper bits of the noise. Signed numbers below the smallest normal one of their block are first rounded to a multiple of
@@ -27,12 +32,15 @@ upper bits of the noise. Signed numbers below the smallest normal one of their b
 
 Scales depend on the numbers and not on the noise. What was decoded is encoded as the same numbers, whatever the noise.
 
+Linear codes are rounded as floor(x / unit + noise / 2^24), of which the quotient is first rounded down to 24 bits below
+the point: without bias for negative numbers too, but the noise of rounding to nearest rounds ties up.
+
 Every decoded number is 0 or a normal number of fp32. Therefore the exponent byte of a block of signed numbers is at
 least 18; blocks of smaller numbers, below 2^-109, become 0. No base is below 2^-126; blocks without a number above
 127/128 of that become 0.
 
-A NaN, an infinity and a number beyond 1.875 * 2^127 make a block of NaN: nothing that is not finite is hidden. Codes in
-blocks of 0 and of NaN are 0.
+A NaN, an infinity and a number beyond 1.875 * 2^127 (for linear codes 127 * 2^121) make a block of NaN: nothing that is
+not finite is hidden. Codes in blocks of 0 and of NaN are 0.
 
 Three bytes for 32 elements are 5 % of the two codes of each. A power of two instead of another scale needs no division,
 and its products are exact.
@@ -49,6 +57,7 @@ from halfstep.kernels.backend import cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import (
     DECODE_POSITIVE,
     DECODE_SIGNED,
+    ENCODE_LINEAR,
     ENCODE_POSITIVE,
     ENCODE_SIGNED,
     WIDEN,
@@ -64,6 +73,9 @@ DROPPED = 20  # bits that rounding to 3 bits of mantissa drops from an fp32 patt
 LEAST_SIGNED, NAN_BLOCK = 18, 255  # exponent bytes
 LEAST_STEP = 16  # the least s
 NAN_RANGE = 0x7FC0  # the scale of a block of positive numbers that are NaN
+# The exponent bytes of the least unit, so that 2^24 / unit is a number of fp32, and of the largest.
+LEAST_UNIT, LARGEST_UNIT = 24, 248
+_BELOW_127 = 0x1FFFF  # carries the mantissas above that of 127 to the next exponent
 # The upper 16 bits of the patterns of `LARGEST_POSITIVE` (3 bits of mantissa), of 2^-126 and of a power of two.
 _LARGEST, _LEAST, _BINADE = 0x7F70, 0x80, 0x80
 
@@ -165,22 +177,40 @@ def decode_positive(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _in_rows(pattern.view(torch.float32), codes.shape[1])
 
 
+def encode_linear(x: torch.Tensor, noise: torch.Tensor | int = HALF) -> tuple[torch.Tensor, torch.Tensor]:
+    """Linear codes (int8) and exponents (uint8) of fp32 numbers; arguments as for `encode_signed`."""
+    blocks, noise = _in_blocks(x), _in_blocks(noise)
+    largest = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).long()
+    exponent = ((largest + _BELOW_127 >> 23) - 6).clamp(min=LEAST_UNIT).to(torch.int32)
+    beyond = exponent > LARGEST_UNIT
+    steps = (blocks * _power(278 - exponent)).masked_fill(beyond, 0.0).floor().to(torch.int32)
+    codes = (steps + noise >> NOISE_BITS).masked_fill(beyond, 0).to(torch.int8)
+    exponent = exponent.masked_fill(beyond, NAN_BLOCK)
+    return _in_rows(codes, x.shape[1]), exponent.squeeze(-1).to(torch.uint8)
+
+
+def decode_linear(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """The fp32 numbers of linear codes (int8) and exponents (uint8); shapes as for `decode_signed`."""
+    return _in_rows(_in_blocks(codes).float() * _power(exponents.to(torch.int32)).unsqueeze(-1), codes.shape[1])
+
+
 def encode(
-    x: torch.Tensor, rows: int, signed: bool, noise: torch.Tensor | int = HALF
+    x: torch.Tensor, rows: int, signed: bool, noise: torch.Tensor | int = HALF, linear: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of the shape of `x`, whose elements are those of `rows` rows, and scales of shape ``(rows, blocks)``."""
     matrix = x.reshape(rows, x.numel() // max(rows, 1))
     if isinstance(noise, torch.Tensor):
         noise = noise.reshape(matrix.shape)
-    codes, scales = (encode_signed if signed else encode_positive)(matrix, noise)
+    codes, scales = (encode_linear if linear else encode_signed if signed else encode_positive)(matrix, noise)
     return codes.reshape(x.shape), scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """The fp32 numbers that `encode` encoded, of the shape of `codes`."""
+    """The fp32 numbers that `encode` encoded, of the shape of `codes`. Linear codes are those of dtype int8."""
     rows = len(scales)
     matrix = codes.reshape(rows, codes.numel() // max(rows, 1))
-    return (decode_signed if signed else decode_positive)(matrix, scales).reshape(codes.shape)
+    decode_matrix = decode_linear if codes.dtype == torch.int8 else decode_signed if signed else decode_positive
+    return decode_matrix(matrix, scales).reshape(codes.shape)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -191,6 +221,7 @@ if tl is not None:
     _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
     _SEVEN = tl.constexpr(127 + 7)  # the exponent byte of 2^7
     _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
+    _LEAST_UNIT, _LARGEST_UNIT, _CARRY = map(tl.constexpr, (LEAST_UNIT, LARGEST_UNIT, _BELOW_127))
 
 
 @jit
@@ -262,6 +293,38 @@ def encode_positive_block(x, noise, mask):
     steps = tl.maximum(bits - base, 0).to(tl.uint32) << (8 - (power - _SEVEN)).to(tl.uint32)
     code = (steps + noise) >> _NOISE_BITS
     return tl.where(finite, code, 0).to(tl.uint8), scale
+
+
+@jit
+def decode_linear_block(codes, power):
+    """A block of linear codes (int8) as fp32; `power` is that of the exponents, and broadcasts."""
+    return codes.to(tl.float32) * power
+
+
+@jit
+def _unit(largest):
+    """The exponent bytes of blocks, and 2^24 / unit, or 0 where all are NaN; from the largest patterns (uint32)."""
+    exponent = tl.maximum(((largest + _CARRY) >> 23).to(tl.int32) - 6, _LEAST_UNIT)
+    usable = exponent <= _LARGEST_UNIT
+    factor = tl.where(usable, (278 - exponent) << 23, 0).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.where(usable, exponent, 255), (largest.shape[0],)).to(tl.uint8), factor
+
+
+@jit
+def _rounded_down(x):
+    """The integer at or below a number. On NVIDIA GPUs, `tl.floor` takes subnormal numbers for 0."""
+    if cuda_capability_geq(8, 0):
+        return tl.inline_asm_elementwise("cvt.rmi.s32.f32 $0, $1;", "=r,f", [x], tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.floor(x).to(tl.int32)
+
+
+@jit
+def encode_linear_block(x, noise):
+    """As `encode_signed_block`, as linear codes (int8) and exponents."""
+    exponent, factor = _unit(tl.max(x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 1, keep_dims=True))
+    steps = _rounded_down(tl.where(factor > 0.0, x * factor, 0.0))
+    return ((steps + noise.to(tl.int32)) >> _NOISE_BITS).to(tl.int8), exponent
 
 
 # As the functions above, four codes in a register, on NVIDIA GPUs. `x` must be what arithmetic gave there: then no NaN
@@ -343,6 +406,17 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.uint8, True, 4)
     exponent = tl.where(small, 0, pattern >> 23)
     return codes, tl.reshape(exponent, (x.shape[0],)).to(tl.uint8)
+
+
+@jit
+def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
+    """`word` as in `encode_signed_packed`. Elements that do not exist must be 0."""
+    magnitude = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    exponent, factor = _unit(tl.reduce(magnitude, 1, _larger, keep_dims=True).to(tl.uint32, bitcast=True))
+    ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
+    inputs = (x, factor, word) if STOCHASTIC else (x, factor)
+    codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.int8, True, 4)
+    return codes, exponent
 
 
 @jit

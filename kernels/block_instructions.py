@@ -124,6 +124,19 @@ def encode_positive_assembly(stochastic: bool) -> str:
     return _body([*lines, *_UPPER_BYTES])
 
 
+def encode_linear_assembly(stochastic: bool) -> str:
+    """PTX that makes linear codes ($0) of four fp32 numbers ($1 to $4).
+
+    The other operands, four each: 2^24 / units, or 0 where all codes are 0; and, if `stochastic`, random words moved
+    down by a byte. The integer of a NaN is 0.
+    """
+    lines = [".reg .b32 %s0, %s1, %s2, %s3;"]
+    for i in range(4):
+        noise = f"${9 + i}" if stochastic else str(1 << 23)
+        lines += [f"mul.rn.f32 %s{i}, ${1 + i}, ${5 + i}; cvt.rmi.s32.f32 %s{i}, %s{i}; add.s32 %s{i}, %s{i}, {noise};"]
+    return _body([*lines, *_UPPER_BYTES])
+
+
 # The upper bytes of four registers in one.
 _UPPER_BYTES = [
     "prmt.b32 %s0, %s0, %s1, 0x0073; prmt.b32 %s2, %s2, %s3, 0x0073;",
@@ -349,13 +362,15 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
 
 # What kernels use, by whether numbers are rounded at random and by `paired`; the last by the bits of remainders first.
 WIDEN: Any = None
-DECODE_POSITIVE = DECODE_SIGNED = ENCODE_SIGNED = ENCODE_POSITIVE = AVERAGES = UPDATES = UPDATES_OPERANDS = WIDEN
+DECODE_POSITIVE = DECODE_SIGNED = ENCODE_SIGNED = ENCODE_LINEAR = ENCODE_POSITIVE = AVERAGES = UPDATES = WIDEN
+UPDATES_OPERANDS = WIDEN
 if tl is not None:
     _BOTH = (False, True)
     WIDEN = tl.constexpr({(paired,): widen_assembly(paired) for paired in _BOTH})
     DECODE_SIGNED = tl.constexpr({(paired,): decode_signed_assembly(paired) for paired in _BOTH})
     DECODE_POSITIVE = tl.constexpr(decode_positive_assembly())
     ENCODE_SIGNED = tl.constexpr({key: encode_signed_assembly(*key) for key in product(_BOTH, _BOTH)})
+    ENCODE_LINEAR = tl.constexpr({(noisy,): encode_linear_assembly(noisy) for noisy in _BOTH})
     ENCODE_POSITIVE = tl.constexpr({(noisy,): encode_positive_assembly(noisy) for noisy in _BOTH})
     AVERAGES = tl.constexpr({(paired,): averages_assembly(paired) for paired in _BOTH})
     _FORMS = ((0, False), (8, False), (8, True), (16, False))

@@ -61,7 +61,8 @@ TABLE = (
     Format("e5m2", 5, 2, 0x7B, 0x7C, 0x7F, 4, "float8_e5m2", "float8e5"),
 )
 BY_NAME = {form.name: form for form in TABLE}
-CODED = 5  # the number in C++ of uint8 codes, whose scales are apart (block_codes.py)
+# The numbers in C++ of codes whose scales are apart (block_codes.py): uint8, and linear ones, int8.
+CODED, LINEAR = 5, 6
 
 
 @functools.cache

@@ -84,6 +84,9 @@ inline V root(V x) {
 #endif
 }
 
+inline I to_integers(V x) { return __builtin_convertvector(x, I); }  // truncated; they must fit
+inline V to_numbers(I x) { return __builtin_convertvector(x, V); }
+
 inline U magnitude(V x) { return (U)x & 0x7fffffffu; }
 inline I is_nan(V x) { return x != x; }
 // Whether either vector has a NaN.

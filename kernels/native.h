@@ -15,7 +15,7 @@
 namespace halfstep {
 
 // The codes of kernels/formats.py.
-enum Dtype : int32_t { F32, F16, BF16, FP8_E4M3, FP8_E5M2, CODED };
+enum Dtype : int32_t { F32, F16, BF16, FP8_E4M3, FP8_E5M2, CODED, LINEAR };
 
 struct f16 { uint16_t bits; };
 struct bf16 { uint16_t bits; };

@@ -21,10 +21,13 @@ constexpr int64_t LONG_CHUNK = 16384;  // ... and with moments in 8 bits or stoc
 constexpr int64_t BLOCK = 256;   // elements converted and updated at a time: all local arrays fit the first-level cache
 constexpr float MAX = 3.4028234663852886e38f;
 
-enum Master : int32_t { NO_MASTER = 0, FULL_MASTER = 1, SPLIT_MASTER = 2, SPLIT24_MASTER = 3 };
+enum Master : int32_t { NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER, RESULT };
 enum Operand { GRAD, PARAM, EXTRA, MOMENT, STEP = MOMENT + 3, STREAM, BASE, INNER, INNER_WHOLE, SEED, SCALES,
                COLUMNS = SCALES + 3 };
-struct Layout { int64_t param, grad, state, master, stochastic, options; };  // a bit for each option of the rule
+struct Layout {
+    int64_t param, grad, state, master, stochastic, options;  // a bit for each option of the rule
+    bool coded() const { return state == CODED || state == LINEAR; }
+};
 
 struct Table {
     const int64_t* rows;  // see multi_tensor.py
@@ -127,6 +130,12 @@ template <typename T> struct Alone {
     V get_some(int64_t i, int64_t k) const { return halfstep::get_some(param + i, k); }
     template <Order O> HALFSTEP_INLINE void put_two(int64_t i, Pair w) const { halfstep::put_two<O>(param + i, w); }
     void put_some(int64_t i, V w, int64_t k) const { halfstep::put_some(param + i, w, k); }
+};
+// There is none: the parameter is written and not read.
+template <typename T> struct Result : Alone<T> {
+    static Result at(int64_t param, int64_t, int64_t start) { return {{(T*)param + start}}; }
+    template <Order O> HALFSTEP_INLINE Pair get_two(int64_t) const { return {V{}, V{}}; }
+    V get_some(int64_t, int64_t) const { return V{}; }
 };
 template <typename T> struct Full {
     using Held = float;
@@ -314,6 +323,7 @@ struct Staged {
         with_dtype(layout.param, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             if (layout.master == FULL_MASTER) f(Full<T>::at(param, extra, start));
+            else if (layout.master == RESULT) f(Result<T>::at(param, extra, start));
             else f(Alone<T>::at(param, extra, start));
         });
     }
@@ -321,7 +331,7 @@ struct Staged {
         with_dtype(layout.grad, [&](auto* type) {
             load(operand<std::remove_pointer_t<decltype(type)>>(GRAD), block.grad, n);
         });
-        if (layout.state != CODED) with_dtype(layout.state, [&](auto* type) {
+        if (!layout.coded()) with_dtype(layout.state, [&](auto* type) {
             using T = std::remove_pointer_t<decltype(type)>;
             for (int k = 0; k < moments; ++k) load(operand<T>(MOMENT + k), block.moments[k], n);
         });
@@ -368,20 +378,23 @@ void staged_step(const R& rule, const Layout& layout, const Column& column, int6
     }
 }
 
-// The codes of a moment, of which the first one is signed.
+// The codes of a moment, of which the first one is signed or linear.
 struct Codes {
     uint8_t* codes;
     int64_t scales;
-    bool is_signed;
+    bool is_signed, is_linear;
     Codes(const Staged& part, int moment)
-        : codes(part.operand<uint8_t>(MOMENT + moment)), scales(part.column[SCALES + moment]), is_signed(moment == 0) {}
+        : codes(part.operand<uint8_t>(MOMENT + moment)), scales(part.column[SCALES + moment]), is_signed(moment == 0),
+          is_linear(part.layout.state == LINEAR) {}
     void decode(int64_t at, int64_t number, float* x, int64_t size) const {
-        if (is_signed) decode_signed(codes + at, ((uint8_t*)scales)[number], x, size);
+        if (is_linear) decode_linear(codes + at, ((uint8_t*)scales)[number], x, size);
+        else if (is_signed) decode_signed(codes + at, ((uint8_t*)scales)[number], x, size);
         else decode_positive(codes + at, ((uint16_t*)scales)[number], x, size);
     }
     void encode(int64_t at, int64_t number, float* x, int64_t size, const uint32_t* words) const {
         fill_up(x, size);
-        if (is_signed) ((uint8_t*)scales)[number] = encode_signed(x, words, codes + at, size);
+        if (is_linear) ((uint8_t*)scales)[number] = encode_linear(x, words, codes + at, size);
+        else if (is_signed) ((uint8_t*)scales)[number] = encode_signed(x, words, codes + at, size);
         else ((uint16_t*)scales)[number] = encode_positive(x, words, codes + at, size);
     }
 };
@@ -459,7 +472,7 @@ template <typename R> void run(const Arguments& call) {
     const Layout& layout = call.layout;
     const Table& table = call.table;
     const auto hyper = (const typename R::Hyper*)call.hyper;
-    const int64_t size = layout.state == CODED || layout.stochastic ? LONG_CHUNK : CHUNK;
+    const int64_t size = layout.coded() || layout.stochastic ? LONG_CHUNK : CHUNK;
     const auto spread = [&](auto&& work) {  // work(rule's numbers, column, first element, elements) for every chunk
         spread_evenly(table.chunks, 2, int32_t(call.threads), [&](int64_t chunk) {
             const int64_t tensor = table.chunk_tensor[chunk], left = table.rows[tensor];
@@ -481,18 +494,18 @@ template <typename R> void run(const Arguments& call) {
     });
     if (usual) return;
     spread([&](const auto& h, const Column& column, int64_t start, int64_t n) {
-        if (layout.state == CODED) coded_step(R(h, LARGEST_POSITIVE), layout, column, start, n);
+        if (layout.coded()) coded_step(R(h, LARGEST_POSITIVE), layout, column, start, n);
         else if (layout.stochastic && layout.state == BF16) staged_step<R, true>(R(h, MAX), layout, column, start, n);
         else staged_step<R, false>(R(h, MAX), layout, column, start, n);
     });
 }
 
-// A step by Rule<options of the layout>. OPTIONS are all that occur.
-template <template <int> class Rule, int... OPTIONS>
+// A step by Rule<options of the layout>. OPTIONS are all that occur. Without PREPARES, the numbers are there.
+template <template <int> class Rule, bool PREPARES, int... OPTIONS>
 void step(const Arguments& call) {
     const auto with = [&](auto* rule) {
         using R = std::remove_pointer_t<decltype(rule)>;
-        prepare<R>(call);
+        if constexpr (PREPARES) prepare<R>(call);
         if (!call.found_inf || *call.found_inf == 0.0f) run<R>(call);
     };
     ((call.layout.options == OPTIONS ? with((Rule<OPTIONS>*)nullptr) : void()), ...);

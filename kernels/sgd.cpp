@@ -31,4 +31,4 @@ template <int OPTIONS> struct Sgd {
 
 }  // namespace
 
-extern "C" void halfstep_sgd(const Arguments* call) { step<Sgd, 0, 1, 3, 4, 5, 7>(*call); }
+extern "C" void halfstep_sgd(const Arguments* call) { step<Sgd, true, 0, 1, 3, 4, 5, 7>(*call); }

@@ -68,6 +68,7 @@ BF16 = StoredFormat("bf16", 2, dtype="bfloat16")
 INT16, INT8 = StoredFormat("int16", 2, dtype="int16"), StoredFormat("int8", 1, dtype="int8")
 # kernels/block_codes.py
 CODES = StoredFormat("8bit", 1, group=32, scale=1, without_rows=FP32, dtype="uint8", scale_dtype="uint8")
+LINEAR_CODES = replace(CODES, name="8bit, linear", dtype="int8")
 POSITIVE_CODES = replace(CODES, name="8bit, positive", scale=2, scale_dtype="int16")
 LEAST_CODED = 4096  # elements of the smallest parameter whose moments are codes
 
@@ -97,6 +98,7 @@ class StateLayout:
         state: the format of the moments, ``"fp32"``, ``"bf16"`` or ``"8bit"``.
         moments: their names, which are keys of `MOMENTS`.
         stochastic: whether what is stored in fewer than 32 bits is rounded stochastically. Exact masters never are.
+        linear: whether codes of moments are linear.
     """
 
     weight: str
@@ -104,6 +106,7 @@ class StateLayout:
     state: str = "fp32"
     moments: tuple[str, ...] = ADAM
     stochastic: bool = False
+    linear: bool = False
 
     @classmethod
     def resolve(
@@ -114,6 +117,7 @@ class StateLayout:
         rounding: str = "auto",
         moments: tuple[str, ...] = ADAM,
         coded: bool = True,
+        linear: bool = False,
     ) -> StateLayout:
         """The layout with the options of a group, each of which may be ``"auto"``. Without `coded`, for a parameter
         whose moments stay in fp32 with ``state="8bit"``."""
@@ -125,17 +129,19 @@ class StateLayout:
         if state == "8bit" and not coded:
             state = "fp32"
         exact = state == "fp32" and (weight == "fp32" or master in ("full", "split"))
-        return cls(weight, master, state, moments, stochastic and not exact)
+        return cls(weight, master, state, moments, stochastic and not exact, linear)
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, group: dict[str, Any], moments: tuple[str, ...]) -> StateLayout:
+    def of(
+        cls, parameter: torch.Tensor, group: dict[str, Any], moments: tuple[str, ...], linear: bool = False
+    ) -> StateLayout:
         """The layout of a parameter in its group. Moments of vectors and of small parameters are never codes.
 
         They take next to no memory, and norms and biases, whose blocks would mix unrelated elements, are among them.
         """
         coded = parameter.dim() > 1 and parameter.numel() >= LEAST_CODED
         return _layout_of(
-            *(parameter.dtype, group["master_weights"], group["state_dtype"], group["rounding"], moments, coded)
+            *(parameter.dtype, group["master_weights"], group["state_dtype"], group["rounding"], moments, coded, linear)
         )
 
     @property
@@ -149,7 +155,8 @@ class StateLayout:
         stored = MASTERS[self.master]
         master = {} if stored is None else {"remainder" if stored in REMAINDERS else "master": stored}
         plain = FP32 if self.state == "fp32" else BF16
-        codes = {moment: CODES if MOMENTS[moment] else POSITIVE_CODES for moment in self.moments}
+        signed = LINEAR_CODES if self.linear else CODES
+        codes = {moment: signed if MOMENTS[moment] else POSITIVE_CODES for moment in self.moments}
         return {**master, **(codes if self.coded else dict.fromkeys(self.moments, plain))}
 
     @cached_property
@@ -174,7 +181,7 @@ class StateLayout:
         master = 0 if stored is None else stored.width
         return (0 if self.master == "full" else weight) + master + state, weight + master + state
 
-    def variant(self, kernel: Any, grad: torch.dtype, **options: bool) -> Any:
+    def variant(self, kernel: Any, grad: torch.dtype, **options: Any) -> Any:
         """The `Layout` of a kernel for this state and a dtype of the gradients; `options` are fields of its rule."""
         import torch
 
@@ -196,8 +203,9 @@ def _layout_of(
     rounding: str,
     moments: tuple[str, ...],
     coded: bool,
+    linear: bool,
 ) -> StateLayout:
-    return StateLayout.resolve(_short(dtype), master, _short(state_dtype), rounding, moments, coded)
+    return StateLayout.resolve(_short(dtype), master, _short(state_dtype), rounding, moments, coded, linear)
 
 
 def _short(dtype: torch.dtype | str) -> str:

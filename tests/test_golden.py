@@ -9,13 +9,15 @@ import pytest
 from implementations import ALL, using
 
 # The words of a name that one test has in common.
-WORDS = {"adam": 3, "sgd": 3, "cast": 1}
+WORDS = {"adam": 3, "muon": 3, "sgd": 3, "cast": 1}
 # `make test` runs one case in so many, and `make exhaustive` the others. The C++ kernels always run all cases.
 ONE_IN = {
     ("reference", "adam"): 3,
     ("reference", "sgd"): 3,
     ("triton", "adam"): 9,
     ("triton", "sgd"): 9,
+    ("reference", "muon"): 3,
+    ("triton", "muon"): 9,
     ("triton", "cast"): 3,
 }
 

@@ -111,7 +111,8 @@ def dtypes_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 _SHARED = {
-    "masters": "keep weights, or masters of them, in fp32, as halfstep.AdamW does in less memory than fp32 weights",
+    "masters": "keep weights, or masters of them, in fp32, as halfstep.AdamW and halfstep.Muon do in fewer bytes than "
+    "fp32 weights",
     "first_nonfinite": "halfstep.integrations.doctor.first_nonfinite(model), which names the operation that makes the "
     "first NaN or Inf",
 }
@@ -144,7 +145,7 @@ error tie-broken: the configuration says that input and output embeddings are ti
     call model.tie_weights() after loading, to_empty() and sharding, before the optimizer is made
 error moments-in-16-bits: {what}
     {stake}
-    {masters}; its state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits
+    {masters}; state_dtype="8bit" and rounding="stochastic" keep moments in fewer bits
 error updates-lost: 16-bit weights without fp32 masters lose updates below half of their spacing
     {share} % {which} change nothing
     {masters}

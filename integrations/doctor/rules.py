@@ -25,6 +25,7 @@ from halfstep.integrations.doctor.setup import (
 )
 from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
+from halfstep.kernels.muon.rule import matrices, ratio
 from halfstep.numerics.messages import percent
 from halfstep.numerics.scaling.scaler import GradScaler
 from halfstep.numerics.scaling.sharding import is_sharded, local
@@ -36,6 +37,7 @@ _MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
     "Adamax": ("exp_avg", "exp_inf"),
     "RMSprop": ("square_avg",),
+    "Muon": ("momentum_buffer",),
     "Adadelta": ("square_avg", "acc_delta"),
 }
 # Second moments and other means of squares, which change by a small share of themselves.
@@ -225,20 +227,26 @@ def _moments(setup: Setup) -> Iterator[Finding]:
 def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
     """The state that an optimizer of torch makes for a parameter in its first step: tensors like the parameter."""
     cls = type(entry.optimizer)
-    if not cls.__module__.startswith("torch.optim.") or not entry.parameter.requires_grad:
+    if not f"{cls.__module__}.".startswith("torch.optim.") or not entry.parameter.requires_grad:
         return {}
     momentum = ("momentum_buffer",) * bool(cls is torch.optim.SGD and entry.group["momentum"])
     return dict.fromkeys(_MOMENTS_OF_TORCH.get(cls.__name__, momentum), entry.parameter)
 
 
 def _updates(setup: Setup) -> Iterator[Finding]:
-    """The next updates of Adam, which follow from its state, and are at most about lr before its first step."""
+    """The next updates of Adam, which follow from its state, and are at most about lr before its first step; and those
+    of Muon, as large as those of a matrix whose singular values are 1."""
     updates, lost = Counter[str](), Counter[str]()
     for entry in setup.entries:
         weight = sample(entry.parameter)
-        if "betas" not in entry.group or not entry.loses_updates or weight.is_meta:
+        is_muon = "ns_steps" in entry.group and entry.group.get("algorithm") != "adamw"
+        if not (is_muon or "betas" in entry.group) or not entry.loses_updates or weight.is_meta:
             continue
-        update, steps = torch.full_like(weight, entry.lr, dtype=torch.float64), entry.steps_taken
+        size, steps = entry.lr, entry.steps_taken
+        if is_muon:
+            _, rows, columns = matrices(entry.parameter.shape, entry.group.get("blocks", 1))
+            size *= ratio(entry.group["adjust_lr_fn"] or "original", rows, columns) / max(rows, columns, 1) ** 0.5
+        update = torch.full_like(weight, size, dtype=torch.float64)
         first, second = entry.state.get("exp_avg"), entry.state.get("exp_avg_sq")
         if steps >= 1 and first is not None and second is not None and first.is_floating_point():
             beta1, beta2 = map(float, entry.group["betas"])

@@ -22,6 +22,7 @@ weights and state in one sequence that Ctrl-C does not interrupt (`halfstep.inte
 """
 
 from halfstep.integrations.optim.adam import Adam, AdamW
+from halfstep.integrations.optim.muon import Muon, muon_groups
 from halfstep.integrations.optim.sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["SGD", "Adam", "AdamW", "Muon", "muon_groups"]

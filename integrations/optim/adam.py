@@ -79,7 +79,7 @@ def _variant(group: Group) -> dict[str, bool]:
     return {"amsgrad": bool(group["amsgrad"]), "l2": l2}
 
 
-def _numbers(group: Group) -> dict[str, Any]:
+def _numbers(group: Group, shape: Any) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {**group, "beta1": beta1, "beta2": beta2}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ from halfstep.integrations.optim.state import (
     loaded_state,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, StepPlan, StepPlans, all_contiguous
+from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, all_contiguous
 from halfstep.kernels import adam
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES
 from halfstep.kernels.rounding import join_master
@@ -70,18 +71,28 @@ class Rule(NamedTuple):
         moments: the names of the moments, in the order of their operands. Options may need only the first of them.
         check: raises unless the options of a group are allowed. It calls `check_options`.
         variant: the fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
-        numbers: what the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element.
+        numbers: what the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element; from
+            the options, and the shape of the parameter if they differ `by_shape`.
         translated: a parameter's saved state with what `torch.optim` leaves out of it.
         fixed_options: those that a checkpoint does not change, in addition to those of the layout.
+        linear: whether codes in 8 bits are linear.
+        launch_group: what updates the parameters of a launch, if that is more than a launch.
+        most: elements on a rank of parameters that are updated together, if that is limited.
+        exchanging: the process group whose ranks have to update a parameter together; None if each does so alone.
     """
 
     kernels: Any
     moments: tuple[str, ...]
     check: Callable[[Group], None]
     variant: Callable[[Group], dict[str, bool]]
-    numbers: Callable[[Group], dict[str, Any]] = dict
+    numbers: Callable[[Group, torch.Size | None], dict[str, Any]] = lambda group, shape: group
     translated: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] = lambda state, parameter: state
     fixed_options: tuple[str, ...] = ()
+    by_shape: bool = False
+    linear: bool = False
+    launch_group: type[LaunchGroup] = LaunchGroup
+    most: float = math.inf
+    exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """The moments of parameters with these options."""
@@ -100,7 +111,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         options = {name: value for name, value in arguments.items() if name != "self"}
         params, max_grad_norm = options.pop("params"), options.pop("max_grad_norm")
         state_dict_format = options.pop("state_dict_format")
-        self._rule.check(options)
+        self._rule_of(options).check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
             check_number(
@@ -140,7 +151,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
         """
         if isinstance(param_group, dict):  # otherwise torch raises
-            self._rule.check({**self.defaults, **param_group})
+            options = {**self.defaults, **param_group}
+            self._rule_of(options).check(options)
         Optimizer.add_param_group(self, param_group)
         number = len(self.param_groups) - 1
         added = self.param_groups[-1]
@@ -154,7 +166,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        positive = not all(MOMENTS[moment] for moment in self._rule.moments_of(added))
+        positive = not all(MOMENTS[moment] for moment in self._rule_of(added).moments_of(added))
         if positive and added["state_dtype"] == "8bit" and added["rounding"] == "nearest":
             warnings.warn(
                 f"group {number} rounds moments of 8 bits to nearest: with betas[1] near 1, its steps are less than "
@@ -169,8 +181,13 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
         self._plans.forget(part)
 
+    def _rule_of(self, group: Group) -> Rule:
+        """The rule of the parameters of a group."""
+        return self._rule
+
     def _layout(self, parameter: torch.Tensor, group: Group) -> StateLayout:
-        return StateLayout.of(parameter, group, self._rule.moments_of(group))
+        rule = self._rule_of(group)
+        return StateLayout.of(parameter, group, rule.moments_of(group), rule.linear)
 
     def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that are stepped for parameters, which have their gradients: the parameters themselves, or
@@ -301,7 +318,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         changed = plan is None or plan.options_may_differ(groups, limit)
         if changed:
             for group in groups:
-                self._rule.check(group)
+                self._rule_of(group).check(group)
         contiguous = all_contiguous(grads)
         recording = capturing(grads[0].device) or (
             plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
@@ -321,13 +338,13 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             assert verdict is not None
             control = skipping_zeros(control, verdict)
         writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        inputs: dict[torch.device, tuple[torch.Tensor, adam.Control]] = {}  # the calls hold addresses in them
+        controls: dict[torch.device, adam.Control] = {}  # the calls hold addresses in them
         for batch, indices in plan.batches:
             of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            if batch.device not in inputs:
-                table = plan.group_table(batch.device, groups, limit, changed)
-                inputs[batch.device] = table, adam.Control(*all_to_device(control, batch.device, CONTROL_DTYPES))
-            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, *inputs[batch.device])))
+            if batch.device not in controls:
+                controls[batch.device] = adam.Control(*all_to_device(control, batch.device, CONTROL_DTYPES))
+            table = plan.group_table(batch, groups, limit, changed)
+            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, table, controls[batch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
@@ -616,7 +633,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._update_targets()
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._rule.fixed_options))
         for group in groups:
-            self._rule.check(group)
+            self._rule_of(group).check(group)
         check_masters(owners, state_dict)
         loaded, fresh = {}, defaultdict[Any, Any](dict)
         for index, saved in state_dict["state"].items():
@@ -625,7 +642,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             elif saved:
                 parameter, group, saved_group = owners[index]
                 where, target = f"state of parameter {index}", self._target(parameter)
-                entries = self._rule.translated(with_our_names(where, target, saved, saved_group), target)
+                entries = self._rule_of(group).translated(with_our_names(where, target, saved, saved_group), target)
                 layout, final = self._layout(parameter, group), bool(self._plans.recorded)
                 fresh[parameter], weight = loaded_state(entries, target, layout, where, final)
                 loaded[parameter] = target, weight

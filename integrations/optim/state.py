@@ -30,6 +30,7 @@ PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
 _REMAINDERS = tuple(getattr(torch, stored.dtype) for stored in REMAINDERS)
+CODE_DTYPES = torch.uint8, torch.int8  # of codes of moments; the latter of linear ones, which may be negative
 _SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment in SCALE_KEYS.items()}
 
 
@@ -62,11 +63,11 @@ def new(key: str, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(values, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def encoded(moment: str, values: torch.Tensor, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def encoded(moment: str, values: torch.Tensor, parameter: torch.Tensor, linear: bool) -> dict[str, torch.Tensor]:
     """The state tensors of a moment in 8 bits, from its local values in fp32."""
     if not MOMENTS[moment]:  # limited as in the step, and not negative
         values = values.clamp(max=LARGEST_POSITIVE).masked_fill(values < 0, math.nan)
-    codes, scales = encode(values.contiguous(), len(values), signed=MOMENTS[moment])
+    codes, scales = encode(values.contiguous(), len(values), signed=MOMENTS[moment], linear=linear)
     return {moment: like(parameter, codes), f"{moment}_scale": scales_like(parameter, scales)}
 
 
@@ -137,7 +138,7 @@ def saved_state(
     saved: dict[str, Any] = {}
     codes: dict[str, Any] = {}
     for key, value in state.items():
-        coded = key in MOMENTS and value.dtype == torch.uint8
+        coded = key in MOMENTS and value.dtype in CODE_DTYPES
         if coded and not canonical and shards_blocks(parameter):
             codes |= {f"{key}_codes": value, f"{key}_scale": _in_bytes(state[f"{key}_scale"])}
         elif coded:
@@ -245,7 +246,7 @@ def loaded_state(
     state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
     for moment in layout.moments:
         value, scales = source[moment], source.get(f"{moment}_scale")
-        if scales is not None and layout.coded:
+        if scales is not None and layout.coded and value.dtype == layout.dtypes[moment]:
             copied = new(f"{moment}_scale", scales.dtype, parameter).copy_(scales)
             state |= {moment: _copy(parameter, value, value.dtype), f"{moment}_scale": copied}
             continue
@@ -255,7 +256,7 @@ def loaded_state(
             value = like(parameter, decode(codes, scales, signed=MOMENTS[moment]))
         _check_floating(value, moment, parameter, where)
         if layout.coded:
-            state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter)
+            state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter, layout.linear)
         else:
             state[moment] = _copy(parameter, value, layout.dtypes[moment])
     named = {*state, *MOMENTS, *SCALE_KEYS, "master"}
@@ -284,7 +285,7 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
         if key not in saved:
             continue
         scale_key = f"{moment}_scale"
-        codes = _checked(saved, key, parameter.shape, torch.uint8, where=where)
+        codes = _checked(saved, key, parameter.shape, *CODE_DTYPES[: 1 + MOMENTS[moment]], where=where)
         scales = _checked(saved, scale_key, shape_of(scale_key, parameter.shape), _SCALES[scale_key], where=where)
         if is_sharded(parameter) and not is_sharded(codes):
             whole = decode(codes, scales, signed=MOMENTS[moment]).to(values.device)
@@ -340,8 +341,8 @@ def fitted_state(
             shard = local(value)
             assigned = shard.dtype in {torch.float32, torch.bfloat16} - {dtype}
             if assigned and (shard.shape, shard.device) == (values.shape, values.device):
-                if dtype == torch.uint8:
-                    fitted |= encoded(key, shard.float(), parameter)
+                if layout.coded:
+                    fitted |= encoded(key, shard.float(), parameter, layout.linear)
                 else:
                     fitted[key] = value.to(dtype)
     unchanged = fitted.keys() == state.keys() and all(fitted[key] is value for key, value in state.items())

@@ -28,7 +28,9 @@ from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:
-    from halfstep.integrations.optim.classes import LayoutOptimizer
+    from collections.abc import Iterator
+
+    from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
     from halfstep.kernels import adam
 
 WHOLE = -1  # the part of a step that has all parameters
@@ -49,7 +51,7 @@ def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
     A copy is needed for tensors with gaps, for lazy negations, whose memory holds the negated numbers, and, where
     random bits or blocks depend on the order, for any but the row-major one.
     """
-    keep = is_flat(values) and (values.is_contiguous() or not (layout.stochastic or layout.coded))
+    keep = is_flat(values) and (values.is_contiguous() or not layout.in_rows)
     return values if keep else values.resolve_neg().contiguous()
 
 
@@ -85,6 +87,7 @@ class StepPlans:
         agreed: when targets and their full masters last held the same weights.
         recorded: state tensors that CUDA graphs write to, by their id.
         stepped_without_gradients: whether a step found no gradient.
+        scratch: memory that launches use one after another, by device and stream.
     """
 
     def __init__(self) -> None:
@@ -92,6 +95,7 @@ class StepPlans:
         self.agreed = Agreements()
         self.recorded: dict[int, torch.Tensor] = {}
         self.stepped_without_gradients = False
+        self.scratch: dict[Any, torch.Tensor] = {}
 
     def forget(self, part: int | None = None) -> None:
         """Discard the plan of a part or, by default, all plans."""
@@ -114,24 +118,27 @@ class Member(NamedTuple):
     parameter: torch.Tensor
     target: torch.Tensor  # which is stepped: the parameter, or its copy on the host
     state: dict[str, Any]
-    row: int  # in the table of groups
+    row: int  # in the table of groups of its rule
 
 
 class LaunchGroup:
     """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
 
-    `keys` are the names of the state tensors by the kernel's operand, and `numbers` more rows of the table.
+    `keys` are the names of the state tensors by the kernel's operand, `numbers` more rows of the table, and `scratch`
+    is memory that the launches of an optimizer share.
     """
 
     def __init__(
         self,
-        kernels: Any,
+        rule: Rule,
         variant: Any,
         members: list[Member],
         keys: dict[int, str],
         numbers: dict[int, list[int]],
+        scratch: dict[Any, torch.Tensor],
     ) -> None:
-        self.kernels, self.keys = kernels, keys
+        kernels = rule.kernels
+        self.rule, self.kernels, self.keys, self.scratch = rule, kernels, keys, scratch
         self.parameters = [member.parameter for member in members]
         self.targets = [member.target for member in members]
         self.states = [member.state for member in members]
@@ -226,8 +233,17 @@ class LaunchGroup:
             grads, calls = self._in_order(grads)
         if self.full:
             self.take_outside_writes()
+        self.batch.lists[self.kernels.GRAD] = grads
+        for weight, copy in self.copied:
+            calls.append(partial(copy.copy_, weight))
+        calls += self._launches(grads, groups, control)
+        for weight, copy in self.copied:
+            calls.append(partial(weight.copy_, copy))
+        return calls
+
+    def _launches(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> list[partial[Any]]:
+        """The calls that update the dense weights with gradients in their order."""
         batch, row = self.batch, self.kernels.GRAD
-        batch.lists[row] = grads
         if batch.table is None:
             contents = list(self._contents)
             contents[row] = checked_addresses(grads)
@@ -235,12 +251,7 @@ class LaunchGroup:
             batch.table = TensorTable(sizes, len(contents), batch.layout.chunk, self.device, contents)
         else:
             batch.table.point(row, grads)
-        for weight, copy in self.copied:
-            calls.append(partial(copy.copy_, weight))
-        calls.append(self.kernels.launch(batch, groups, control))
-        for weight, copy in self.copied:
-            calls.append(partial(weight.copy_, copy))
-        return calls
+        return [self.kernels.launch(batch, groups, control)]
 
     def finish(self) -> None:
         """Release the gradients and record the update. Must run after the calls that `prepare` returned."""
@@ -298,10 +309,11 @@ class StepPlan:
         recording: bool = False,
     ) -> None:
         self.targets = targets
-        self.batches = _batches(optimizer, targets, grads, recording)
+        # By the kernels of a rule, its rows of the tables of groups: the number of a group, and a shape or None.
+        self._rows: dict[Any, dict[tuple[int, torch.Size | None], int]] = {}
+        self.batches = _batches(optimizer, targets, grads, recording, self._rows)
         self._launches = [batch for batch, _ in self.batches]
         self.limit: float | None = None
-        self._rule = optimizer._rule
         self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
@@ -310,7 +322,7 @@ class StepPlan:
         self._options: list[tuple[Any, ...]] = []
         self.knows_options = False  # whether a step was taken with this plan
         self._changeable = False
-        self._tables: dict[torch.device, tuple[list[list[float]] | None, torch.Tensor]] = {}
+        self._tables: dict[tuple[torch.device, Any], tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
         """Whether an option of any group may have changed since the last step.
@@ -342,18 +354,18 @@ class StepPlan:
         """Whether the launches are compiled for the options of its groups."""
         return _compiled_options(optimizer) == self._compiled
 
-    def group_table(
-        self, device: torch.device, groups: list[Group], limit: float | None, changed: bool
-    ) -> torch.Tensor:
-        """The hyperparameters of all groups on a device. The table is only written if one has `changed`."""
-        written, table = self._tables.get(device, (None, None))
+    def group_table(self, batch: LaunchGroup, groups: list[Group], limit: float | None, changed: bool) -> torch.Tensor:
+        """The hyperparameters of a rule on a device. The table is only written if one has `changed`."""
+        device, rule = batch.device, batch.rule
+        key = device, rule.kernels
+        written, table = self._tables.get(key, (None, None))
         if table is not None and not changed:
             return table
         values: list[list[float]] = []
         late: list[tuple[int, int, torch.Tensor]] = []
-        for row, group in enumerate(groups):
-            numbers = {**self._rule.numbers(group), "max_norm": limit or 0.0}
-            columns = [numbers[name] for name in self._rule.kernels.FAMILY.group._fields]
+        for row, (number, shape) in enumerate(self._rows[rule.kernels]):
+            numbers = {**rule.numbers(groups[number], shape), "max_norm": limit or 0.0}
+            columns = [numbers[name] for name in rule.kernels.FAMILY.group._fields]
             for column, value in enumerate(columns):
                 if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                     late.append((row, column, value))
@@ -361,9 +373,9 @@ class StepPlan:
             values.append(list(map(float, columns)))
         if written != values or table is None:
             if table is not None:
-                self._tables[device] = (None, table)  # content unknown until the upload has ended
+                self._tables[key] = (None, table)  # content unknown until the upload has ended
             table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
-            self._tables[device] = (values, table)
+            self._tables[key] = (values, table)
         on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
         for (row, column, _), value in zip(late, on_device, strict=True):
             table[row, column].copy_(value)
@@ -387,13 +399,12 @@ _layout_options = itemgetter(*LAYOUT_OPTIONS, "seed")
 
 def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
-    rule = optimizer._rule
-    return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for group in optimizer.param_groups]
+    rules = ((optimizer._rule_of(group), group) for group in optimizer.param_groups)
+    return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for rule, group in rules]
 
 
-def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, str]:
+def _operand_keys(kernels: Any, layout: StateLayout) -> dict[int, str]:
     """The names of the state tensors of a layout, by operand of the kernel."""
-    kernels = optimizer._rule.kernels
     moments = dict(enumerate(layout.moments, kernels.M))
     keys = {kernels.STEP: "step", **moments}
     if layout.master is not None:
@@ -404,11 +415,16 @@ def _operand_keys(optimizer: LayoutOptimizer, layout: StateLayout) -> dict[int, 
 
 
 def _batches(
-    optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
+    optimizer: LayoutOptimizer,
+    targets: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    recording: bool,
+    table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
 ) -> list[tuple[LaunchGroup, list[int]]]:
-    """The parameters by bucket, device and layout, after checking that each of them can be updated."""
+    """The parameters by bucket, device, rule and layout, after checking that each of them can be updated. Their rows
+    of the tables of groups are added to `table_rows`."""
     optimizer._plans.note_agreed()
-    kernels, groups = optimizer._rule.kernels, optimizer.param_groups
+    groups = optimizer.param_groups
     parameters = parameters_of(optimizer)
     rows = [row for row, group in enumerate(groups) for _ in group["params"]]
     numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
@@ -423,6 +439,7 @@ def _batches(
         number = numbers_of[id(target)]
         parameter, row = parameters[number], rows[number]
         group, where = groups[row], f"parameter {index} with a gradient (group {row})"
+        rule = optimizer._rule_of(group)
         _check_tensors(where, target, grad, group)
         before = optimizer.state.get(parameter)
         layout = optimizer._layout(target, group)
@@ -435,7 +452,7 @@ def _batches(
             check_blocks(target, where)
         state = optimizer._complete_state(parameter, group)
         addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
-        variant = layout.variant(kernels.Layout, grad.dtype, **optimizer._rule.variant(group))
+        variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
         order = dense(local(target), variant) if addressable else None
         for key, dtype in layout.dtypes.items():
             _check_entry(where, key, state[key], dtype, target)
@@ -452,22 +469,46 @@ def _batches(
             variant = replace(variant, stochastic=False)
         if variant.stochastic:
             noise[index] = (number, *Sharding(target).elements(where), group["seed"])
+        of_rule = table_rows.setdefault(rule.kernels, {})
+        row = of_rule.setdefault((row, target.shape if rule.by_shape else None), len(of_rule))
         members[index] = Member(parameter, target, state, row)
-        launch = optimizer._bucket(parameter), local(target).device, variant, layout, addressable
+        ranks = rule.exchanging(target, group)
+        launch = optimizer._bucket(parameter), local(target).device, rule, variant, layout, addressable, ranks
         launches.setdefault(launch, []).append(index)
     optimizer._take_outside_writes(recording)
     batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, variant, layout, addressable), indices in launches.items():
-        of_launch, keys = [members[index] for index in indices], _operand_keys(optimizer, layout)
+    for (_, _, rule, variant, layout, addressable, _), indices in _limited(launches, targets):
+        kernels = rule.kernels
+        of_launch, keys = [members[index] for index in indices], _operand_keys(kernels, layout)
         further: dict[int, list[int]] = {}
         if variant.stochastic:
             columns = zip(*(noise[index] for index in indices), strict=True)
             further = {kernels.STREAM + row: list(values) for row, values in enumerate(columns)}
         if layout.coded:
             further[kernels.COLUMNS] = [rows_and_columns(local(member.target).shape)[1] for member in of_launch]
-        launch_group = LaunchGroup if addressable else OperationsGroup
-        batches.append((launch_group(kernels, variant, of_launch, keys, further), indices))
+        launch_group = rule.launch_group if addressable else OperationsGroup
+        scratch = optimizer._plans.scratch
+        batches.append((launch_group(rule, variant, of_launch, keys, further, scratch), indices))
     return batches
+
+
+def _limited(
+    launches: dict[tuple[Any, ...], list[int]], targets: list[torch.Tensor]
+) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
+    """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
+    ranks divide them alike."""
+    for launch, indices in launches.items():
+        rule, group, elements = launch[2], launch[-1], 0
+        ranks = 1 if group is None else group.size()
+        part: list[int] = []
+        for index in indices:
+            numel = (targets[index] if group is not None else local(targets[index])).numel()
+            if len(part) >= ranks and elements + numel > rule.most * ranks:
+                yield launch, part
+                part, elements = [], 0
+            part.append(index)
+            elements += numel
+        yield launch, part
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:

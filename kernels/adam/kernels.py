@@ -113,7 +113,7 @@ def _update_packed(
     largest, smallest = block_codes.extremes_packed(m, v, exists, EACH, SHORT)
     codes_m, scales_m = block_codes.encode_signed_packed(m, largest, words[1], FORM.STOCHASTIC)
     codes_v, scales_v = block_codes.encode_positive_packed(v, largest, smallest, words[2], FORM.STOCHASTIC)
-    tensor_blocks.store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM.MOMENTS, HINT)
+    tensor_blocks.store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM, HINT)
     if FORM.OPTIONS.AMSGRAD:
         v = tensor_blocks.store_largest(at, scales, blocks, codes_v, scales_v, True, HINT)
     # Beyond these bounds the shorter way to root and quotient could round wrongly.

@@ -90,12 +90,12 @@ def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr
 @jit
 def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
     weight, extra = 0.0, 0.0
-    if not FORM.FULL:
+    if not (FORM.FULL or FORM.RESULT):
         weight = tiles.load(at.param, blocks, tl.constexpr(FORM.PARAM), HINT)
     if FORM.FULL or FORM.REMAINDER:
         extra = tiles.load(at.extra, blocks, tl.constexpr(FORM.EXTRA), HINT)
     grad = tiles.load(at.grad, blocks, tl.constexpr(FORM.GRAD), HINT, 0)
-    m = tiles.load(at.m, blocks, "uint8", HINT, 0)
+    m = tiles.load(at.m, blocks, tl.constexpr(FORM.STATE), HINT, 0)
     v = m
     if FORM.MOMENTS > 1:
         v = tiles.load(at.v, blocks, "uint8", HINT, 0)
@@ -108,7 +108,9 @@ def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
 
 @jit
 def weight_of(loaded, FORM: tl.constexpr):
-    if FORM.FULL:
+    if FORM.RESULT:
+        return 0.0
+    elif FORM.FULL:
         return loaded.extra
     elif FORM.REMAINDER:
         return join_float32(loaded.weight, loaded.extra)
@@ -117,12 +119,12 @@ def weight_of(loaded, FORM: tl.constexpr):
 
 
 @jit
-def store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, MOMENTS: tl.constexpr, HINT: tl.constexpr):
-    tiles.store(at.m, blocks, codes_m, "uint8", HINT)
-    if MOMENTS > 1:
+def store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM: tl.constexpr, HINT: tl.constexpr):
+    tiles.store(at.m, blocks, codes_m, tl.constexpr(FORM.STATE), HINT)
+    if FORM.MOMENTS > 1:
         tiles.store(at.v, blocks, codes_v, "uint8", HINT)
     store_scales(scales.m, blocks, scales_m, "uint8", HINT)
-    if MOMENTS > 1:
+    if FORM.MOMENTS > 1:
         store_scales(scales.v, blocks, scales_v, "int16", HINT)
 
 
@@ -156,18 +158,28 @@ def _update(
     else:
         DOWN: tl.constexpr = 0 if MOVED else 8
         w, g, v = weight_of(loaded, FORM), to_float32(loaded.grad), 0.0
-        m = block_codes.decode_signed_block(loaded.m, block_codes.power_of_exponents(loaded.m_scales)[:, None])
+        power = block_codes.power_of_exponents(loaded.m_scales)[:, None]
+        if FORM.STATE == "int8":
+            m = block_codes.decode_linear_block(loaded.m, power)
+        else:
+            m = block_codes.decode_signed_block(loaded.m, power)
         if FORM.MOMENTS > 1:
             v = block_codes.decode_positive_block(loaded.v, loaded.v_scales[:, None])
         m, v = AVERAGE(w, g, m, v, hyper, FORM)
         if SHORT:
             m = tl.where(blocks.mask, m, 0.0)
-        codes_m, scales_m = block_codes.encode_signed_block(m, words[1] >> DOWN if FORM.STOCHASTIC else _HALF)
+        noise = words[1] >> DOWN if FORM.STOCHASTIC else _HALF
+        if FORM.STATE == "int8" and MOVED:
+            codes_m, scales_m = block_codes.encode_linear_packed(m, noise, FORM.STOCHASTIC)
+        elif FORM.STATE == "int8":
+            codes_m, scales_m = block_codes.encode_linear_block(m, noise)
+        else:
+            codes_m, scales_m = block_codes.encode_signed_block(m, noise)
         codes_v, scales_v = codes_m, scales_m
         if FORM.MOMENTS > 1:
             noise = words[2] >> DOWN if FORM.STOCHASTIC else _HALF
             codes_v, scales_v = block_codes.encode_positive_block(v, noise, blocks.mask)
-        store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM.MOMENTS, HINT)
+        store_codes(at, scales, blocks, codes_m, scales_m, codes_v, scales_v, FORM, HINT)
         if FORM.MOMENTS > 2:
             v = store_largest(at, scales, blocks, codes_v, scales_v, False, HINT)
         word = words[0]
@@ -266,7 +278,7 @@ def walk(
     HYPER: tl.constexpr, AVERAGE: tl.constexpr, WEIGHT: tl.constexpr, NVIDIA: tl.constexpr = None,
 ):  # fmt: skip
     """`tiles.walk`, or `_walk_blocks` with moments in 8 bits."""
-    if FORM.STATE == "uint8":
+    if FORM.STATE == "uint8" or FORM.STATE == "int8":
         _walk_blocks(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT, NVIDIA)
     else:
         tiles.walk(rows, chunk_tensor, tensors, hyper, FORM, HYPER, AVERAGE, WEIGHT)

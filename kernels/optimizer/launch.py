@@ -23,19 +23,28 @@ class Family:
     """The implementations of an optimizer's step.
 
     Args:
-        name: of the C++ file, whose function is ``halfstep_<name>``.
+        name: the function in C++ is ``halfstep_<name>``, and the Triton kernel ``<name>_kernel``.
         rule: ``rule(layout, w, grad, moments, hyper, largest second moment, second moment as it is stored)``: the new
             weight and moments. All tensors are fp32.
         specification: the module with `Group`, the columns of the table of groups, `Hyper`, the hyper numbers of a
             tensor, and ``numbers(group, count, gscale)``, which computes these in fp64.
-        kernels: the module with the Triton kernels: `prepare_kernel` advances the step counts and fills `Batch.hyper`,
-            ``<name>_kernel`` updates the tensors.
+        kernels: the module with the Triton kernels. Its `prepare_kernel` advances the step counts and fills
+            `Batch.hyper`.
+        library: the C++ file; by default that of `name`.
+        prepares: whether a launch does that too. Another family has done it otherwise.
     """
 
     def __init__(
-        self, name: str, rule: Callable[..., Sequence[torch.Tensor]], specification: ModuleType, kernels: ModuleType
+        self,
+        name: str,
+        rule: Callable[..., Sequence[torch.Tensor]],
+        specification: ModuleType,
+        kernels: ModuleType,
+        library: str | None = None,
+        prepares: bool = True,
     ) -> None:
         self.name, self.rule, self.numbers = name, rule, specification.numbers
+        self.library, self.prepares = library or name, prepares
         self.group, self.hyper = specification.Group, specification.Hyper
         self.group_columns, self.hyper_columns = len(self.group._fields), 1 + len(self.hyper._fields)
         self.prepare_kernel, self.kernel = kernels.prepare_kernel, getattr(kernels, f"{name}_kernel")
@@ -48,12 +57,12 @@ class Family:
         """
         if batch.table is None:
             return partial(reference.own_operations_step, self, batch, groups, control)
-        implementation = resolve(batch.hyper.device, self.name)
+        implementation = resolve(batch.hyper.device, self.library)
         if implementation == "native":
             addresses = checked_addresses((batch.groups, groups, batch.hyper))
             scalars = [0 if scalar is None else address(scalar) for scalar in control]
             arguments = *batch.table.addresses, *addresses, *scalars, *batch.codes, threads()
-            function = getattr(native.library(self.name), f"halfstep_{self.name}")
+            function = getattr(native.library(self.library), f"halfstep_{self.name}")
             return partial(function, (c_int64 * len(arguments))(*arguments))
         if implementation == "reference":
             return partial(reference.step, self, batch, groups, control)
@@ -71,7 +80,8 @@ class Family:
         offsets = alignments([*tensors, *scalars])
         programs, operands = (table.tensors + LANES - 1) // LANES, (table.rows, table.tensors, *tensors, scalars)
         constants = {"FLAGS": tuple(scalar is not None for scalar in control), "LANES": LANES, **EXACT}
-        launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
+        if self.prepares:
+            launch_kernel(self.prepare_kernel, device, programs, operands, constants, offsets)
         if table.chunks:
             operands = (table.rows, table.chunk_tensor, table.tensors, hyper)
             launch_kernel(self.kernel, device, table.chunks, operands, batch.constants, offsets[2])

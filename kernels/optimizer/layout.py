@@ -13,7 +13,7 @@ import torch
 
 from halfstep.kernels.backend import EXACT, MOST_THREADS, TRITON_NAMES, most_warps
 from halfstep.kernels.block_codes import SPAN, blocks_per_row, rows_and_columns
-from halfstep.kernels.formats import CODED
+from halfstep.kernels.formats import CODED, LINEAR
 from halfstep.kernels.multi_tensor import DTYPE_CODES, TensorTable
 
 CHUNK = 2048  # elements per program
@@ -21,8 +21,9 @@ LONG_CHUNK = 16384  # the same with moments in 8 bits or random bits, which take
 BLOCK = 1024  # elements per trip of a program's loop
 MAX = torch.finfo(torch.float32).max
 
-# How the fp32 weight is kept: in the parameter, beside it, or as the parameter and a remainder of 16 or 8 bits.
-NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER = range(4)
+# How the fp32 weight is kept: in the parameter, beside it, or as the parameter and a remainder of 16 or 8 bits. With
+# RESULT there is none: the parameter is a result of the rule, which is written to nearest and not read.
+NO_MASTER, FULL_MASTER, SPLIT_MASTER, SPLIT24_MASTER, RESULT = range(5)
 REMAINDERS = {SPLIT_MASTER: torch.int16, SPLIT24_MASTER: torch.int8}
 
 
@@ -49,7 +50,7 @@ class KernelLayout:
 
     param: torch.dtype  # fp32, fp16 or bf16
     grad: torch.dtype  # fp32, fp16 or bf16
-    state: torch.dtype  # of the moments, fp32, bf16, or uint8 for codes in 8 bits
+    state: torch.dtype  # of the moments, fp32, bf16, or for codes in 8 bits uint8, or int8 if they are linear
     master: int  # one of the constants above; with remainders the parameter is bf16
     stochastic: bool = field(default=False, kw_only=True)  # round what `rounds_stochastically` names stochastically
 
@@ -67,7 +68,12 @@ class KernelLayout:
     @property
     def coded(self) -> bool:
         """Whether the moments are codes in 8 bits."""
-        return self.state == torch.uint8
+        return self.state in (torch.uint8, torch.int8)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether results depend on the order of elements, which must be that of rows."""
+        return self.stochastic or self.coded
 
     @property
     def operands(self) -> int:
@@ -89,7 +95,7 @@ class KernelLayout:
     @property
     def codes(self) -> tuple[int, ...]:
         """What C++ needs to know of the layout."""
-        state = CODED if self.coded else DTYPE_CODES[self.state]
+        state = {torch.uint8: CODED, torch.int8: LINEAR}.get(self.state) or DTYPE_CODES[self.state]
         options = sum(option << bit for bit, option in enumerate(self.options))
         return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, options
 
@@ -107,6 +113,7 @@ class Form(NamedTuple):
     STATE: str
     EXTRA: str  # fp32 master, int16 or int8 remainder, or anything if there is neither
     FULL: bool  # whether there is an fp32 master
+    RESULT: bool  # whether there is no weight
     REMAINDER: int  # bits of the remainder, or 0
     MOMENTS: int
     STOCHASTIC: bool
@@ -130,9 +137,10 @@ def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
     form = Form(
         PARAM=TRITON_NAMES[layout.param],
         GRAD=TRITON_NAMES[layout.grad],
-        STATE="uint8" if layout.coded else TRITON_NAMES[layout.state],
+        STATE={torch.uint8: "uint8", torch.int8: "int8"}.get(layout.state) or TRITON_NAMES[layout.state],
         EXTRA={16: "int16", 8: "int8", 0: "fp32"}[remainder],
         FULL=layout.master == FULL_MASTER,
+        RESULT=layout.master == RESULT,
         REMAINDER=remainder,
         MOMENTS=layout.moments,
         STOCHASTIC=layout.stochastic,

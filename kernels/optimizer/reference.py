@@ -12,7 +12,17 @@ from halfstep.kernels import block_codes
 from halfstep.kernels.block_codes import LARGEST_POSITIVE
 from halfstep.kernels.multi_tensor import ADDRESSES, has_memory, own_operations
 from halfstep.kernels.optimizer import layout as layouts
-from halfstep.kernels.optimizer.layout import MAX, NO_MASTER, REMAINDERS, ROWS, SCALES_OF, Batch, Control, KernelLayout
+from halfstep.kernels.optimizer.layout import (
+    MAX,
+    NO_MASTER,
+    REMAINDERS,
+    RESULT,
+    ROWS,
+    SCALES_OF,
+    Batch,
+    Control,
+    KernelLayout,
+)
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import FORMATS, STOCHASTIC, join_master, reference_round, split_master
 
@@ -93,14 +103,14 @@ def _store_moment(
     if scales is None:
         return {operand: _rounded(x, moment.dtype, None if operand == ROWS.TOP else words)}
     noise = block_codes.UP if operand == ROWS.TOP else block_codes.noise_of(words)
-    codes, new_scales = block_codes.encode(x, len(scales), operand == ROWS.M, noise)
+    codes, new_scales = block_codes.encode(x, len(scales), operand == ROWS.M, noise, moment.dtype == torch.int8)
     return {operand: codes, SCALES_OF[operand]: new_scales}
 
 
 def _load_weight(layout: KernelLayout, tensors: Tensors) -> torch.Tensor:
     param, extra = tensors[ROWS.PARAM], tensors[ROWS.EXTRA]
     assert param is not None
-    if extra is None or layout.master == NO_MASTER:
+    if extra is None or layout.master in (NO_MASTER, RESULT):
         return param.float()
     return join_master(param, extra) if layout.master in REMAINDERS else extra
 
@@ -110,7 +120,7 @@ def _store_weight(w: torch.Tensor, layout: KernelLayout, words: torch.Tensor | N
         return dict(zip((ROWS.PARAM, ROWS.EXTRA), split_master(w, REMAINDERS[layout.master], words), strict=True))
     if layout.master == layouts.FULL_MASTER:
         return {ROWS.EXTRA: w, ROWS.PARAM: w.to(layout.param)}
-    return {ROWS.PARAM: _rounded(w, layout.param, words)}
+    return {ROWS.PARAM: _rounded(w, layout.param, None if layout.master == RESULT else words)}
 
 
 def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.Tensor, words: list[Any]) -> None:
@@ -137,7 +147,8 @@ def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.T
 
 def step(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
     """One step over the tensors of a batch, in place."""
-    _prepare(family, batch, groups, control)
+    if family.prepares:
+        _prepare(family, batch, groups, control)
     for index, row in enumerate(batch.hyper):
         tensors = [tensors[index] if tensors else None for tensors in batch.lists]
         tensors += [None] * (len(ROWS) - len(tensors))

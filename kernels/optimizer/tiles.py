@@ -161,7 +161,9 @@ def larger(v, top):
 @jit
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
     """The fp32 weights of a tile."""
-    if FORM.REMAINDER:
+    if FORM.RESULT:
+        w = 0.0
+    elif FORM.REMAINDER:
         weight = load(at.param, tile, tl.constexpr(FORM.PARAM), HINT)
         w = join_float32(weight, load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT))
     elif FORM.FULL:
@@ -184,9 +186,9 @@ def store_weight(at, tile, w, word, FORM: tl.constexpr, HINT: tl.constexpr):
     else:
         if FORM.FULL:
             store(at.extra, tile, w, tl.constexpr(FORM.EXTRA), HINT)
+        NOISY: tl.constexpr = FORM.STOCHASTIC and not (FORM.FULL or FORM.RESULT)
         store(
-            at.param, tile, rounded(w, word, tl.constexpr(FORM.PARAM), FORM.STOCHASTIC and not FORM.FULL),
-            tl.constexpr(FORM.PARAM), HINT,
+            at.param, tile, rounded(w, word, tl.constexpr(FORM.PARAM), NOISY), tl.constexpr(FORM.PARAM), HINT
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +125,32 @@ class Sharding:
             return False
         columns = -(-self.shape[1] // cuts[1])  # of all ranks but the last
         return columns * math.prod(self.shape[2:]) % span == 0
+
+    def cut(self) -> tuple[Any, int, list[tuple[int, int]]] | None:
+        """How one dimension is cut along one dimension of the mesh: the group of ranks, the dimension, and where the
+        part of each of them begins and ends. None if this rank has the whole.
+
+        Raises:
+            ValueError: FSDP1 has flattened the tensor, or two dimensions of the mesh cut it.
+        """
+        cuts = [
+            number
+            for number, placement in enumerate(self.placements)
+            if not placement.is_replicate() and self.mesh.size(number) > 1  # type: ignore[union-attr]
+        ]
+        if self.is_flat or len(cuts) > 1 or any(not self.placements[number].is_shard() for number in cuts):
+            raise ValueError(
+                "Expected a parameter whose rows or columns one dimension of the mesh shards, but got "
+                f"{'one that FullyShardedDataParallel has flattened' if self.is_flat else self}: shard it by "
+                "fully_shard, or by tensor parallelism, but not by both"
+            )
+        if self.mesh is None or not cuts:
+            return None
+        dim, ranks = self.placements[cuts[0]].dim, self.mesh.size(cuts[0])
+        size = self.shape[dim]
+        each = -(-size // ranks)
+        ends = [min(number * each, size) for number in range(ranks + 1)]
+        return self.mesh.get_group(cuts[0]), dim, list(pairwise(ends))
 
     def like(
         self, part: torch.Tensor, shape: torch.Size | None = None, strides: tuple[int, ...] | None = None

@@ -14,7 +14,7 @@ from halfstep.numerics import presentation
 if TYPE_CHECKING:
     from halfstep.integrations.doctor import doctor
     from halfstep.integrations.monitor import AmpMonitor
-    from halfstep.integrations.optim import SGD, Adam, AdamW
+    from halfstep.integrations.optim import SGD, Adam, AdamW, Muon, muon_groups
     from halfstep.integrations.precision import cast_parameters
     from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
@@ -33,6 +33,7 @@ _HOME = {
     "AdamW": "halfstep.integrations.optim",
     "AmpMonitor": "halfstep.integrations.monitor",
     "GradScaler": "halfstep.numerics.scaling.scaler",
+    "Muon": "halfstep.integrations.optim",
     "SkipAwareScheduler": "halfstep.integrations.scheduler",
     "advise_scale": "halfstep.numerics.statistics.advice",
     "backend": "halfstep.kernels.backend",
@@ -46,6 +47,7 @@ _HOME = {
     "foreach_unscale_": "halfstep.kernels.unscale",
     "formats": "halfstep.numerics.formats.table",
     "log_softmax": "halfstep.kernels.softmax",
+    "muon_groups": "halfstep.integrations.optim",
     "round_to": "halfstep.numerics.formats.codec",
     "softmax": "halfstep.kernels.softmax",
     "statistics": "halfstep.numerics.statistics.counts",
@@ -57,6 +59,7 @@ __all__ = [
     "AdamW",
     "AmpMonitor",
     "GradScaler",
+    "Muon",
     "SkipAwareScheduler",
     "__version__",
     "advise_scale",
@@ -71,6 +74,7 @@ __all__ = [
     "foreach_unscale_",
     "formats",
     "log_softmax",
+    "muon_groups",
     "round_to",
     "softmax",
     "statistics",

@@ -68,6 +68,13 @@ def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
     assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
 
 
+def test_muon_in_bf16_is_answered() -> None:
+    model = torch.nn.Linear(256, 256, bias=False).bfloat16()
+    found = halfstep.doctor(model, torch.optim.Muon(model.parameters(), lr=1e-4))
+    assert found.names == ["updates-lost", "moments-in-16-bits"] and "halfstep.Muon" in str(found)
+    assert not halfstep.doctor(model, halfstep.Muon(model.parameters(), lr=1e-4, state_dtype="8bit")).names
+
+
 @pytest.mark.parametrize(("dtype", "lr", "which"), [(BF16, 1e-4, "updates as large as lr"), (torch.float32, 1e-4, "")])
 def test_lost_updates_are_predicted_at_rest(dtype: torch.dtype, lr: float, which: str) -> None:
     model = _net(dtype)

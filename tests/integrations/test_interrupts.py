@@ -12,7 +12,9 @@ import pytest
 from halfstep.integrations.interrupts import apply
 
 
-@pytest.mark.parametrize(("backend", "optimizer"), [("auto", []), ("auto", ["--offloaded"]), ("reference", [])])
+@pytest.mark.parametrize(
+    ("backend", "optimizer"), [("auto", []), ("auto", ["--offloaded"]), ("reference", []), ("auto", ["--muon"])]
+)
 def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimizer: list[str]) -> None:
     tries = "15"
     done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *optimizer])
@@ -20,18 +22,26 @@ def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimize
     assert f"0 of {tries} interrupts of each kind left something done in part" in done.stdout
 
 
+class Calls(list[int]):
+    def add(self, number: int) -> None:
+        self.append(number)
+
+
 def test_an_interrupt_in_the_middle_is_raised_after_the_last_call() -> None:
-    called = []
-    calls = [
-        partial(called.append, 1),
-        partial(signal.raise_signal, signal.SIGINT),
-        partial(lambda: called.append(2)),  # Python code, where it would be raised
-        partial(called.append, 3),
-    ]
+    called = Calls()
+    for method in (partial(called.add, 2), partial(lambda: called.append(2))):  # Python code, where it would be raised
+        called.clear()
+        _interrupt(
+            [partial(called.append, 1), partial(signal.raise_signal, signal.SIGINT), method, partial(called.append, 3)]
+        )
+        assert called == [1, 2, 3]
+
+
+def _interrupt(calls: list[partial[object]]) -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         apply(calls)
-    assert called == [1, 2, 3] and signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_an_error_of_a_call_leaves_the_handler_as_it_was() -> None:

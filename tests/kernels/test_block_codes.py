@@ -22,24 +22,27 @@ pytestmark = [
 ]
 
 DEVICE = torch.device("cpu" if INTERPRET or not torch.cuda.is_available() else "cuda")
-kinds = pytest.mark.parametrize("signed", [True, False], ids=["signed", "positive"])
+KINDS = {"positive": (np.uint8, np.int16), "signed": (np.uint8, np.uint8), "linear": (np.int8, np.uint8)}
+kinds = pytest.mark.parametrize("kind", KINDS)
 modes = pytest.mark.parametrize("chance", [False, True], ids=["nearest", "stochastic"])
 
 WRAPPER = """
 #include "{header}"
 using namespace halfstep;
-extern "C" void encode(const float* x, const uint32_t* words, uint8_t* codes, void* scale, int64_t n, int64_t sign) {{
+extern "C" void encode(const float* x, const uint32_t* words, uint8_t* codes, void* scale, int64_t n, int64_t kind) {{
     float numbers[SPAN];
     uint32_t chances[SPAN]{{}};
     std::memcpy(numbers, x, n * sizeof *x);
     std::memcpy(chances, words, n * sizeof *words);
     fill_up(numbers, n);
-    if (sign) *(uint8_t*)scale = encode_signed(numbers, chances, codes, n);
+    if (kind == 2) *(uint8_t*)scale = encode_linear(numbers, chances, codes, n);
+    else if (kind) *(uint8_t*)scale = encode_signed(numbers, chances, codes, n);
     else *(uint16_t*)scale = encode_positive(numbers, chances, codes, n);
 }}
-extern "C" void decode(const uint8_t* codes, const void* scale, float* x, int64_t n, int64_t sign) {{
+extern "C" void decode(const uint8_t* codes, const void* scale, float* x, int64_t n, int64_t kind) {{
     float numbers[SPAN];
-    if (sign) decode_signed(codes, *(const uint8_t*)scale, numbers, n);
+    if (kind == 2) decode_linear(codes, *(const uint8_t*)scale, numbers, n);
+    else if (kind) decode_signed(codes, *(const uint8_t*)scale, numbers, n);
     else decode_positive(codes, *(const uint16_t*)scale, numbers, n);
     std::memcpy(x, numbers, n * sizeof *x);
 }}
@@ -52,16 +55,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @jit
-def encode_kernel(
-    x, words, exists, codes, scales, rows, SIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr
-):
+def encode_kernel(x, words, exists, codes, scales, rows, KIND: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = row[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     here = row[:, None] < rows
     noise = tl.load(words + at, mask=here, other=0).to(tl.uint32) >> 8
     value = tl.load(x + at, mask=here, other=0.0)
-    if SIGNED:
+    if KIND == "signed":
         code, scale = block_codes.encode_signed_block(value, noise)
+    elif KIND == "linear":
+        code, scale = block_codes.encode_linear_block(value, noise)
     else:
         code, scale = block_codes.encode_positive_block(value, noise, tl.load(exists + at, mask=here, other=0) != 0)
     tl.store(codes + at, code, mask=here)
@@ -69,14 +72,16 @@ def encode_kernel(
 
 
 @jit
-def decode_kernel(codes, scales, x, rows, SIGNED: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
+def decode_kernel(codes, scales, x, rows, KIND: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = row[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     here = row[:, None] < rows
     scale = tl.load(scales + row, mask=row < rows, other=0)[:, None]
     code = tl.load(codes + at, mask=here, other=0)
-    if SIGNED:
+    if KIND == "signed":
         value = block_codes.decode_signed_block(code, block_codes.power_of_exponents(scale))
+    elif KIND == "linear":
+        value = block_codes.decode_linear_block(code, block_codes.power_of_exponents(scale))
     else:
         value = block_codes.decode_positive_block(code, scale)
     tl.store(x + at, value, mask=here)
@@ -94,66 +99,67 @@ def as_rows(array: np.ndarray, rows: int, columns: int) -> np.ndarray:
 
 
 class Codec:
-    """One implementation: encodes fp32 numbers of shape (rows, columns), with random words or None, signed or positive;
-    and decodes."""
+    """One implementation: encodes fp32 numbers of shape (rows, columns), with random words or None, of a kind; and
+    decodes."""
 
-    def encode(self, x: np.ndarray, words: np.ndarray | None, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, x: np.ndarray, words: np.ndarray | None, kind: str) -> tuple[np.ndarray, np.ndarray]:
         noise = block_codes.noise_of(None if words is None else torch.from_numpy(words.astype(np.int64)))
-        function = block_codes.encode_signed if signed else block_codes.encode_positive
+        function = getattr(block_codes, f"encode_{kind}")
         codes, scales = function(torch.from_numpy(x.copy()), noise)
-        assert codes.dtype == torch.uint8 and scales.dtype == (torch.uint8 if signed else torch.int16)
         assert codes.shape == x.shape and codes.is_contiguous()
+        assert (codes.numpy().dtype, scales.numpy().dtype) == KINDS[kind]
         return codes.numpy(), scales.numpy()
 
-    def decode(self, codes: np.ndarray, scales: np.ndarray, signed: bool) -> np.ndarray:
-        function = block_codes.decode_signed if signed else block_codes.decode_positive
-        return function(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
+    def decode(self, codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
+        return getattr(block_codes, f"decode_{kind}")(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
 
 
 class NativeCodec(Codec):
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
 
-    def by_block(self, function: str, arrays: list[np.ndarray], scales: np.ndarray, signed: bool) -> None:
+    def by_block(self, function: str, arrays: list[np.ndarray], scales: np.ndarray, kind: str) -> None:
         """Call for each block. Scales come last for an encoder, and after the codes for a decoder."""
         for row, at in np.ndindex(scales.shape):
             parts = [array[row, at * SPAN : (at + 1) * SPAN] for array in arrays]
             parts.insert(3 if function == "encode" else 1, scales[row, at:])
             places = [ctypes.c_void_p(part.ctypes.data) for part in parts]
-            getattr(self.library, function)(*places, ctypes.c_int64(parts[0].size), ctypes.c_int64(signed))
+            getattr(self.library, function)(
+                *places, ctypes.c_int64(parts[0].size), ctypes.c_int64(list(KINDS).index(kind))
+            )
 
-    def encode(self, x: np.ndarray, words: np.ndarray | None, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, x: np.ndarray, words: np.ndarray | None, kind: str) -> tuple[np.ndarray, np.ndarray]:
         words = np.full(x.shape, 2**31, np.uint32) if words is None else words
-        codes = np.full(x.shape, 77, np.uint8)
-        scales = np.empty((x.shape[0], blocks_per_row(x.shape[1])), np.uint8 if signed else np.int16)
-        self.by_block("encode", [x, words, codes], scales, signed)
+        codes = np.full(x.shape, 77, KINDS[kind][0])
+        scales = np.empty((x.shape[0], blocks_per_row(x.shape[1])), KINDS[kind][1])
+        self.by_block("encode", [x, words, codes], scales, kind)
         return codes, scales
 
-    def decode(self, codes: np.ndarray, scales: np.ndarray, signed: bool) -> np.ndarray:
+    def decode(self, codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
         x = np.empty(codes.shape, np.float32)
-        self.by_block("decode", [codes, x], scales, signed)
+        self.by_block("decode", [codes, x], scales, kind)
         return x
 
 
 class TritonCodec(Codec):
-    def launch(self, kernel: object, *arrays: np.ndarray, signed: bool) -> list[torch.Tensor]:
+    def launch(self, kernel: object, *arrays: np.ndarray, kind: str) -> list[torch.Tensor]:
         """Launch over blocks. Returns the tensors."""
         tensors = [torch.from_numpy(array).to(DEVICE) for array in arrays]
         rows, many = len(arrays[0]), 2**10 if INTERPRET else 8
-        kernel[(-(-rows // many),)](*tensors, rows, SIGNED=signed, SPAN=SPAN, BLOCKS=many)  # type: ignore[index]
+        kernel[(-(-rows // many),)](*tensors, rows, KIND=kind, SPAN=SPAN, BLOCKS=many)  # type: ignore[index]
         return tensors
 
-    def encode(self, x: np.ndarray, words: np.ndarray | None, signed: bool) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, x: np.ndarray, words: np.ndarray | None, kind: str) -> tuple[np.ndarray, np.ndarray]:
         words = np.full(x.shape, 2**31, np.uint32) if words is None else words
         values, random = as_blocks(x), as_blocks(words).astype(np.int64)
-        codes, scales = np.empty(values.shape, np.uint8), np.empty(len(values), np.uint8 if signed else np.int16)
+        codes, scales = np.empty(values.shape, KINDS[kind][0]), np.empty(len(values), KINDS[kind][1])
         exists = as_blocks(np.ones(x.shape, np.uint8))
-        *_, code, scale = self.launch(encode_kernel, values, random, exists, codes, scales, signed=signed)
+        *_, code, scale = self.launch(encode_kernel, values, random, exists, codes, scales, kind=kind)
         return as_rows(code.cpu().numpy(), *x.shape), scale.cpu().numpy().reshape(x.shape[0], -1)
 
-    def decode(self, codes: np.ndarray, scales: np.ndarray, signed: bool) -> np.ndarray:
+    def decode(self, codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
         given = as_blocks(codes)
-        *_, x = self.launch(decode_kernel, given, scales.reshape(-1), np.empty(given.shape, np.float32), signed=signed)
+        *_, x = self.launch(decode_kernel, given, scales.reshape(-1), np.empty(given.shape, np.float32), kind=kind)
         return as_rows(x.cpu().numpy(), *codes.shape)
 
 
@@ -172,18 +178,26 @@ def random_words(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray
     return words
 
 
-def check(codec: Codec, x: np.ndarray, words: np.ndarray | None, signed: bool) -> np.ndarray:
+def decoded(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
+    """What the oracle decodes."""
+    linear = kind == "linear"
+    return (
+        block_oracle.decoded_linear(codes, scales) if linear else block_oracle.decoded(codes, scales, kind == "signed")
+    )
+
+
+def check(codec: Codec, x: np.ndarray, words: np.ndarray | None, kind: str) -> np.ndarray:
     """Encode, compare with the oracle, decode, compare again, encode again. Returns what was decoded."""
     encode, decode = codec.encode, codec.decode
-    codes, scales = encode(x, words, signed)
-    expected = block_oracle.encoded(x, words, signed)
+    codes, scales = encode(x, words, kind)
+    linear = kind == "linear"
+    expected = block_oracle.encoded_linear(x, words) if linear else block_oracle.encoded(x, words, kind == "signed")
     oracles.assert_same_bits(scales, expected[1], "scales")
     oracles.assert_same_bits(codes, expected[0], "codes")
-    back = decode(codes, scales, signed)
-    oracles.assert_same_bits(back, block_oracle.decoded(codes, scales, signed), "decoded")
-    up = np.full(x.shape, block_oracle.UP)
-    for again in (None, words, up):
-        oracles.assert_same_bits(decode(*encode(back, again, signed), signed), back, "encoded again")
+    back = decode(codes, scales, kind)
+    oracles.assert_same_bits(back, decoded(codes, scales, kind), "decoded")
+    for again in (None, words, np.full(x.shape, block_oracle.UP), np.zeros(x.shape, np.uint32)):
+        oracles.assert_same_bits(decode(*encode(back, again, kind), kind), back, "encoded again")
     return back
 
 
@@ -196,16 +210,16 @@ def rows_with_every_code(ends: list[int], blocks: int = 9) -> np.ndarray:
     return row
 
 
-def again(codec: Codec, table: np.ndarray, scales: np.ndarray, signed: bool) -> None:
+def again(codec: Codec, table: np.ndarray, scales: np.ndarray, kind: str) -> None:
     """Decode, compare with the oracle, and encode with and without chance to the same numbers."""
     encode, decode = codec.encode, codec.decode
-    x = decode(table, scales, signed)
-    oracles.assert_same_bits(x, block_oracle.decoded(table, scales, signed))
+    x = decode(table, scales, kind)
+    oracles.assert_same_bits(x, decoded(table, scales, kind))
     numbers = np.isfinite(x).all(axis=1) & (scales[:, 0] != 0)
     for words in (None, random_words(x[numbers].shape, np.random.default_rng(0))):
-        codes, found = encode(x[numbers], words, signed)
-        oracles.assert_same_bits(decode(codes, found, signed), x[numbers])
-        if signed:  # with the same codes too
+        codes, found = encode(x[numbers], words, kind)
+        oracles.assert_same_bits(decode(codes, found, kind), x[numbers])
+        if kind != "positive":  # with the same codes too
             oracles.assert_same_bits(codes, table[numbers])
             oracles.assert_same_bits(found, scales[numbers])
 
@@ -213,7 +227,25 @@ def again(codec: Codec, table: np.ndarray, scales: np.ndarray, signed: bool) -> 
 def test_every_signed_code_under_every_exponent(codec: Codec) -> None:
     row = rows_with_every_code([0x7F, 0xFF], blocks=9)
     exponents = np.append([0], np.arange(18, 256)).astype(np.uint8)
-    again(codec, np.repeat(row[None], len(exponents), axis=0), np.repeat(exponents[:, None], 9, axis=1), True)
+    again(codec, np.repeat(row[None], len(exponents), axis=0), np.repeat(exponents[:, None], 9, axis=1), "signed")
+
+
+def test_every_linear_code_under_every_exponent(codec: Codec) -> None:
+    row = np.concatenate([np.append(np.arange(30 * k, 30 * k + 30).clip(max=254), [0, 254]) - 127 for k in range(9)])
+    exponents = np.append([0], np.arange(24, 256 - 7)).astype(np.uint8)
+    table = np.repeat(row[None].astype(np.int8), len(exponents), axis=0)
+    again(codec, table, np.repeat(exponents[:, None], 9, axis=1), "linear")
+    assert np.isnan(codec.decode(table[:1], np.full((1, 9), 255, np.uint8), "linear")).all()
+
+
+def test_linear_codes_are_right_on_average() -> None:
+    """Over all 2^16 random bits, the mean of a code is the quotient to 2^-17: of negative numbers too."""
+    x = np.random.default_rng(4).uniform(-1, 1, 32).astype(np.float32)
+    x[0] = -127 / 128
+    words = (np.arange(2**16, dtype=np.uint32) << np.uint32(16) | np.uint32(2**15))[:, None]
+    codes, scales = Codec().encode(np.repeat(x[None], 2**16, axis=0), np.repeat(words, 32, axis=1), "linear")
+    assert (scales == 127 - 7).all()
+    assert (np.abs(codes.mean(axis=0) - 128 * x.astype(np.float64)) <= 2.0**-17).all()
 
 
 def test_every_positive_code_under_every_scale(codec: Codec) -> None:
@@ -223,17 +255,17 @@ def test_every_positive_code_under_every_scale(codec: Codec) -> None:
     fitting = [base << 7 | step for base, step in pairs if (base << 7) + (255 << step - 16) <= 0x7F70]
     assert 254 << 7 | 15 not in fitting and 223 << 7 | 20 in fitting and 224 << 7 | 20 not in fitting
     scales = np.array(fitting[::3] + fitting[-3:], np.int16)
-    again(codec, np.repeat(row[None], len(scales), axis=0), np.repeat(scales[:, None], 9, axis=1), False)
+    again(codec, np.repeat(row[None], len(scales), axis=0), np.repeat(scales[:, None], 9, axis=1), "positive")
     nothing = np.zeros((1, SPAN), np.uint8)
     for scale, meaning in ((0, 0.0), (block_oracle.NAN_SCALE, np.nan)):
-        decoded = codec.decode(nothing, np.full((1, 1), scale, np.int16), False)
+        decoded = codec.decode(nothing, np.full((1, 1), scale, np.int16), "positive")
         assert np.array_equal(decoded, np.full((1, SPAN), meaning), equal_nan=True)
 
 
 @kinds
 @modes
 @pytest.mark.parametrize("columns", [1, 2, 31, 32, 33, 100])
-def test_random_blocks(codec: Codec, signed: bool, chance: bool, columns: int) -> None:
+def test_random_blocks(codec: Codec, kind: str, chance: bool, columns: int) -> None:
     """Numbers of all sizes, blocks of one size, and blocks that spread over more than the codes reach."""
     rng = np.random.default_rng(columns)
     shape = (60, columns)
@@ -241,16 +273,20 @@ def test_random_blocks(codec: Codec, signed: bool, chance: bool, columns: int) -
     x[::3] *= rng.random((20, columns)) < 0.1
     with np.errstate(all="ignore"):
         values = np.nan_to_num(x.astype(np.float32))
-    values = values if signed else np.abs(values)
-    check(codec, values, random_words(shape, rng) if chance else None, signed)
+    values = np.abs(values) if kind == "positive" else values
+    check(codec, values, random_words(shape, rng) if chance else None, kind)
 
 
 @kinds
 @modes
-def test_thresholds_of_rounding(codec: Codec, signed: bool, chance: bool) -> None:
+def test_thresholds_of_rounding(codec: Codec, kind: str, chance: bool) -> None:
     """Codes, midpoints and their neighbors among fp32 numbers, in blocks of small, ordinary and large scales."""
     rng = np.random.default_rng(1)
-    tables = [block_oracle.SIGNED] if signed else [block_oracle.positive(0, step) for step in range(16, 21)]
+    tables = {
+        "signed": [block_oracle.SIGNED],
+        "linear": [np.arange(128.0)],
+        "positive": [block_oracle.positive(0, step) for step in range(16, 21)],
+    }[kind]
     rows = []
     for table in tables:
         between = np.concatenate([table, (table[1:] + table[:-1]) / 2, table[1:] - np.diff(table) / 4, [table[-1]]])
@@ -263,35 +299,37 @@ def test_thresholds_of_rounding(codec: Codec, signed: bool, chance: bool) -> Non
                 row[::SPAN], row[1::SPAN] = moved[0], moved[len(table) - 1]  # so that the block has this step
                 rows.append(row)
     x = np.stack(rows)
-    x[::2] = np.copysign(x[::2], rng.standard_normal(x[::2].shape)) if signed else x[::2]
-    check(codec, x, random_words(x.shape, rng) if chance else None, signed)
+    x[::2] = x[::2] if kind == "positive" else np.copysign(x[::2], rng.standard_normal(x[::2].shape))
+    check(codec, x, random_words(x.shape, rng) if chance else None, kind)
 
 
 @kinds
 @modes
-@pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0x7F700001])
-def test_what_is_not_finite_makes_its_block_nan(codec: Codec, signed: bool, chance: bool, bad: int) -> None:
-    """NaN of any payload, infinity, and numbers beyond the largest one of 3 bits; other blocks do not notice."""
+@pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0])
+def test_what_is_not_finite_makes_its_block_nan(codec: Codec, kind: str, chance: bool, bad: int) -> None:
+    """NaN of any payload, infinity, and numbers beyond the largest one (0 stands for); other blocks do not notice."""
     x = np.ones((3, 300), np.float32)
+    largest = np.float32(block_oracle.LARGEST_LINEAR if kind == "linear" else block_oracle.LARGEST)
+    bad = bad or int(largest.view(np.uint32)) + 1
     x[1, 150] = np.array([bad], np.uint32).view(np.float32)[0]
     x.view(np.uint32)[1, 150] = bad  # numpy may have made a signalling NaN quiet
     words = np.full(x.shape, 2**32 - 2**15, np.uint32) if chance else None
-    x[0, 0] = block_oracle.LARGEST  # which is a number
-    back = check(codec, x, words, signed)
+    x[0, 0] = largest  # which is a number
+    back = check(codec, x, words, kind)
     assert np.isnan(back[1, 128:160]).all() and np.isfinite(back).sum() == 3 * 300 - SPAN
 
 
 @kinds
 @modes
-def test_blocks_of_zeros_and_of_the_smallest_numbers(codec: Codec, signed: bool, chance: bool) -> None:
+def test_blocks_of_zeros_and_of_the_smallest_numbers(codec: Codec, kind: str, chance: bool) -> None:
     rng = np.random.default_rng(2)
     patterns = [0, 1, 2, 2**19, 2**22, 0x7EFFFF, 0x7F0000, 0x7F0001, 0x7FFFFF, 0x800000, 0x8FFFFF]
     patterns += [exponent << 23 | rest for exponent in (17, 18, 31, 32, 33) for rest in (0, 1, 0x780000, 0x7FFFFF)]
     x = np.repeat(np.array(patterns, np.uint32).view(np.float32)[:, None], 140, axis=1)
     x[:, 1::2] = 0.0  # beside zeros
-    x[:, 4::8] = -0.0 if signed else 0.0
-    back = check(codec, x, random_words(x.shape, rng) if chance else None, signed)
+    x[:, 4::8] = 0.0 if kind == "positive" else -0.0
+    back = check(codec, x, random_words(x.shape, rng) if chance else None, kind)
     assert (back[0] == 0).all()
-    if not signed:  # no zero beside a number that is not
+    if kind == "positive":  # no zero beside a number that is not
         some = (back != 0).any(axis=1)
         assert (back[some] >= 2.0**-126).all() and some.tolist() == [pattern > 0x7F0000 for pattern in patterns]

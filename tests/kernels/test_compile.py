@@ -56,6 +56,8 @@ EXCEPTIONS = {
         "four bytes of remainder beside four bf16 numbers, which each thread of gfx942 takes in a stochastic step"
     ),
     ("accesses 64 bits", "sgd.sgd_kernel", "*8-bit state*"): "on gfx942, four codes beside four weights, as Adam's",
+    ("accesses 64 bits", "muon.muon_momentum_kernel", "*8-bit state*"): "on gfx942, four codes beside four gradients",
+    ("accesses 64 bits", "muon.muon_weight_kernel", "*split24 master*"): "on gfx942, four bytes beside four weights",
     ("accesses 64 bits", "adam.adam_kernel", "*8-bit state*"): (
         "on gfx942 and beside fp32, four codes beside four weights: with eight of each, registers would spill"
     ),
@@ -208,7 +210,7 @@ def test_every_variant_and_no_other_has_recorded_bounds() -> None:
 
 def test_what_promises_the_references_bits_says_so() -> None:
     """The audit looks for contractions only where `exact` is set, so leaving it out would pass unseen."""
-    for family in ("adam", "cast", "loss_scale", "statistics", "unscale"):
+    for family in ("adam", "cast", "loss_scale", "muon", "sgd", "statistics", "unscale"):
         for variant in importlib.import_module(f"halfstep.bench.audit.families.{family}").variants():
             assert variant.exact, f"{family} {variant.name}"
 

@@ -14,6 +14,8 @@ NEAREST, UP = np.uint32(2**31), np.uint32(2**32 - 1)  # the words that stand for
 # The magnitudes of all codes of a block whose exponent byte is 127. fp64 holds them, and their products, exactly.
 SIGNED = np.array([(e > 0) * 2.0 ** (e - 15) + 2.0 ** (max(e, 1) - 15) * f / 8 for e in range(16) for f in range(8)])
 LARGEST = float.fromhex("0x1.ep127")
+UNITS = np.ldexp(1.0, np.arange(24, 249) - 127)  # of linear codes, by the exponent byte from 24 on
+LARGEST_LINEAR = 127 * UNITS[-1]
 NAN_SCALE = 0x7FC0
 
 
@@ -47,6 +49,31 @@ def decoded(codes: np.ndarray, scales: np.ndarray, signed: bool) -> np.ndarray:
     single = result.astype(np.float32)
     assert (single == result)[np.isfinite(result)].all()
     return single
+
+
+def decoded_linear(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """As `decoded`, of int8."""
+    unit = np.concatenate([np.zeros(24), UNITS, np.full(7, np.nan)])[scales]
+    return (codes * np.repeat(unit, SPAN, axis=1)[:, : codes.shape[1]]).astype(np.float32)
+
+
+def encoded_linear(x: np.ndarray, random: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """As `encoded`, int8 and the exponents. fp64 holds quotients of units exactly."""
+    rows, columns = x.shape
+    noise = np.full(x.shape, NEAREST) if random is None else random
+    with np.errstate(invalid="ignore"):  # a signalling NaN, and infinity over infinity
+        blocks = _in_blocks(x).astype(np.float64)
+        largest = np.abs(blocks).max(axis=1)
+        spoiled = ~(largest <= LARGEST_LINEAR)
+        number = np.searchsorted(127 * UNITS, np.where(spoiled, 0, largest))  # of the least unit that reaches
+        units = np.where(spoiled, np.inf, UNITS[number])
+        steps = np.nan_to_num(np.floor(blocks / units[:, None] * 2.0**24)).clip(-(2.0**32), 2.0**32)
+    codes = np.floor((steps + (_in_blocks(noise) >> 8)) / 2.0**24)
+    codes[spoiled] = 0
+    assert (np.abs(codes) <= 127).all()
+    shape = rows, -(-columns // SPAN)
+    exponents = np.where(spoiled, 255, number + 24).astype(np.uint8).reshape(shape)
+    return codes.astype(np.int8).reshape(rows, shape[1] * SPAN)[:, :columns], exponents
 
 
 def encoded(x: np.ndarray, random: np.ndarray | None, signed: bool) -> tuple[np.ndarray, np.ndarray]:

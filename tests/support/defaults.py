@@ -202,13 +202,17 @@ def optimizers(data: Data) -> Iterator[Any]:
         yield optimizer.grad_norm if limit else None
 
 
+def parameters(model: torch.nn.Module, optimizer_class: Any) -> Any:
+    return halfstep.muon_groups(model) if optimizer_class is halfstep.Muon else model.parameters()
+
+
 def training(data: Data) -> Iterator[Any]:
     """Trainings with scaler, monitor, schedule, advice and checkpoints, with our optimizers and torch's."""
-    sgd = partial(halfstep.SGD, momentum=0.9)
-    kinds = ((BF16, halfstep.AdamW), (F16, halfstep.Adam), (BF16, sgd), (F32, torch.optim.SGD))
-    for dtype, kind in kinds:
+    classes: list[tuple[torch.dtype, Any]] = [(BF16, halfstep.AdamW), (F16, halfstep.Adam), (F32, torch.optim.SGD)]
+    classes += [(BF16, partial(halfstep.SGD, momentum=0.9)), (BF16, halfstep.Muon)]
+    for dtype, optimizer_class in classes:
         model = data.model(dtype)
-        optimizer = kind(model.parameters(), lr=1e-2)
+        optimizer = optimizer_class(parameters(model, optimizer_class), lr=1e-2)
         scaler = halfstep.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, hysteresis=2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         skipping = halfstep.SkipAwareScheduler(scheduler, scaler)
@@ -235,7 +239,7 @@ def training(data: Data) -> Iterator[Any]:
             scaler.overflow_report(model.named_parameters()).as_dict(),
         )
         yield monitor.state_dict(), monitor.report().as_dict(), list(model.parameters())
-        if kind is torch.optim.SGD:
+        if optimizer_class is torch.optim.SGD:
             continue
         yield list(optimizer.masters().values())
         yield halfstep.advise_scale(model, "fp16", scaled_by=scaler.get_scale()).as_dict()
@@ -245,7 +249,7 @@ def training(data: Data) -> Iterator[Any]:
             )
             yield checkpoint.load(one)["model"]
             other = data.model(dtype)
-            into = kind(other.parameters(), lr=1e-2)
+            into = optimizer_class(parameters(other, optimizer_class), lr=1e-2)
             second = halfstep.GradScaler("cpu")
             saved = checkpoint.save(Path(folder) / "all", 3, model=model, optimizer=optimizer, scaler=scaler)
             checkpoint.load(saved, model=other, optimizer=into, scaler=second)

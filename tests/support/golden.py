@@ -92,25 +92,27 @@ _FORMS: dict[str, dict[str, Any]] = {
     "amsgrad": {"amsgrad": True},
     "momentum": {"momentum": 0.9, "dampening": 0.25},
     "nesterov": {"momentum": 0.9, "nesterov": True},
+    "recent": {"momentum": 0.25, "nesterov": False},
 }
 SHAPES = ((), (1,), (17,), (3, 70), (0,), (5, 31, 3), (40, 128), (2, 1040))
+MATRICES = ((40, 128), (5, 31, 3), (2, 1040), (3, 70), (0, 4), (70, 100), (60, 112))  # of Muon
 
 
 def optimizer(name: str, device: torch.device = CPU) -> Results:
     """Three steps of a layout, with a NaN, an infinity and subnormal gradients, a misaligned weight, a strided gradient
-    and a step that is skipped."""
+    and a step that is skipped. That of Muon has no matrix products, whose bits are those of the device."""
     import halfstep
 
     optimizer_name, dtype_name, master, moments, rounding, form = name.split(" ")
     dtype = FORMATS[dtype_name]
     parameters = []
-    for index, shape in enumerate(SHAPES):
+    for index, shape in enumerate(MATRICES if optimizer_name == "Muon" else SHAPES):
         memory = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=device)
         values = memory[index % 2 : index % 2 + math.prod(shape)].view(shape)
         parameters.append(torch.nn.Parameter(values.copy_(moderate(shape, index, dtype))))
     options: dict[str, Any] = {"master_weights": None if master == "none" else master} if dtype != FP32 else {}
     options |= {"seed": 7} if rounding == "stochastic" else {}
-    options |= _FORMS[form]
+    options |= _FORMS[form] | ({"ns_steps": 0} if optimizer_name == "Muon" else {})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "group 0 rounds moments of 8 bits to nearest")
         stepped = getattr(halfstep, optimizer_name)(
@@ -168,6 +170,19 @@ def sgd_names() -> Iterator[str]:
             for form in ("momentum", "nesterov"):
                 yield f"SGD {masters} {buffer} {rounding} {form}"
         yield f"SGD {masters} fp32 stochastic plain"
+
+
+def muon_names() -> Iterator[str]:
+    """Every master with every momentum: dtype, master, momentum, rounding, form of the average."""
+    for masters in ("fp32 none", "bf16 none", "bf16 full", "bf16 split", "bf16 split24", "fp16 full"):
+        for momentum in (
+            "fp32 nearest nesterov",
+            "fp32 stochastic recent",
+            "bf16 stochastic nesterov",
+            "8bit nearest recent",
+            "8bit stochastic nesterov",
+        ):
+            yield f"Muon {masters} {momentum}"
 
 
 def amp(name: str, device: torch.device = CPU) -> Results:
@@ -272,6 +287,7 @@ _CASTS = _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stoc
 CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "adam": (optimizer, list(adam_names()), "adam"),
     "sgd": (optimizer, list(sgd_names()), "sgd"),
+    "muon": (optimizer, list(muon_names()), "muon"),
     "amp": (amp, _names(WIDE), "unscale"),
     "cast": (cast, _CASTS, "cast"),
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),

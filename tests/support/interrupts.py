@@ -7,7 +7,7 @@ Two ways of interrupting:
 - ``signal``: a real SIGINT at a random time, on any backend.
 
 As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``. With ``--offloaded`` the
-optimizer is `OffloadedAdamW`, in three buckets.
+optimizer is `OffloadedAdamW`, in three buckets; with ``--muon`` it is `Muon`, whose step has Python code in the middle.
 """
 
 from __future__ import annotations
@@ -37,16 +37,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Training:
     """Three parameters of each dtype, one of them strided, and gradients for any step."""
 
-    def __init__(self, offloaded: bool = False) -> None:
+    def __init__(self, optimizer: str = "AdamW") -> None:
         generator = torch.Generator().manual_seed(0)
         self.parameters = []
         for dtype in DTYPES:
             for shape in ((33, 5), (7,)):
                 self.parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
             self.parameters.append(torch.nn.Parameter(torch.randn((6, 4), generator=generator).to(dtype)[:, ::2]))
-        self.optimizer: halfstep.AdamW
-        if offloaded:
+        self.optimizer: Any
+        if optimizer == "OffloadedAdamW":
             self.optimizer = OffloadedAdamW(self.parameters, lr=0.1, bucket_bytes=400)
+        elif optimizer == "Muon":
+            vectors = [parameter for parameter in self.parameters if parameter.dim() == 1]
+            matrices = [parameter for parameter in self.parameters if parameter.dim() == 2]
+            self.optimizer = halfstep.Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.1)
         else:
             self.optimizer = halfstep.AdamW(self.parameters, lr=0.1)
 
@@ -121,9 +125,9 @@ def at_time(seconds: float, action: Callable[[], Any]) -> bool:
 class Campaign:
     """Interrupts a training repeatedly. It must continue with the bits of an uninterrupted one."""
 
-    def __init__(self, how: str, seed: int, offloaded: bool = False) -> None:
+    def __init__(self, how: str, seed: int, optimizer: str) -> None:
         self.how, self.choose = how, random.Random(seed)
-        self._training = partial(Training, offloaded)
+        self._training = partial(Training, optimizer)
         self.outcomes: Counter[str] = Counter()
         self._lengths: dict[str, float] = {}
 
@@ -202,12 +206,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tries", type=int, default=2000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="for the signals")
-    parser.add_argument("--offloaded", action="store_true")
+    for name, optimizer in (("--offloaded", "OffloadedAdamW"), ("--muon", "Muon")):
+        parser.add_argument(name, dest="optimizer", action="store_const", const=optimizer, default="AdamW")
     given = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
     divided = 0
-    for how in ("bytecode", "signal") if given.backend == "auto" else ("signal",):
-        campaign = Campaign(how, given.seed, given.offloaded)
+    for how in ("bytecode", "signal") if given.backend == "auto" and given.optimizer != "Muon" else ("signal",):
+        campaign = Campaign(how, given.seed, given.optimizer)
         with halfstep.backend(given.backend):
             campaign.steps(given.tries)
             campaign.loads(given.tries)

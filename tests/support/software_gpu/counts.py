@@ -121,12 +121,13 @@ def _adam(
     cls: str = "AdamW",
     state_dtype: Any = FP32,
     columns: int = 1024,
+    matrix: bool = False,
     **options: Any,
 ) -> Made:
     import halfstep
 
     size = SIZE if tensors == 1 else 1000
-    if state_dtype == "8bit":  # moments of vectors stay in fp32
+    if matrix or state_dtype == "8bit":  # moments of vectors stay in fp32
         size -= size % columns
         shape: tuple[int, ...] = (size // columns, columns)
     else:
@@ -139,6 +140,11 @@ def _adam(
         optimizer = getattr(halfstep, cls)(parameters, state_dtype=state_dtype, **options)
     optimizer.step()
     return tensors * size, optimizer.step
+
+
+def _muon(dtype: torch.dtype, *, columns: int = 1024, **options: Any) -> Made:
+    """Both kernels of elements, without matrix products, which are those of torch."""
+    return _adam(dtype, cls="Muon", columns=columns, matrix=True, ns_steps=0, **options)
 
 
 def _on_values(name: str, dtype: torch.dtype, *arguments: Any, **options: Any) -> Made:
@@ -230,6 +236,15 @@ def cases() -> dict[str, Callable[[], Made]]:
         "AdamW bf16 no master, stochastic": partial(_adam, BF16, state_dtype=BF16, **none, **random),
         "AdamW fp16 full": partial(_adam, FP16),
         "AdamW fp16 no master, stochastic": partial(_adam, FP16, **none, **random),
+        "Muon fp32": partial(_muon, FP32),
+        "Muon bf16 split": partial(_muon, BF16),
+        "Muon bf16 split24, bf16 momentum, stochastic": partial(
+            _muon, BF16, state_dtype=BF16, master_weights="split24", **random
+        ),
+        "Muon bf16 split, 8-bit momentum, stochastic": partial(_muon, BF16, state_dtype="8bit", **random),
+        "Muon bf16 split, 8-bit momentum, stochastic, rows of 1,040": partial(
+            _muon, BF16, state_dtype="8bit", columns=1040, **random
+        ),
         "foreach_cast fp32 to bf16": partial(many, FP32, BF16),
         "foreach_cast fp32 to fp16": partial(many, FP32, FP16),
         "foreach_cast bf16 to fp32": partial(many, BF16, FP32),

@@ -238,6 +238,7 @@ template <class T> void integers(const std::string &t) {
     op("cvt.rn.f32." + t, [](T a) -> f32 { return f32(a); });
     op("cvt.rn.f64." + t, [](T a) -> f64 { return f64(a); });
     op("cvt.rzi." + t + ".f32", [](f32 a) -> T { return integer<T>(a); });
+    op("cvt.rmi." + t + ".f32", [](f32 a) -> T { return integer<T>(std::floor(a)); });
     op("cvt.rzi." + t + ".f64", [](f64 a) -> T { return integer<T>(a); });
 }
 

@@ -1,0 +1,369 @@
+"""Muon, a drop-in for torch's, which also steps by AdamW what is no matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import ParamsT
+
+from halfstep.integrations.optim.adam import AdamW
+from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
+from halfstep.integrations.optim.options import Group, check_number, check_options
+from halfstep.integrations.optim.step_plan import LaunchGroup
+from halfstep.kernels import muon
+from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
+from halfstep.kernels.muon import rule
+from halfstep.kernels.streams import current_stream
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded
+from halfstep.numerics.scaling.verdict import parameters_of
+
+MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
+ALIGNMENT = 64  # elements that matrices there begin at multiples of
+
+
+class Exchange:
+    """Matrices whose parts are on several ranks, and their owners, which orthogonalize them.
+
+    Each rank sends its parts to the owners and takes the results back: 4 (N - 1) / N bytes per element of all matrices,
+    in two collectives. The owners follow from the shapes and the number of ranks.
+    """
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        cuts = [cut for cut in (Sharding(target).cut() for target in targets) if cut is not None]
+        self.group = cuts[0][0]
+        self.shapes, self.cuts = [target.shape for target in targets], [(dim, ranges) for _, dim, ranges in cuts]
+        self.rank, ranks = self.group.rank(), range(self.group.size())
+        owners = owners_of(self.shapes, len(ranks))
+        self.order = sorted(range(len(targets)), key=lambda index: (owners[index], index))  # of parts in memory
+        self.owned = [index for index in self.order if owners[index] == self.rank]
+        self.sent = [sum(self._elements(i, self.rank) for i in self.order if owners[i] == to) for to in ranks]
+        self.received = [sum(self._elements(i, origin) for i in self.owned) for origin in ranks]
+
+    def _elements(self, index: int, rank: int) -> int:
+        """Those that the part of a rank takes in memory."""
+        dim, ranges = self.cuts[index]
+        begin, end = ranges[rank]
+        return _padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
+
+    def run(self, parts: torch.Tensor, received: torch.Tensor, products: rule.Products) -> None:
+        """Replace the parts of this rank, in `order`, by those of the orthogonalized matrices."""
+        sent_bytes, received_bytes = parts.view(torch.uint8), received.view(torch.uint8)  # not all backends have bf16
+        sent, taken = [2 * size for size in self.sent], [2 * size for size in self.received]
+        dist.all_to_all_single(received_bytes, sent_bytes, taken, sent, group=self.group)
+        starts = list(accumulate(self.received[:-1], initial=0))
+        for index in self.owned:
+            shape, (dim, ranges) = self.shapes[index], self.cuts[index]
+            whole = received.new_empty(shape)
+            of_ranks = []
+            for rank, (begin, end) in enumerate(ranges):
+                piece = whole.narrow(dim, begin, end - begin)
+                of_ranks.append((received[starts[rank] : starts[rank] + piece.numel()].view(piece.shape), piece))
+                starts[rank] += self._elements(index, rank)
+            for part, piece in of_ranks:
+                piece.copy_(part)
+            muon.orthogonalize([whole.view(rule.matrices(shape, products.blocks))], products)
+            for part, piece in of_ranks:
+                part.copy_(piece)
+        dist.all_to_all_single(sent_bytes, received_bytes, sent, taken, group=self.group)
+
+
+def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """The rank that orthogonalizes each matrix: the largest first, each to the rank with the least to do so far."""
+    work = [min(shape[0], prod(shape[1:])) * prod(shape) for shape in shapes]
+    loads, owners = [0] * ranks, [0] * len(shapes)
+    for index in sorted(range(len(shapes)), key=lambda index: (-work[index], index)):
+        owners[index] = min(range(ranks), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += work[index]
+    return owners
+
+
+def _padded(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
+    """The ranks that have parts of the matrices of a parameter; None if each matrix is whole on a rank."""
+    cut = Sharding(parameter).cut()
+    if cut is None:
+        return None
+    ranks, dim, ranges = cut
+    rows = 1 if parameter.dim() == 3 else parameter.shape[0] // group["blocks"]
+    return None if dim == 0 and all(begin % rows == 0 for begin, _ in ranges) else ranks
+
+
+class MatrixGroup(LaunchGroup):
+    """The matrices of two launches, between which they are in scratch memory in bf16 and orthogonalized one by one."""
+
+    _batches: tuple[muon.Batch, muon.Batch] | None = None
+
+    def _launches(self, grads: list[torch.Tensor], groups: torch.Tensor, control: muon.Control) -> list[partial[Any]]:
+        if self._batches is None:
+            self._batches = self._with_tables(grads)
+        else:
+            self._batches[0].table.point(muon.GRAD, grads)  # type: ignore[union-attr]
+        momentum, weight = self._batches
+        momentum.lists[muon.GRAD] = grads
+        return [
+            muon.MOMENTUM.launch(momentum, groups, control),
+            self._products,
+            muon.WEIGHT.launch(weight, groups, control),
+        ]
+
+    def _with_tables(self, grads: list[torch.Tensor]) -> tuple[muon.Batch, muon.Batch]:
+        """The batches of both launches: what the first one writes as its parameters are the gradients of the second."""
+        scratch, lists = self._scratch(), self.batch.lists
+        to_scratch = checked_addresses(scratch)
+        batches = []
+        for layout, operands in (
+            (self.batch.layout.momentum, {muon.GRAD: grads, muon.PARAM: scratch, muon.EXTRA: []}),
+            (self.batch.layout.weight, {muon.GRAD: scratch, muon.M: []}),
+        ):
+            of_layout = [operands.get(operand, tensors) for operand, tensors in enumerate(lists)]
+            contents = [None if operands.get(row) == [] else self._contents[row] for row in range(layout.operands)]
+            for operand, tensors in operands.items():
+                if tensors:
+                    contents[operand] = to_scratch if tensors is scratch else checked_addresses(tensors)
+            sizes = layout.sizes([weight.shape for weight in self.weights])
+            table = TensorTable(sizes, layout.operands, layout.chunk, self.device, contents)
+            batches.append(replace(self.batch, layout=layout, table=table, lists=of_layout))
+        return batches[0], batches[1]
+
+    def _scratch(self) -> list[torch.Tensor]:
+        """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
+        products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
+        cut = Sharding(self.targets[0]).cut() if self.sharded else None
+        exchange = Exchange(self.targets) if cut and _exchanging(self.targets[0], {"blocks": products.blocks}) else None
+        order = range(len(shapes)) if exchange is None else exchange.order
+        sizes = [_padded(self.weights[index].numel()) for index in order]
+        memory, views = self._memory("parts", sum(sizes)), {}
+        for index, start in zip(order, accumulate(sizes, initial=0), strict=False):
+            weight = self.weights[index]
+            views[index] = memory[start : start + weight.numel()].view(weight.shape)
+        scratch = [views[index] for index in range(len(shapes))]
+        if exchange is None:
+            sides = (rule.matrices(shape, products.blocks)[1:] for shape in shapes)
+            pairs = zip(scratch, sides, strict=True)
+            matrices = [view.view(-1, *side) if view.numel() else view for view, side in pairs]
+            self._products = partial(muon.orthogonalize, matrices, products)
+        else:
+            self._products = partial(exchange.run, memory, self._memory("received", sum(exchange.received)), products)
+        return scratch
+
+    def _memory(self, use: str, elements: int) -> torch.Tensor:
+        """bf16 memory that all launches of an optimizer on a stream share."""
+        stream = current_stream(self.device)
+        key = self.device, stream, use
+        memory = self.scratch.get(key)
+        if memory is None or memory.numel() < elements:
+            memory = torch.empty(elements, dtype=torch.bfloat16, device=self.device)
+            if stream is not None:  # in a capture, the memory is that of the graph
+                self.scratch[key] = memory
+        return memory[:elements]
+
+    def finish(self) -> None:
+        super().finish()
+        assert self._batches is not None
+        self._batches[0].lists[muon.GRAD] = []
+
+
+def _coefficients(group: Group) -> tuple[rule.Triple, ...]:
+    """The coefficients of each step."""
+    given = group["ns_coefficients"]
+    triples = [given] if not isinstance(given[0], Sequence) else given
+    return tuple((float(a), float(b), float(c)) for a, b, c in triples)
+
+
+def _check(group: Group) -> None:
+    check_number(group["momentum"], "Invalid momentum value", "a number from 0 to below 1", lambda x: 0 <= x < 1)
+    check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
+    for name, least in (("ns_steps", 0), ("blocks", 1)):
+        if type(group[name]) is not int or group[name] < least:
+            raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {group[name]!r}")
+    if group["adjust_lr_fn"] not in (*rule.ADJUSTMENTS, None):
+        raise ValueError(
+            f"Expected adjust_lr_fn to be one of {', '.join(map(repr, rule.ADJUSTMENTS))} or None, but got "
+            f"{group['adjust_lr_fn']!r}"
+        )
+    try:
+        _coefficients(group)
+    except (TypeError, ValueError, LookupError):
+        raise ValueError(
+            "Expected ns_coefficients to be three numbers, or a list with three for each step, but got "
+            f"{group['ns_coefficients']!r}"
+        ) from None
+    check_options(group)
+
+
+def _variant(group: Group) -> dict[str, Any]:
+    products = rule.Products(_coefficients(group), group["ns_steps"], group["eps"], group["blocks"])
+    return {"nesterov": bool(group["nesterov"]), "products": products}
+
+
+def _numbers(group: Group, shape: torch.Size | None) -> dict[str, Any]:
+    assert shape is not None
+    _, rows, columns = rule.matrices(shape, group["blocks"])
+    return {**group, "ratio": rule.ratio(group["adjust_lr_fn"] or "original", rows, columns)}
+
+
+def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    return {"step": float("momentum_buffer" in state or "momentum_buffer_codes" in state), **state}  # torch counts none
+
+
+_ADAMW: Rule = AdamW._rule._replace(
+    variant=lambda group: {"amsgrad": False, "l2": False},
+    numbers=lambda group, shape: AdamW._rule.numbers({**group, "decoupled_weight_decay": True}, shape),
+    check=lambda group: AdamW._rule.check({**group, "amsgrad": False}),
+)
+
+
+class Muon(LayoutOptimizer, torch.optim.Muon):
+    """Muon (Jordan et al., 2024) with exact fp32 master weights, a drop-in for `torch.optim.Muon`.
+
+    Each update is a matrix whose singular values are near 1, which a Newton-Schulz iteration in bf16 makes of the
+    momentum. Groups with ``algorithm="adamw"`` are stepped as by `halfstep.AdamW`; `muon_groups` divides a model.
+
+    Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum;
+    one less with ``master_weights="split24"``. In addition 2 bytes for each of the 2^25 elements, or of the largest
+    matrix, that are orthogonalized together.
+
+    Args:
+        params: matrices; three dimensions are a batch of matrices, and of more the first one has the rows. Of DTensors,
+            one dimension of the mesh may shard rows or columns (FSDP2, HSDP, tensor parallelism): ranks then send parts
+            of matrices to their owners and take the results back, so all have to have the same gradients.
+        lr: learning rate, which `adjust_lr_fn` adjusts to the shape of a matrix.
+        weight_decay: decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step.
+        momentum: decay of the momentum buffer, from 0 to below 1.
+        nesterov: step along the average of gradient and buffer.
+        ns_coefficients: three coefficients of the iteration, or a list with three for each step (Polar Express).
+        eps: the least norm that a matrix is divided by.
+        ns_steps: steps of the iteration.
+        adjust_lr_fn: ``"original"``: ``lr * sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``:
+            ``lr * 0.2 * sqrt(max(rows, columns))``, with which one learning rate serves AdamW and Muon (Liu et al.,
+            2025). None: the latter if there are groups of AdamW, else the former, which is torch's.
+        algorithm: ``"muon"``, or ``"adamw"`` for embeddings, heads, norms and biases: a value of a group.
+        betas: those of AdamW. The `eps` of a group of AdamW is 1e-8 if it does not say so.
+        blocks: how many matrices of as many rows each parameter consists of: of fused projections, or heads.
+        state_dtype: dtype of the momentum; ``"8bit"`` takes linear codes, rounded stochastically. The other arguments
+            and the errors are those of `halfstep.AdamW`.
+
+    Raises:
+        ValueError: an option is out of its range, or a parameter of Muon has less than two dimensions.
+
+    The bits of a step are the same for every number of threads and every way to hold other parameters, but those of the
+    products differ between types of devices.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
+        >>> optimizer = halfstep.Muon([weight], lr=0.02)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> optimizer.masters()[weight].dtype
+        torch.float32
+    """
+
+    _rule = Rule(
+        muon,
+        ("momentum_buffer",),
+        _check,
+        _variant,
+        _numbers,
+        _translated,
+        fixed_options=("algorithm", "blocks"),
+        by_shape=True,
+        linear=True,
+        launch_group=MatrixGroup,
+        most=MOST,
+        exchanging=_exchanging,
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        algorithm: Literal["muon", "adamw"] = "muon",
+        betas: tuple[float, float] = (0.9, 0.999),
+        blocks: int = 1,
+        maximize: bool = False,
+        master_weights: Literal["auto", "full", "split", "split24"] | None = "auto",
+        state_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        rounding: Literal["auto", "nearest", "stochastic"] = "auto",
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        state_dict_format: Literal["held", "canonical"] = "held",
+    ) -> None:
+        unused = {"foreach": None, "fused": None, "differentiable": False}
+        LayoutOptimizer.__init__(self, {**locals(), **unused})
+
+    def _rule_of(self, group: Group) -> Rule:
+        if group["algorithm"] not in ("muon", "adamw"):
+            raise ValueError(f"Expected algorithm to be 'muon' or 'adamw', but got {group['algorithm']!r}")
+        return _ADAMW if group["algorithm"] == "adamw" else self._rule
+
+    def step_parts_by(self, handle: Any) -> None:
+        if handle is not None and any(map(is_sharded, parameters_of(self))):
+            raise ValueError(
+                "Expected parameters that are whole on each rank for steps in the backward, since ranks exchange parts "
+                "of the matrices of Muon in one order, but got DTensors: call optimizer.step() after the backward"
+            )
+        super().step_parts_by(handle)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        is_adamw = {**self.defaults, **param_group}["algorithm"] == "adamw" if isinstance(param_group, dict) else False
+        if is_adamw:
+            param_group = {"eps": 1e-8, **param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for index, parameter in enumerate(() if is_adamw else group["params"]):
+            try:
+                rule.matrices(parameter.shape, group["blocks"])
+            except ValueError as error:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{error} for parameter {index} of group {len(self.param_groups)}: give vectors to a group with "
+                    "algorithm='adamw', as halfstep.muon_groups does"
+                ) from None
+        if any(group["algorithm"] == "adamw" for group in self.param_groups):
+            for group in self.param_groups:
+                group["adjust_lr_fn"] = group["adjust_lr_fn"] or "match_rms_adamw"
+
+
+def muon_groups(
+    model: torch.nn.Module, *, adamw: Sequence[str] = ("embed", "head"), **options: Any
+) -> list[dict[str, Any]]:
+    """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings and the head for AdamW.
+
+    Args:
+        model: the model. What shares the weight of an embedding is one.
+        adamw: parameters whose names contain one of these go to AdamW, as do those of `torch.nn.Embedding`.
+        options: options of the group of AdamW, such as ``lr``, ``betas`` and ``weight_decay``.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+        >>> optimizer = halfstep.Muon(halfstep.muon_groups(model, weight_decay=0.0), lr=1e-3)
+        >>> [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 1), ('adamw', 2)]
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    matrices: list[tuple[str, torch.Tensor]] = []
+    others: list[tuple[str, torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() > 1 and prod(parameter.shape[1:]) > 1
+        named = any(word in name for word in adamw)
+        (matrices if is_matrix and id(parameter) not in embeddings and not named else others).append((name, parameter))
+    groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", **options}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,134 @@
+"""A model, the layouts of Muon, and what ranks compare for test_muon.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import halfstep
+from halfstep.integrations import checkpoint
+from halfstep.integrations.release import step_in_backward
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "split24, 8 bits": {"master_weights": "split24", "state_dtype": "8bit"},
+    "split, bf16, stochastic": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
+    "no master, 8 bits": {"master_weights": None, "state_dtype": "8bit"},
+    "full": {"master_weights": "full"},
+}
+
+
+class Net(torch.nn.Module):
+    """A tall, a wide and an uneven matrix, a batch of two, convolutions, an embedding and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 64)
+        self.up = torch.nn.Linear(64, 96)
+        self.experts = torch.nn.Parameter(torch.randn(2, 96, 96) * 0.1)
+        self.convolution = torch.nn.Conv1d(1, 5, 3, padding=1)
+        self.down = torch.nn.Linear(96, 33, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.up(self.embedding(tokens)))
+        x = x @ self.experts[0] + x @ self.experts[1]
+        return self.down(x + self.convolution(x.unsqueeze(1)).mean(1))
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def muon(model: torch.nn.Module, **options: Any) -> halfstep.Muon:
+    return halfstep.Muon(halfstep.muon_groups(model, weight_decay=0.0), **OPTIONS, **options)
+
+
+def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
+    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(step))
+    return model(tokens).float().square().mean()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scale: float = 256.0) -> None:
+    """The third step overflows and is skipped."""
+    scaler = halfstep.GradScaler("cpu", init_scale=scale)
+    for step in steps:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 2:
+            next(model.parameters()).grad.mul_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def sharded(ranks: int, cut: str) -> Net:
+    model = net()
+    if cut == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (ranks,))
+    placement = (lambda parameter: Shard(1)) if cut == "columns" else None
+    for module in (model.up, model.down, model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=placement if module is model.down else None)
+    return model
+
+
+def of_shards(rank: int, ranks: int, cut: str, names: list[str]) -> dict[str, list[Any]]:
+    """For each layout, whether weights and momentum of shards have the bits of one process."""
+    results = {}
+    for name in names:
+        model, whole, tensors = sharded(ranks, cut), net(), []
+        for module in (model, whole):
+            optimizer = muon(module, max_grad_norm=0.5, **LAYOUTS[name])
+            train(module, optimizer)
+            states = (optimizer.state[parameter] for parameter in module.parameters())
+            moments = (state[key] for state in states for key in state if key in ("momentum_buffer", "exp_avg"))
+            tensors.append([*module.parameters(), *moments])
+        results[name] = [torch.equal(shards.full_tensor(), tensor) for shards, tensor in zip(*tensors, strict=True)]
+    return results
+
+
+def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
+    """A checkpoint of FSDP2 in 8 bits."""
+    model = sharded(ranks, "rows")
+    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    train(model, optimizer)
+    return str(checkpoint.save(folder, 4, model=model, optimizer=optimizer))
+
+
+def continued_by_shards(rank: int, ranks: int, path: str) -> list[torch.Tensor]:
+    """The weights after two more steps."""
+    model = sharded(ranks, "rows")
+    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    checkpoint.load(path, model=model, optimizer=optimizer)
+    train(model, optimizer, range(4, 6))
+    return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+
+def refused(rank: int) -> str:
+    """The error of steps in the backward of shards."""
+    model = sharded(2, "rows")
+    try:
+        step_in_backward(model, muon(model))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def cut_by_both(rank: int) -> str:
+    """The error of a matrix that two dimensions of a mesh shard."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64, dtype=torch.bfloat16), mesh, [Shard(0), Shard(1)]))
+    optimizer = halfstep.Muon([weight])
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return "nothing"

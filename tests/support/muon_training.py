@@ -1,0 +1,84 @@
+"""Validation loss of small GPTs trained by Muon: ours in several layouts, and torch's in fp32 and in bf16.
+
+python tests/support/muon_training.py --seeds 3 --steps 1500 --size nano
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfstep
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from corpus import Corpus, read_corpus
+from gpt import GPT, SIZES, Precision
+
+BATCH = 16
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "halfstep, split": {},
+    "halfstep, split, 8 bits": {"state_dtype": "8bit"},
+    "halfstep, split24, 8 bits": {"state_dtype": "8bit", "master_weights": "split24"},
+}
+
+
+def optimizers_of(model: torch.nn.Module, name: str, lr: float, seed: int) -> list[torch.optim.Optimizer]:
+    groups = halfstep.muon_groups(model, adamw=("bytes", "positions", "head"), weight_decay=0.0)
+    if name in LAYOUTS:
+        return [halfstep.Muon(groups, lr=lr, seed=seed, **LAYOUTS[name])]
+    matrices, others = (group["params"] for group in groups)
+    return [
+        torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.999), weight_decay=0.0),
+    ]
+
+
+def loss(corpus: Corpus, size: str, name: str, seed: int, steps: int) -> float:
+    torch.manual_seed(seed)
+    form = SIZES[size]
+    dtype = "fp32" if name.endswith("fp32") else "bf16"
+    precision = Precision.on(dtype, torch.device("cpu"))
+    model = GPT(form, precision, seed=seed).to(precision.dtype)
+    optimizers = optimizers_of(model, name, form.lr, seed)
+    for step in range(steps):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = form.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        model.zero_grad()
+        model(*corpus.batch(seed, step, range(BATCH), form.context)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        losses = [model(*corpus.validation(range(row, row + 64), 1024, form.context)) for row in range(0, 1024, 64)]
+    return float(torch.stack(losses).double().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--size", choices=SIZES, default="nano")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus = read_corpus(None, SIZES[options.size].context)
+    names = ("torch, fp32", *LAYOUTS, "torch, bf16")
+    print("loss by seed, relative to torch in fp32", flush=True)
+    first: list[float] = []
+    for name in names:
+        losses = [loss(corpus, options.size, name, seed, options.steps) for seed in range(options.seeds)]
+        first = first or losses
+        relative = [value / reference - 1 for value, reference in zip(losses, first, strict=True)]
+        mean = sum(relative) / len(relative)
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in relative) / max(len(relative) - 1, 1))
+        error = deviation / math.sqrt(len(relative))
+        print(f"{name:28}", *(f"{value:.4f}" for value in losses), f"{mean:+.2%} ± {error:.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
