@@ -95,8 +95,8 @@ def apply(calls: Sequence[partial[Any]]) -> None:
     """Make calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
 
     No Python code runs between the calls. If one of them is a function or method in Python, as the launches of Triton
-    and the reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects into
-    such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
+    and the reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects
+    into such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
     """
     if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
         with held(_USUAL):
