@@ -109,6 +109,22 @@ def test_the_bits_are_those_of_the_plain_optimizer(name: str, layout: str) -> No
     assert found == {way: [] for way in found}
 
 
+# Programs add groups of vectors, or compile for a long time.
+NOT_OF_MUON = ("unfrozen_layers_in_new_groups", *(name for name in PROGRAMS if name.startswith("compiled")))
+OF_MUON = [name for name in PROGRAMS if name not in NOT_OF_MUON]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (i % 4 > 0)) for i, name in enumerate(OF_MUON)]
+)
+def test_muon_has_the_bits_of_its_reference_and_of_steps_in_the_backward(name: str) -> None:
+    layout = LAYOUTS_OF_16_BITS[OF_MUON.index(name) % len(LAYOUTS_OF_16_BITS)]
+    with halfstep.backend("reference"):
+        reference = outcome(name, "muon", layout)
+    ways = ["muon", "muon release"][: 1 + ((name, "release") not in refused | different)]
+    assert [way for way in ways if differences(outcome(name, way, layout), reference)] == []
+
+
 def is_refused(name: str, way: str, layout: str) -> bool:
     """Whether a program ends with an error that names the remedy."""
     try:

@@ -48,7 +48,8 @@ class Run:
     """What one run of a program uses, and what it leaves to be compared.
 
     Attributes:
-        way: whose optimizer it is: ``"torch"``, ``"plain"``, ``"release"``, or a name in `OFFLOADED`.
+        way: whose optimizer it is: ``"torch"``, ``"plain"``, ``"release"``, ``"muon"``, ``"muon release"``, or a name
+            in `OFFLOADED`.
         optimizers: the optimizers, with the parameters of each and their first values.
         logged: what the program wrote to its log.
         averages: modules that it has averaged or otherwise keeps besides those it trains.
@@ -122,8 +123,11 @@ class Run:
                 mode = OFFLOADED[self.way]
                 optimizer = OffloadedAdamW(params, lr=lr, in_backward=mode, bucket_bytes=BUCKET_BYTES, **options)
             else:
-                optimizer = halfstep.AdamW(params, lr=lr, **options)
-                if self.way == "release":
+                if self.way.startswith("muon"):
+                    optimizer = halfstep.Muon(divided(params), lr=lr, **options)
+                else:
+                    optimizer = halfstep.AdamW(params, lr=lr, **options)
+                if self.way.endswith("release"):
                     self._handles.append(step_in_backward(model, optimizer, bucket_bytes=BUCKET_BYTES))
         trained = list(model.parameters())
         self.optimizers.append((optimizer, trained, [p.detach().clone() for p in trained]))
@@ -141,6 +145,19 @@ class Run:
 
     def _dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         return self.dtype if dtype is None or self.dtype is FP32 else dtype
+
+
+def divided(params: list[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups as groups of matrices for Muon and of others for AdamW."""
+    groups = params if isinstance(params[0], dict) else [{"params": params}]
+    result = []
+    for group in groups:
+        of_group = list(group["params"])
+        matrices = [p for p in of_group if (p[1] if isinstance(p, tuple) else p).dim() > 1]
+        others = [p for p in of_group if (p[1] if isinstance(p, tuple) else p).dim() <= 1]
+        result += [{**group, "params": matrices}] * bool(matrices)
+        result += [{**group, "params": others, "algorithm": "adamw"}] * bool(others)
+    return result
 
 
 def results(run: Run) -> dict[str, Tensor]:
