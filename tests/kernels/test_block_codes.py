@@ -12,8 +12,8 @@ import pytest
 import torch
 from implementations import ALL
 
-from halfstep.kernels import block_codes
-from halfstep.kernels.backend import INTERPRET, jit, tl, triton
+from halfstep.kernels import backend, block_codes
+from halfstep.kernels.backend import INTERPRET, cuda_capability_geq, jit, tl, triton
 from halfstep.kernels.block_codes import SPAN, blocks_per_row
 
 pytestmark = [
@@ -63,6 +63,8 @@ def encode_kernel(x, words, exists, codes, scales, rows, KIND: tl.constexpr, SPA
     value = tl.load(x + at, mask=here, other=0.0)
     if KIND == "signed":
         code, scale = block_codes.encode_signed_block(value, noise)
+    elif KIND == "linear" and cuda_capability_geq(8, 0):
+        code, scale = block_codes.encode_linear_packed(value, noise, True)
     elif KIND == "linear":
         code, scale = block_codes.encode_linear_block(value, noise)
     else:
@@ -167,7 +169,7 @@ class TritonCodec(Codec):
 def codec(request: pytest.FixtureRequest) -> Codec:
     if request.param == "native":
         return NativeCodec(request.getfixturevalue("library"))
-    if request.param == "triton" and (triton is None or not (INTERPRET or torch.cuda.is_available())):
+    if request.param == "triton" and (triton is None or not (backend.TAKES_CPU_TENSORS or torch.cuda.is_available())):
         pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
     return TritonCodec() if request.param == "triton" else Codec()
 
@@ -236,6 +238,18 @@ def test_every_linear_code_under_every_exponent(codec: Codec) -> None:
     table = np.repeat(row[None].astype(np.int8), len(exponents), axis=0)
     again(codec, table, np.repeat(exponents[:, None], 9, axis=1), "linear")
     assert np.isnan(codec.decode(table[:1], np.full((1, 9), 255, np.uint8), "linear")).all()
+
+
+@pytest.mark.sample(1)
+def test_quotients_of_linear_codes_are_rounded_down(codec: Codec) -> None:
+    """Negative numbers just beyond what the noise lifts to 0, which become -1, and those that it does lift."""
+    noise = 2 ** np.arange(23)
+    x = np.zeros((2, SPAN), np.float32)
+    x[:, 31], x[0, :23], x[1, :23] = 127, -(noise + 0.5) / 2**24, -noise / 2**24
+    words = np.zeros(x.shape, np.uint32)
+    words[:, :23] = noise << 8
+    back = check(codec, x, words, "linear")
+    assert (back[0, :23] == -1).all() and (back[1, :23] == 0).all()
 
 
 def test_linear_codes_are_right_on_average() -> None:
