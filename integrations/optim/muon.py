@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from halfstep.integrations.optim.adam import AdamW
@@ -31,8 +33,8 @@ ALIGNMENT = 64  # elements that matrices there begin at multiples of
 class Exchange:
     """Matrices whose parts are on several ranks, and their owners, which orthogonalize them.
 
-    Each rank sends its parts to the owners and takes the results back: 4 (N - 1) / N bytes per element of all matrices,
-    in two collectives. The owners follow from the shapes and the number of ranks.
+    Each rank sends its parts to the owners and takes the results back. N ranks together send 4 (N - 1) / N bytes per
+    element, in two collectives. The owners follow from the shapes and the number of ranks.
     """
 
     def __init__(self, targets: list[torch.Tensor]) -> None:
@@ -175,14 +177,14 @@ class MatrixGroup(LaunchGroup):
 
 def _coefficients(group: Group) -> tuple[rule.Triple, ...]:
     """The coefficients of each step."""
-    given = group["ns_coefficients"]
-    triples = [given] if not isinstance(given[0], Sequence) else given
+    coefficients = group["ns_coefficients"]
+    triples = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)
 
 
 def _check(group: Group) -> None:
     check_number(group["momentum"], "Invalid momentum value", "a number from 0 to below 1", lambda x: 0 <= x < 1)
-    check_number(group["eps"], "Invalid epsilon value", "a finite number of at least 0", lambda x: x >= 0)
+    check_number(group["eps"], "Invalid epsilon value", "a finite number above 0", lambda x: x > 0)
     for name, least in (("ns_steps", 0), ("blocks", 1)):
         if type(group[name]) is not int or group[name] < least:
             raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {group[name]!r}")
@@ -329,6 +331,8 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, parameter in enumerate(() if is_adamw else group["params"]):
+            if is_lazy(parameter):
+                continue
             try:
                 rule.matrices(parameter.shape, group["blocks"])
             except ValueError as error:
@@ -349,7 +353,8 @@ def muon_groups(
 
     Args:
         model: the model. What shares the weight of an embedding is one.
-        adamw: parameters whose names contain one of these go to AdamW, as do those of `torch.nn.Embedding`.
+        adamw: words of names, between dots and underscores, of parameters for AdamW. Those of `torch.nn.Embedding` are
+            for AdamW in any case.
         options: options of the group of AdamW, such as ``lr``, ``betas`` and ``weight_decay``.
 
     Examples:
@@ -358,12 +363,13 @@ def muon_groups(
         >>> [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups]
         [('muon', 1), ('adamw', 2)]
     """
+    words = re.compile(rf"(?:^|[._])(?:{'|'.join(map(re.escape, adamw)) or '(?!)'})(?:[._]|$)")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     matrices: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() > 1 and prod(parameter.shape[1:]) > 1
-        named = any(word in name for word in adamw)
+        named = words.search(name) is not None
         (matrices if is_matrix and id(parameter) not in embeddings and not named else others).append((name, parameter))
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", **options}]
     return [group for group in groups if group["params"]]

@@ -159,6 +159,14 @@ def test_adamw_groups_have_the_bits_of_adamw() -> None:
     assert [group["eps"] for group in optimizer.param_groups] == [1e-7, 1e-8]
 
 
+def test_words_of_names_go_to_adamw() -> None:
+    names = ("multihead", "lm_head", "patch_embed", "embedder")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in names})
+    matrices, others = halfstep.muon_groups(model)
+    assert [name for name, _ in matrices["params"]] == ["multihead.weight", "embedder.weight"]
+    assert [name for name, _ in others["params"]] == ["lm_head.weight", "patch_embed.weight"]
+
+
 def test_groups_of_a_model() -> None:
     groups = halfstep.muon_groups(net(), lr=1e-3)
     assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "convolution.weight", "down.weight"]
@@ -189,6 +197,12 @@ def test_checkpoints_continue_on_other_ranks(tmp_path: Path) -> None:
     assert_same(model, restored)
     for weights in rank_processes.run(muon_ranks.continued_by_shards, 4, 4, path):
         assert all(map(torch.equal, weights, model.parameters()))
+
+
+def test_ranks_send_four_bytes_per_element_that_is_not_their_own() -> None:
+    elements = sum(parameter.numel() for _, parameter in halfstep.muon_groups(net())[0]["params"]) - 2 * 96 * 96
+    for sent in rank_processes.run(muon_ranks.sent_bytes, 2):
+        assert abs(sent - 4 * elements / 2 / 2) < 4 * elements * 0.1
 
 
 def test_what_shards_cannot_do_is_refused() -> None:
