@@ -30,7 +30,7 @@ PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
 _REMAINDERS = tuple(getattr(torch, stored.dtype) for stored in REMAINDERS)
-CODE_DTYPES = torch.uint8, torch.int8  # of codes of moments; the latter of linear ones, which may be negative
+CODE_DTYPES = torch.uint8, torch.int8  # of codes of moments; the latter of linear ones
 _SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment in SCALE_KEYS.items()}
 
 
@@ -285,7 +285,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
         if key not in saved:
             continue
         scale_key = f"{moment}_scale"
-        codes = _checked(saved, key, parameter.shape, *CODE_DTYPES[: 1 + MOMENTS[moment]], where=where)
+        dtypes = CODE_DTYPES if moment == "momentum_buffer" else CODE_DTYPES[:1]  # no other moment's codes are linear
+        codes = _checked(saved, key, parameter.shape, *dtypes, where=where)
         scales = _checked(saved, scale_key, shape_of(scale_key, parameter.shape), _SCALES[scale_key], where=where)
         if is_sharded(parameter) and not is_sharded(codes):
             whole = decode(codes, scales, signed=MOMENTS[moment]).to(values.device)
