@@ -13,7 +13,7 @@ AUDIT :=
 BIN := $(VENV)/bin
 TRAINERS := .venv-trainers
 DOCS := .venv-docs
-PIP := -m pip install --disable-pip-version-check --quiet --no-compile -c constraints.txt
+PIP := -m pip install --disable-pip-version-check --quiet -c constraints.txt
 INSTALL := $(BIN)/python $(PIP)
 
 # Each worker begins with its share of the files, in order, and takes tests from the other when it has none left.
