@@ -67,6 +67,7 @@ def test_it_runs_as_it_says_and_the_loss_falls(script: Path, one_in: int) -> Non
     assert after < (0.3 if one_in == 1 else 0.5) * before
 
 
+@pytest.mark.exhaustive
 def test_the_largest_model_takes_what_is_planned() -> None:
     assert "\npython examples/largest.py --memory 4\n" in LARGEST.read_text().partition('"""\n')[0]
     # Few elements: a CPU without instructions for bf16 takes a hundred times as long for its products.

@@ -14,7 +14,7 @@ WORDS = {"adam": 3, "muon": 3, "sgd": 3, "cast": 1}
 ONE_IN = {
     ("reference", "adam"): 3,
     ("reference", "sgd"): 3,
-    ("triton", "adam"): 9,
+    ("triton", "adam"): 15,
     ("triton", "sgd"): 9,
     ("reference", "muon"): 3,
     ("triton", "muon"): 9,
