@@ -154,7 +154,7 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
     return cached(tmp_path)[0], tmp_path / "second"
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "bit", "another library", "a symbolic link", "a FIFO"])
+@pytest.mark.parametrize("damage", ["bit", "empty", "cut", "another library", "a symbolic link", "a FIFO"])
 def test_a_damaged_library_is_built_anew(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
