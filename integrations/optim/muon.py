@@ -27,6 +27,7 @@ from halfstep.numerics.scaling.sharding import Sharding, is_sharded
 from halfstep.numerics.scaling.verdict import parameters_of
 
 MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
+_FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d
 ALIGNMENT = 64  # elements that matrices there begin at multiples of
 
 
@@ -140,8 +141,8 @@ class MatrixGroup(LaunchGroup):
     def _scratch(self) -> list[torch.Tensor]:
         """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
         products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
-        cut = Sharding(self.targets[0]).cut() if self.sharded else None
-        exchange = Exchange(self.targets) if cut and _exchanging(self.targets[0], {"blocks": products.blocks}) else None
+        ranks = _exchanging(self.targets[0], {"blocks": products.blocks})  # the same for all parameters of a launch
+        exchange = None if ranks is None else Exchange(self.targets)
         order = range(len(shapes)) if exchange is None else exchange.order
         sizes = [_padded(self.weights[index].numel()) for index in order]
         memory, views = self._memory("parts", sum(sizes)), {}
@@ -349,7 +350,8 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
 def muon_groups(
     model: torch.nn.Module, *, adamw: Sequence[str] = ("embed", "head"), **options: Any
 ) -> list[dict[str, Any]]:
-    """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings and the head for AdamW.
+    """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings, the head and convolutions in
+    one dimension, whose weights are no matrices of a batch, for AdamW.
 
     Args:
         model: the model. What shares the weight of an embedding is one.
@@ -364,12 +366,12 @@ def muon_groups(
         [('muon', 1), ('adamw', 2)]
     """
     words = re.compile(rf"(?:^|[._])(?:{'|'.join(map(re.escape, adamw)) or '(?!)'})(?:[._]|$)")
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    for_adamw = {id(module.weight) for module in model.modules() if isinstance(module, _FOR_ADAMW)}
     matrices: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         is_matrix = parameter.dim() > 1 and prod(parameter.shape[1:]) > 1
         named = words.search(name) is not None
-        (matrices if is_matrix and id(parameter) not in embeddings and not named else others).append((name, parameter))
+        (matrices if is_matrix and id(parameter) not in for_adamw and not named else others).append((name, parameter))
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", **options}]
     return [group for group in groups if group["params"]]

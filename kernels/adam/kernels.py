@@ -32,7 +32,7 @@ def _power(base, exponent):
 
 
 @jit
-def _factor(beta):
+def factor(beta):
     weight = (1.0 - beta).to(tl.float32)
     # A product by -1 negates: `-beta` is 0 - beta, which is the other zero for a beta of 0.
     return tl.where(weight < 0.5, weight, beta.to(tl.float32) * -1.0)
@@ -45,7 +45,7 @@ def _numbers(group, count, gscale):
     decay = tl.where(group.decoupled_weight_decay != 0, lr * decay, decay)
     root = tl.full(lr.shape, 1.0, tl.float64) / tl.sqrt(1.0 - _power(group.beta2, count))
     step_size = lr / (1.0 - _power(group.beta1, count))
-    return Hyper(gscale, decay, _factor(group.beta1), _factor(group.beta2), root, group.eps, step_size)
+    return Hyper(gscale, decay, factor(group.beta1), factor(group.beta2), root, group.eps, step_size)
 
 
 @partial(jit, do_not_specialize=["tensors"])
@@ -54,7 +54,7 @@ def prepare_kernel(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS: t
 
 
 @jit
-def _average(before, new, factor):
+def average(before, new, factor):
     # One choice per element: the sign of the factor says which form of the average applies.
     return tl.where(factor > 0.0, before, new) + factor * (new - before)
 
@@ -70,7 +70,7 @@ def _moments(w, g, m, v, hyper, FORM: tl.constexpr):
         square = g * g
         square = tl.where(square > _MAX, _MAX, square)
         v = tl.where(v > _MAX, _MAX, v)
-    return _average(m, g, hyper.factor_m), _average(v, square, hyper.factor_v)
+    return average(m, g, hyper.factor_m), average(v, square, hyper.factor_v)
 
 
 @jit

@@ -58,9 +58,6 @@ def adam(
     subtracted together, so a weight is rounded once per step.
     """
 
-    def average(before: torch.Tensor, new: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return torch.where(factor > 0, before, new) + factor * (new - before)
-
     def at_most(x: torch.Tensor) -> torch.Tensor:
         return torch.where(x > largest, largest, x)  # NaN stays NaN
 
@@ -86,11 +83,6 @@ def numbers(
 ) -> Hyper:
     """The numbers of each tensor, in fp64 and then rounded to fp32 once."""
     lr, decay = group.lr, group.weight_decay
-
-    def factor(beta: torch.Tensor) -> torch.Tensor:
-        weight = (1.0 - beta).float()
-        return torch.where(weight < 0.5, weight, -beta.float())
-
     return Hyper(
         gscale.float(),
         torch.where(group.decoupled_weight_decay != 0, lr * decay, decay).float(),
@@ -100,6 +92,17 @@ def numbers(
         group.eps.float(),
         (lr / (1.0 - power(group.beta1, count))).float(),
     )
+
+
+def average(before: torch.Tensor, new: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """A moving average; the sign of the factor says which form applies."""
+    return torch.where(factor > 0, before, new) + factor * (new - before)
+
+
+def factor(beta: torch.Tensor) -> torch.Tensor:
+    """The factor of a moving average in fp32: 1 - beta if that is below 0.5, else -beta."""
+    weight = (1.0 - beta).float()
+    return torch.where(weight < 0.5, weight, -beta.float())
 
 
 def power(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:

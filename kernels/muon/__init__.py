@@ -16,7 +16,7 @@ from halfstep.kernels.muon import kernels, rule
 from halfstep.kernels.muon.rule import Products
 from halfstep.kernels.optimizer.launch import Family
 from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take operands, masters, Batch and Control here)
-from halfstep.kernels.optimizer.layout import NO_MASTER, RESULT, KernelLayout
+from halfstep.kernels.optimizer.layout import RESULT, KernelLayout, rounds_stochastically
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layout(MomentumLayout):
     @property
     def weight(self) -> WeightLayout:
         """That of the second kernel, whose gradient is a matrix in bf16."""
-        stochastic = self.stochastic and self.param != torch.float32 and self.master in (NO_MASTER, SPLIT24_MASTER)  # noqa: F405
+        stochastic = self.stochastic and rounds_stochastically(self.param, torch.float32, self.master)
         return WeightLayout(self.param, torch.bfloat16, torch.bfloat16, self.master, stochastic=stochastic)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from halfstep.kernels.adam.kernels import average, factor
 from halfstep.kernels.backend import jit, tl
 from halfstep.kernels.muon.rule import Group, Hyper
 from halfstep.kernels.optimizer import blocks, tiles
@@ -14,10 +15,7 @@ if tl is not None:
 
 @jit
 def _numbers(group, count, gscale):
-    weight = (1.0 - group.momentum).to(tl.float32)
-    # A product by -1 negates: `-momentum` is 0 - momentum, which is the other zero for a momentum of 0.
-    factor = tl.where(weight < 0.5, weight, group.momentum.to(tl.float32) * -1.0)
-    return Hyper(gscale, factor, group.lr * group.ratio, group.lr * group.weight_decay)
+    return Hyper(gscale, factor(group.momentum), group.lr * group.ratio, group.lr * group.weight_decay)
 
 
 @partial(jit, do_not_specialize=["tensors"])
@@ -26,19 +24,14 @@ def prepare_kernel(rows, tensors, tensor_group, groups, hyper, scalars, FLAGS: t
 
 
 @jit
-def _average(before, new, factor):
-    return tl.where(factor > 0.0, before, new) + factor * (new - before)
-
-
-@jit
 def _buffer(w, g, m, v, hyper, FORM: tl.constexpr):
-    return _average(m, g * hyper.gscale, hyper.factor), v
+    return average(m, g * hyper.gscale, hyper.factor), v
 
 
 @jit
 def _direction(w, g, m, v, hyper, FORM: tl.constexpr):
     if FORM.OPTIONS.NESTEROV:
-        m = _average(m, g * hyper.gscale, hyper.factor)
+        m = average(m, g * hyper.gscale, hyper.factor)
     return m
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.kernels.adam.rule import average, factor
+
 Group = namedtuple("Group", "lr weight_decay maximize max_norm momentum ratio")
 # The numbers of a tensor and step, fp32. gscale is +-clip / scale, factor that of the moving average: 1 - momentum if
 # that is below 0.5, else -momentum. rate is lr * ratio, decay is lr * weight_decay.
@@ -47,13 +49,9 @@ def momentum(
     buf  = buf + (1 - momentum) * (g - buf)         for momentum <= 0.5: g - momentum * (g - buf)
     x    = buf + (1 - momentum) * (g - buf)         only with Nesterov's, from the new buffer; else x = buf
     """
-
-    def average(before: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        return torch.where(hyper.factor > 0, before, new) + hyper.factor * (new - before)
-
     g = grad * hyper.gscale
-    buf = average(moments[0], g)
-    return average(buf, g) if layout.nesterov else buf, buf
+    buf = average(moments[0], g, hyper.factor)
+    return average(buf, g, hyper.factor) if layout.nesterov else buf, buf
 
 
 def weight(
@@ -70,10 +68,8 @@ def weight(
 
 def numbers(group: Any, count: torch.Tensor, gscale: torch.Tensor) -> Hyper:
     """The numbers of each tensor, in fp64 and then rounded to fp32 once."""
-    weight = (1.0 - group.momentum).float()
-    factor = torch.where(weight < 0.5, weight, -group.momentum.float())
     rate, decay = group.lr * group.ratio, group.lr * group.weight_decay
-    return Hyper(gscale.float(), factor, rate.float(), decay.float())
+    return Hyper(gscale.float(), factor(group.momentum), rate.float(), decay.float())
 
 
 def matrices(shape: torch.Size | tuple[int, ...], blocks: int = 1) -> tuple[int, int, int]:

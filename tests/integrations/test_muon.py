@@ -169,8 +169,13 @@ def test_words_of_names_go_to_adamw() -> None:
 
 def test_groups_of_a_model() -> None:
     groups = halfstep.muon_groups(net(), lr=1e-3)
-    assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "convolution.weight", "down.weight"]
-    assert [name for name, _ in groups[1]["params"]] == ["embedding.weight", "up.bias", "convolution.bias"]
+    assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "down.weight"]
+    assert [name for name, _ in groups[1]["params"]] == [
+        "embedding.weight",
+        "up.bias",
+        "convolution.weight",
+        "convolution.bias",
+    ]
     assert groups[1]["algorithm"] == "adamw"
     assert groups[1]["lr"] == 1e-3
 

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Net(torch.nn.Module):
-    """A tall, a wide and an uneven matrix, a batch of two, convolutions, an embedding and vectors."""
+    """A tall, a wide and an uneven matrix, a batch of two, and parameters for AdamW."""
 
     def __init__(self) -> None:
         super().__init__()
