@@ -148,7 +148,7 @@ WAYS: dict[str, Calls] = {"captured": captured, "on two streams": two_streams}
 def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any]:
     """Do each job of ours in a group, and with `calls` four more of its calls and the job again.
 
-    The values must have the bits of the reference on the CPU, and those of softmax be within their bound.
+    The values must have the bits of the reference on the CPU, and those of softmax and Muon be within their bound.
     """
     compared = 0
     for case in cases((group,), CHECKED):
@@ -158,7 +158,7 @@ def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any
                 ours = _values(case, provider, device, calls)
             with halfstep.backend("reference"):
                 reference = _values(case, provider, CPU, calls and _four)
-            if case.group == "softmax":
+            if case.group in ("softmax", "muon"):  # the bits of a matrix product are those of a type of device
                 error = case.error(case.prepare(CPU), ours[0])
                 if not error <= case.bound:
                     raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")
@@ -235,7 +235,8 @@ def largest_first(listed: Sequence[harness.Case]) -> list[harness.Case]:
 def timings(quick: bool) -> dict[str, harness.Case]:
     """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
     plain, compiled = {}, {}
-    for case in largest_first(cases(("adam", "sgd", "step", "unscale", "softmax", "cast"), sizes_for("cuda", quick))):
+    groups = ("adam", "sgd", "muon", "step", "unscale", "softmax", "cast")
+    for case in largest_first(cases(groups, sizes_for("cuda", quick))):
         slow = {name: make for name, make in case.providers.items() if compiles(name)}
         quickly = {name: make for name, make in case.providers.items() if name not in slow}
         plain[f"time of {case.name}"] = replace(case, providers=quickly)

@@ -60,12 +60,13 @@ class OptimizerInputs:
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
         """The weights after a step in float64 with each multiple of the gradients."""
-        weights = torch.nn.Parameter(self.weights.double())
-        optimizer = self.rule([weights])
+        weights: Parameters = [torch.nn.Parameter(weight.double()) for weight in self.weights]
+        optimizer = self.rule(weights)
         for factor in factors:
-            weights.grad = self.grads.double() * factor
+            for weight, grad in zip(weights, self.scaled(self.grads.double(), factor), strict=True):
+                weight.grad = grad
             optimizer.step()
-        return weights.detach()
+        return torch.stack([weight.detach() for weight in weights])
 
     @cached_property
     def truth(self) -> torch.Tensor:
@@ -84,9 +85,13 @@ class OptimizerInputs:
             parameter.grad = grad.to(dtype, copy=True)
         return result
 
+    def scaled(self, grads: torch.Tensor, factor: float) -> torch.Tensor:
+        """The gradients of a step."""
+        return grads * factor
+
     def load(self, grads: list[torch.Tensor], factor: float) -> None:
-        """Write a multiple of the gradients into `grads`."""
-        torch._foreach_copy_(grads, list((self.grads * factor).unbind()))
+        """Write the gradients of a step into `grads`."""
+        torch._foreach_copy_(grads, list(self.scaled(self.grads, factor).unbind()))
 
 
 def rows_and_columns(numel: int) -> tuple[int, int]:
@@ -304,7 +309,14 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     )
 
 
-def optimizer_cases(group: str, operation: str, jobs: Iterable[Job], rule: Optimizer, sizes: Sizes) -> Iterator[Case]:
+def optimizer_cases(
+    group: str,
+    operation: str,
+    jobs: Iterable[Job],
+    rule: Optimizer,
+    sizes: Sizes,
+    sides: Callable[[int], tuple[int, int]] = rows_and_columns,
+) -> Iterator[Case]:
     """Every job with each number of tensors, then with the large tensor."""
     for job in jobs:
         numbers = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
@@ -312,7 +324,7 @@ def optimizer_cases(group: str, operation: str, jobs: Iterable[Job], rule: Optim
             if numel < job.smallest:
                 continue
             large = numel == sizes.large
-            shape = (tensors, *rows_and_columns(numel))
+            shape = (tensors, *sides(numel))
             elements = math.prod(shape)
             yield Case(
                 group=group,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def _status(operation: str, provider: str = "halfstep") -> str:
         ("adamw", "AdamW", lambda good: lambda p, **options: good(p, **{**options, "betas": (0.9, 0.99)})),
         ("adamw", "AdamW", lambda good: lambda p, **options: good(p[:-1] or p, **{**options, "lr": 0.0})),
         ("sgd", "SGD", lambda good: lambda p, **options: good(p, **{**options, "momentum": 0.8})),
+        ("muon", "Muon", lambda good: lambda p, **options: good(p, **{**options, "momentum": 0.5})),
         ("AMP step", "AdamW", lambda good: lambda p, max_grad_norm, **options: good(p, **options)),
         ("AMP step", "GradScaler", lambda good: lambda *args, **options: good(*args, **options, hysteresis=2)),
     ],
@@ -110,6 +112,8 @@ HALFSTEP24, FLASH, INT8 = 8 + 4 + 6 / 32, 7 + 5 + 2 * 2 * 2 / 32, 2 + 2 * 2 + 2 
         ("sgd", "fp32", 20, {}),
         ("sgd", "bf16, fp32 master", 18, {}),
         ("sgd", "bf16, bf16 momentum", 14, {}),
+        ("muon", "bf16, fp32 master", 22, {}),
+        ("muon", "bf16, 8-bit momentum", 16 + 2 / 32, {}),
         ("AMP step", "bf16, fp32 master", 28, {}),
         ("AMP step", "fp32", 32, {}),
     ],
@@ -126,19 +130,20 @@ def test_bytes_counted_per_element(operation: str, dtype: str, each: float, othe
 @pytest.mark.parametrize("case", [case for case in EVERY if "8-bit" in case.dtype], ids=lambda case: case.name)
 def test_moments_in_8_bits_are_8_bits_wide(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors keep fp32 moments: bytes counted for 8 bits would give them GB/s that they do not reach."""
-    optimizers: list[halfstep.AdamW] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
-    class Kept(halfstep.AdamW):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            optimizers.append(self)
+    def kept(make: Any, *arguments: Any, **options: Any) -> Any:
+        optimizers.append(make(*arguments, **options))
+        return optimizers[-1]
 
-    monkeypatch.setattr(halfstep, "AdamW", Kept)
+    for name in ("AdamW", "Muon"):
+        monkeypatch.setattr(halfstep, name, partial(kept, getattr(halfstep, name)))
     for provider in filter(ours, case.providers):
         _, job = check(case, case.prepare(CPU), provider)
         assert job is not None
     assert optimizers
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            moments = sum(state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
-            assert 2 * parameter.numel() <= moments < 2.2 * parameter.numel()
+            moments = [state[name].nbytes for name in state if name.startswith(("exp_avg", "momentum_buffer"))]
+            elements = parameter.numel() * (1 if case.group == "muon" else 2)
+            assert elements <= sum(moments) < 1.1 * elements

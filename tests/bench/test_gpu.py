@@ -65,7 +65,7 @@ def test_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
 def test_the_bits_of_every_job_of_ours_are_compared(group: str) -> None:
     """On the CPU, whose kernels are C++."""
     ours = [name for case in cases((group,), gpu_checks.CHECKED) for name in case.providers if name[:8] == "halfstep"]
-    assert gpu_checks.bits(group, None, CPU) == {"compared": len(ours)} and len(ours) >= 4
+    assert gpu_checks.bits(group, None, CPU) == {"compared": len(ours)} and len(ours) >= 3
 
 
 def test_a_bit_of_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ LAYOUTS: layouts.Layouts = {
 }
 
 gpu = pytest.mark.gpu
+kinds = pytest.mark.parametrize("kind", ["AdamW", "Muon"])
 
 
 def model(
@@ -83,9 +84,11 @@ def amp_step(optimizer: Any, scaler: Any) -> None:
     scaler.update()
 
 
-def amp(parameters: list[torch.nn.Parameter], name: str = "cuda", **options: Any) -> tuple[Any, Any]:
+def amp(
+    parameters: list[torch.nn.Parameter], name: str = "cuda", kind: str = "AdamW", **options: Any
+) -> tuple[Any, Any]:
     """An optimizer that clips and a scaler that has been used."""
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, max_grad_norm=1.0, **options)
+    optimizer = getattr(halfstep, kind)(parameters, lr=1e-2, max_grad_norm=1.0, **options)
     scaler = halfstep.GradScaler(name, init_scale=1024.0, growth_interval=2)
     scaler.scale(torch.zeros((), device=name))
     return optimizer, scaler
@@ -183,13 +186,42 @@ def test_more_elements_than_an_int32_counts() -> None:
     assert not large[:-kept:1_000_003].any()
 
 
+@gpu
+@pytest.mark.parametrize("state", [FP32, BF16, "8bit"])
+def test_momentum_of_muon_has_the_bits_of_the_reference(state: Any) -> None:
+    """Products have other bits on a GPU, but the momentum does not depend on them, and weights hardly differ."""
+    shapes = [(300, 500), (17, 33), (64, 64), (500, 96)]
+
+    def train(device: torch.device) -> tuple[Any, list[torch.nn.Parameter]]:
+        parameters = model(BF16, device, shapes, (0, 1, 0, 3))
+        optimizer, scaler = amp(parameters, device.type, "Muon", state_dtype=state)
+        for step in range(4):
+            give(parameters, step, 1024.0)
+            if step == 2:
+                parameters[1].grad[0, 0] = torch.inf  # type: ignore[index]
+            amp_step(optimizer, scaler)
+        return optimizer, parameters
+
+    (mine, parameters), (again, _) = (train(torch.device("cuda")) for _ in range(2))
+    assert_same_training(mine, again)
+    with halfstep.backend("reference"):
+        theirs, expected = train(torch.device("cpu"))
+    left, right = mine.state_dict()["state"], theirs.state_dict()["state"]
+    for index, (parameter, other) in enumerate(zip(parameters, expected, strict=True)):
+        for key in right[index]:
+            if "momentum" in key or key == "step":
+                assert_same_bits(left[index][key], right[index][key], f"{key} of parameter {index}")
+        update = 3 * 1e-2 * min(parameter.shape) ** 0.5
+        assert (mine.masters()[parameter].cpu() - theirs.masters()[other]).norm() < 0.02 * update
+
+
 # ----------------------------------------------------------------------------------------------------------- the host
 
 
-def _settled(count: int = 8) -> tuple[Any, Any, list[torch.nn.Parameter]]:
+def _settled(kind: str = "AdamW", count: int = 8) -> tuple[Any, Any, list[torch.nn.Parameter]]:
     """An AMP pair after a few steps, its kernels compiled; gradients stay where they are."""
-    parameters = model(BF16, torch.device("cuda"), (1000,) * count, (0,) * count)
-    optimizer, scaler = amp(parameters)
+    parameters = model(BF16, torch.device("cuda"), ((20, 50),) * count, (0,) * count)
+    optimizer, scaler = amp(parameters, kind=kind)
     give(parameters, 0)
     for _ in range(3):
         amp_step(optimizer, scaler)
@@ -198,9 +230,10 @@ def _settled(count: int = 8) -> tuple[Any, Any, list[torch.nn.Parameter]]:
 
 
 @gpu
+@kinds
 @pytest.mark.parametrize("moved", [False, True])
-def test_an_amp_step_waits_for_nothing(moved: bool) -> None:
-    optimizer, scaler, parameters = _settled()
+def test_an_amp_step_waits_for_nothing(moved: bool, kind: str) -> None:
+    optimizer, scaler, parameters = _settled(kind)
     fresh = [torch.randn_like(parameter) for parameter in parameters]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -229,7 +262,7 @@ def _launches(call: Callable[[], object]) -> list[str]:
 def test_launches_do_not_grow_with_the_tensors() -> None:
     names = {}
     for count in (2, 300):
-        optimizer, scaler, _ = _settled(count)
+        optimizer, scaler, _ = _settled(count=count)
         names[count] = _launches(partial(amp_step, optimizer, scaler))
     assert names[2] == names[300]
     ours = [name for name in names[2] if any(kernel in name for kernel in ("adam", "prepare", "check", "finish"))]
@@ -237,8 +270,9 @@ def test_launches_do_not_grow_with_the_tensors() -> None:
 
 
 @pytest.mark.gpu(only="the model does not have the statistics of torch's allocator")
-def test_steps_ask_for_no_more_memory() -> None:
-    optimizer, scaler, _ = _settled()
+@kinds
+def test_steps_ask_for_no_more_memory(kind: str) -> None:
+    optimizer, scaler, _ = _settled(kind)
     before = torch.cuda.memory_stats()
     for _ in range(5):
         amp_step(optimizer, scaler)
@@ -252,10 +286,11 @@ def test_steps_ask_for_no_more_memory() -> None:
 
 
 @gpu
-def test_a_step_on_a_side_stream_sees_gradients_made_there() -> None:
+@kinds
+def test_a_step_on_a_side_stream_sees_gradients_made_there(kind: str) -> None:
     results = []
     for stream in (None, torch.cuda.Stream()):
-        optimizer, scaler, parameters = _settled()
+        optimizer, scaler, parameters = _settled(kind)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             for parameter in parameters:
@@ -267,12 +302,16 @@ def test_a_step_on_a_side_stream_sees_gradients_made_there() -> None:
 
 
 @gpu
-def test_gradients_that_move_while_the_device_is_behind() -> None:
+@kinds
+def test_gradients_that_move_while_the_device_is_behind(kind: str) -> None:
     """Addresses go through pinned memory: each step must use its own, however far ahead the host is."""
 
     def run(behind: bool) -> Any:
-        optimizer, scaler, parameters = _settled()
-        sets = [[normal(1000, BF16, 50 * step + at).cuda() for at in range(len(parameters))] for step in range(10)]
+        optimizer, scaler, parameters = _settled(kind)
+        sets = [
+            [normal(1000, BF16, 50 * step + at).view(20, 50).cuda() for at in range(len(parameters))]
+            for step in range(10)
+        ]
         torch.cuda.synchronize()
         if behind:
             torch.cuda._sleep(200_000_000)
@@ -290,14 +329,20 @@ def test_gradients_that_move_while_the_device_is_behind() -> None:
 
 
 @gpu
-def test_a_captured_amp_step_replays_the_bits_of_eager_ones() -> None:
+@kinds
+def test_a_captured_amp_step_replays_the_bits_of_eager_ones(kind: str) -> None:
     """One graph holds check, norm, clip, update and scale; it is replayed over gradients with overflows among them."""
-    sources = [[normal(size, BF16, 100 * step + at).cuda() for at, size in enumerate(SIZES)] for step in range(6)]
-    sources[2][5][7], sources[4][0][0] = torch.inf, torch.nan
+    shapes = [(size,) for size in SIZES] if kind == "AdamW" else [shape for shape in MATRICES if len(shape) == 2]
+    offsets = OFFSETS[: len(shapes)]
+    sources = [
+        [normal(math.prod(shape), BF16, 100 * step + at).view(shape).cuda() for at, shape in enumerate(shapes)]
+        for step in range(6)
+    ]
+    sources[2][5].view(-1)[7], sources[4][0].view(-1)[0] = torch.inf, torch.nan
 
     def prepared() -> tuple[Any, Any, list[torch.nn.Parameter]]:
-        parameters = model(BF16, torch.device("cuda"))
-        optimizer, scaler = amp(parameters)
+        parameters = model(BF16, torch.device("cuda"), shapes, offsets)
+        optimizer, scaler = amp(parameters, kind=kind)
         give(parameters, 0)
         for _ in range(3):
             amp_step(optimizer, scaler)

@@ -1,6 +1,6 @@
 """Validation loss of small GPTs trained by Muon: ours in several layouts, and torch's in fp32 and in bf16.
 
-python tests/support/muon_training.py --seeds 3 --steps 1500 --size nano
+python tests/support/muon_training.py --seeds 3 --steps 1500 --size nano [--device cuda]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "halfstep, split, 8 bits": {"state_dtype": "8bit"},
     "halfstep, split24, 8 bits": {"state_dtype": "8bit", "master_weights": "split24"},
 }
+NAMES = ("torch, fp32", *LAYOUTS, "torch, bf16")
 
 
 def optimizers_of(model: torch.nn.Module, name: str, lr: float, seed: int) -> list[torch.optim.Optimizer]:
@@ -39,23 +40,25 @@ def optimizers_of(model: torch.nn.Module, name: str, lr: float, seed: int) -> li
     ]
 
 
-def loss(corpus: Corpus, size: str, name: str, seed: int, steps: int) -> float:
+def loss(corpus: Corpus, size: str, name: str, seed: int, steps: int, device: torch.device) -> float:
     torch.manual_seed(seed)
     form = SIZES[size]
     dtype = "fp32" if name.endswith("fp32") else "bf16"
-    precision = Precision.on(dtype, torch.device("cpu"))
-    model = GPT(form, precision, seed=seed).to(precision.dtype)
+    precision = Precision.on(dtype, device)
+    model = GPT(form, precision, seed=seed).to(device, precision.dtype)
     optimizers = optimizers_of(model, name, form.lr, seed)
     for step in range(steps):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = form.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
         model.zero_grad()
-        model(*corpus.batch(seed, step, range(BATCH), form.context)).backward()
+        batch = corpus.batch(seed, step, range(BATCH), form.context)
+        model(*(tokens.to(device) for tokens in batch)).backward()
         for optimizer in optimizers:
             optimizer.step()
     with torch.no_grad():
-        losses = [model(*corpus.validation(range(row, row + 64), 1024, form.context)) for row in range(0, 1024, 64)]
+        parts = [corpus.validation(range(row, row + 64), 1024, form.context) for row in range(0, 1024, 64)]
+        losses = [model(*(tokens.to(device) for tokens in part)) for part in parts]
     return float(torch.stack(losses).double().mean())
 
 
@@ -64,14 +67,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--size", choices=SIZES, default="nano")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--only", choices=NAMES, nargs="*", default=NAMES)
     options = parser.parse_args()
     torch.set_num_threads(1)
     corpus = read_corpus(None, SIZES[options.size].context)
-    names = ("torch, fp32", *LAYOUTS, "torch, bf16")
     print("loss by seed, relative to torch in fp32", flush=True)
     first: list[float] = []
-    for name in names:
-        losses = [loss(corpus, options.size, name, seed, options.steps) for seed in range(options.seeds)]
+    for name in options.only:
+        losses = [
+            loss(corpus, options.size, name, seed, options.steps, options.device) for seed in range(options.seeds)
+        ]
         first = first or losses
         relative = [value / reference - 1 for value, reference in zip(losses, first, strict=True)]
         mean = sum(relative) / len(relative)

@@ -1,0 +1,65 @@
+"""Muon over square matrices, many and one large, for two jobs, checked as the Adam cases.
+
+Both kernels of a step move 22 bytes per weight with bf16 weights, exact fp32 masters and fp32 momentum, and 16.06 with
+momentum in 8 bits; but most of the time is that of the matrix products between them, 30 n^3 operations for n x n.
+torch does the jobs with fp32 masters and momentum, and copies as in the Adam cases. The error is relative to torch's
+step in float64, whose products are in bf16 all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+
+import halfstep
+from halfstep.bench.cases import Sizes
+from halfstep.bench.cases.adam import CODED_FROM, ROUNDED, Job, OptimizerInputs, optimizer_cases, stepping
+from halfstep.bench.harness import Case, Prepared
+
+HYPER: dict[str, Any] = {"lr": 1e-2, "momentum": 0.95, "weight_decay": 0.1}
+RULE = partial(torch.optim.Muon, **HYPER)
+
+
+def _square(numel: int) -> tuple[int, int]:
+    """The sides of a square of at most `numel` elements, a multiple of 8 where it is not smaller."""
+    side = math.isqrt(numel)
+    return (side // 8 * 8 or side,) * 2
+
+
+class _Inputs(OptimizerInputs):
+    """Gradients that differ by more than a factor between steps, which is lost in the norm."""
+
+    def scaled(self, grads: torch.Tensor, factor: float) -> torch.Tensor:
+        return grads.roll(1 + int(factor), 1) * factor
+
+
+def _prepare(prepare: Callable[[torch.device], OptimizerInputs], device: torch.device) -> OptimizerInputs:
+    return _Inputs(**vars(prepare(device)))
+
+
+def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
+    return stepping(partial(halfstep.Muon, **HYPER, **options), inputs)
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """The cases of Muon."""
+    theirs = {"torch": partial(stepping, RULE, masters=True)}
+    jobs = (
+        Job("bf16, fp32 master", torch.bfloat16, 22, ROUNDED, {"halfstep": _halfstep, **theirs}),
+        Job(
+            "bf16, 8-bit momentum",
+            torch.bfloat16,
+            Fraction(16) + Fraction(2, 32),
+            ROUNDED,
+            {"halfstep": partial(_halfstep, state_dtype="8bit"), **theirs},
+            smallest=CODED_FROM,
+        ),
+    )
+    for case in optimizer_cases("muon", "muon", jobs, RULE, sizes, _square):
+        yield replace(case, prepare=partial(_prepare, case.prepare))
