@@ -61,5 +61,6 @@ def cases(sizes: Sizes) -> Iterator[Case]:
             smallest=CODED_FROM,
         ),
     )
+    sizes = replace(sizes, tensors=(1, 16))  # each is some twenty launches
     for case in optimizer_cases("muon", "muon", jobs, RULE, sizes, _square):
         yield replace(case, prepare=partial(_prepare, case.prepare))

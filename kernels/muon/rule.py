@@ -99,12 +99,15 @@ def ratio(adjust_lr_fn: str, rows: int, columns: int) -> float:
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of an fp32 matrix. Sums are of `CHUNK` numbers each, whose order no number of threads changes."""
-    squares = x.square().flatten()
-    while len(squares) > 1:
-        chunks = torch.nn.functional.pad(squares, (0, -len(squares) % CHUNK)).view(-1, CHUNK)
-        squares = chunks.sum(-1, dtype=torch.float64)
-    return squares.sqrt().float()
+    """The 2-norm of contiguous numbers, in fp64. Its bits depend on no number of threads: torch divides rows among
+    them, and the numbers of a sum only from 2^15 on.
+    """
+    norms = x.flatten()
+    while len(norms) >= 2**15:
+        padding = -len(norms) % CHUNK
+        rows = (torch.nn.functional.pad(norms, (0, padding)) if padding else norms).view(-1, CHUNK)
+        norms = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return torch.linalg.vector_norm(norms, dtype=torch.float64)
 
 
 def orthogonalized(x: torch.Tensor, products: Products) -> torch.Tensor:
@@ -114,11 +117,15 @@ def orthogonalized(x: torch.Tensor, products: Products) -> torch.Tensor:
     matrix, since each of these changes bits. The norm is an fp32 number, where torch's is rounded to bf16.
     """
     tall = x.shape[0] > x.shape[1]
-    y = (x.mT if tall else x).float().contiguous()
-    y = (y / _norm(y).clamp(min=products.eps)).bfloat16()
+    norm = _norm(x).float().clamp(min=products.eps).view(1, 1)  # of two dimensions, so that it is not rounded to bf16
+    x = x.mT if tall else x
+    y, result = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in range(2))
+    torch.div(x, norm, out=y)
+    gram, polynomial = (y.new_empty(len(y), len(y)) for _ in range(2))
     for step in range(products.steps):
         a, b, c = products.coefficients[min(step, len(products.coefficients) - 1)]
-        gram = y @ y.mT
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        y = torch.addmm(y, polynomial, y, beta=a)
+        torch.mm(y, y.mT, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.addmm(y, polynomial, y, beta=a, out=result)
+        y, result = result, y
     return y.mT if tall else y

@@ -59,7 +59,9 @@ def loss(corpus: Corpus, size: str, name: str, seed: int, steps: int, device: to
     with torch.no_grad():
         parts = [corpus.validation(range(row, row + 64), 1024, form.context) for row in range(0, 1024, 64)]
         losses = [model(*(tokens.to(device) for tokens in part)) for part in parts]
-    return float(torch.stack(losses).double().mean())
+    result = float(torch.stack(losses).double().mean())
+    print(f"{name}, seed {seed}: {result:.4f}", file=sys.stderr, flush=True)
+    return result
 
 
 def main() -> None:
