@@ -10,7 +10,7 @@ from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
 
 import halfstep
-from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
 
 
 def train(rank: int, device: torch.device) -> list[float]:
@@ -21,6 +21,7 @@ def train(rank: int, device: torch.device) -> list[float]:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     keep_reduced_gradients(model)  # the fp32 sums, which the masters can use
+    send_gradients_in_16_bits(model)  # instead of the same numbers in fp32
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)  # bf16 needs no scaler
 
     losses = []

@@ -1,16 +1,22 @@
-"""FSDP2: reduced gradients that stay in fp32.
+"""FSDP2: gradients that are sent in 16 bits, summed in fp32, and stay in fp32.
 
-With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, FSDP2 sums the ranks' gradients in fp32 and then rounds the
-sum to the dtype of the sharded parameter, which for bf16 leaves 8 bits of precision. An optimizer with fp32 masters
-could use the bits that are lost. `keep_reduced_gradients` keeps the sum: ``.grad`` of a bf16 parameter is then fp32.
+With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, FSDP2 sends the ranks' 16-bit gradients as fp32 numbers, sums
+them in fp32, and then rounds the sum to the dtype of the sharded parameter, which for bf16 leaves 8 bits of precision.
+`send_gradients_in_16_bits` halves what is sent, and changes no sum. An optimizer with fp32 masters could use the bits
+that are lost at the end: `keep_reduced_gradients` keeps the sum, and ``.grad`` of a bf16 parameter is then fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from halfstep.kernels.rank_sum import sum_of_ranks
 
 
 def keep_reduced_gradients(model: torch.nn.Module) -> None:
@@ -45,18 +51,91 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
         (torch.bfloat16, torch.float32)
         >>> dist.destroy_process_group()
     """
-    groups = []
-    for name, module in model.named_modules():
-        for group in parameter_groups(module):
-            _check(name, group)
-            groups.append(group)
-    if not groups:
-        raise ValueError(
-            "Expected model to have a module sharded by FSDP2, but got none: call "
-            "torch.distributed.fsdp.fully_shard(model) first"
-        )
-    for group in groups:
+    groups = _groups(model, "keep_reduced_gradients")
+    for name, group in groups:
+        for param in group.fsdp_params:
+            _check(name, group, param, param.sharded_param.dtype)
+    for _, group in groups:
         _keep(group)
+
+
+def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool = False) -> None:
+    """Make the reduce-scatter of FSDP2 send gradients in the dtype that the backward gave them, and add them in fp32.
+
+    Call this after ``fully_shard``. Each rank sends the parts of its 16-bit gradients to the ranks that hold their
+    shards (``all_to_all_single``), which add them in fp32 in the order of the ranks. The sums are those of an fp32
+    reduce-scatter that adds in this order, on every backend; N ranks send 2 (N - 1) / N bytes per element each instead
+    of 4 (N - 1) / N. Memory stays the same: a 16-bit buffer to send and one to receive take the bytes of one in fp32.
+
+    Gradients that were accumulated over micro-batches without communication (``set_requires_gradient_sync(False)``) are
+    fp32 sums, and are sent in fp32, so that none of their bits is lost. Under HSDP the replicas' all-reduce of shards
+    stays in fp32.
+
+    Args:
+        model: a model to which, or to parts of which, ``fully_shard`` was applied with
+            ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` and, unless its parameters have 16 bits, a 16-bit
+            ``param_dtype``.
+        round_accumulated: also send accumulated gradients in 16 bits, rounded to nearest.
+
+    Raises:
+        ValueError: FSDP2 shards no part of the model, or reduces 16-bit gradients of a part in another dtype, or there
+            are no 16-bit gradients. Nothing was changed.
+        RuntimeError: the FSDP2 of this version of torch has different internals.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        >>> from halfstep.integrations.fsdp import send_gradients_in_16_bits
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        >>> model = fully_shard(torch.nn.Linear(4, 2), mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
+        >>> send_gradients_in_16_bits(model)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> dist.destroy_process_group()
+    """
+    reduces = []
+    for name, group in _groups(model, "send_gradients_in_16_bits"):
+        param = group.fsdp_params[0]  # FSDP2 reduces gradients of one dtype together
+        dtype = _policy(group, param).param_dtype or param.sharded_param.dtype
+        _check(name, group, param, dtype)
+        if dtype != torch.float32:
+            reduces.append(_Reduce(group, dtype, round_accumulated))
+    if not reduces:
+        raise ValueError(
+            "Expected gradients of 16 bits in a part of model, but got none: shard it with "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+        )
+    for reduce in reduces:
+        reduce.group.post_backward, reduce.group._reduce_scatter_comm = reduce.post_backward, reduce
+
+
+class _Reduce(ReduceScatter):
+    """The reduce-scatter of a group of parameters."""
+
+    def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool) -> None:
+        self.group, self.dtype, self.round_accumulated = group, dtype, round_accumulated
+        self.reduce = group.post_backward
+        self.sent: torch.dtype | None = None  # the dtype of the next buffer, if it is that of the gradients to send
+
+    def post_backward(self, *unused: Any) -> None:
+        """That of the group. FSDP2 asks for a buffer for the gradients first, and does not say what their dtype is."""
+        accumulated = any(param.unsharded_accumulated_grad is not None for param in self.group.fsdp_params)
+        self.sent = None if accumulated and not self.round_accumulated else self.dtype
+        self.reduce(*unused)
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        dtype, self.sent = self.sent or dtype, None
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        # As bytes, because not all backends have 16-bit dtypes.
+        dist.all_to_all_single(received.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
+        mean, divided = op == dist.ReduceOp.AVG, op == dist.ReduceOp.PREMUL_SUM
+        divisor = group.size() if mean else self.group.gradient_divide_factor if divided else 1.0
+        sum_of_ranks(received.view(group.size(), -1), output_tensor, divisor)
 
 
 def parameter_groups(module: torch.nn.Module) -> list[Any]:
@@ -69,19 +148,35 @@ def parameter_groups(module: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _check(name: str, group: Any) -> None:
-    if not hasattr(group, "_init_mp_dtypes"):
-        raise RuntimeError(
-            f"Expected torch from 2.11 to 2.15, but got {torch.__version__}, whose FSDP2 stores its dtypes elsewhere: "
-            "do without keep_reduced_gradients"
+def _policy(group: Any, param: Any) -> Any:
+    return param.mp_policy if hasattr(param, "mp_policy") else group.mp_policy  # one per parameter since torch 2.15
+
+
+def _groups(model: torch.nn.Module, function: str) -> list[tuple[str, Any]]:
+    """The groups of parameters of a model, with the names of their modules."""
+    groups = [(name, group) for name, module in model.named_modules() for group in parameter_groups(module)]
+    if not groups:
+        raise ValueError(
+            "Expected model to have a module sharded by FSDP2, but got none: call "
+            "torch.distributed.fsdp.fully_shard(model) first"
         )
-    for param in group.fsdp_params:
-        policy = param.mp_policy if hasattr(param, "mp_policy") else group.mp_policy  # one per parameter since 2.15
-        if policy.reduce_dtype != torch.float32 and param.sharded_param.dtype != torch.float32:
-            raise ValueError(
-                f"Expected reduce_dtype of module {name!r} to be torch.float32, but got {policy.reduce_dtype}: shard "
-                "it with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    for internal in ("_init_mp_dtypes", "_reduce_scatter_comm", "post_backward"):
+        if not all(hasattr(group, internal) for _, group in groups):
+            raise RuntimeError(
+                f"Expected torch from 2.11 to 2.15, but got {torch.__version__}, whose FSDP2 has no {internal}: do "
+                f"without {function}"
             )
+    return groups
+
+
+def _check(name: str, group: Any, param: Any, dtype: torch.dtype) -> None:
+    """Raise if FSDP2 sums gradients of `dtype` in another dtype than fp32."""
+    reduced = _policy(group, param).reduce_dtype
+    if torch.float32 not in (reduced, dtype):
+        raise ValueError(
+            f"Expected reduce_dtype of module {name!r} to be torch.float32, but got {reduced}: shard it with "
+            "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+        )
 
 
 def _keep(group: Any) -> None:

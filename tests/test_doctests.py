@@ -28,7 +28,7 @@ PUBLIC = {
             exact: ("decode_exact", "encode_exact", "exact", "parse_number"),
             planning: ("Transformer", "card", "layout", "plan", "unit", "usable"),
             ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),
-            fsdp: ("keep_reduced_gradients",),
+            fsdp: ("keep_reduced_gradients", "send_gradients_in_16_bits"),
             release: ("step_in_backward",),
             zero: ("load_state_dict", "state_dict"),
             checkpoint: ("checkpoints", "load", "load_model", "load_optimizer", "newest", "save", "with_masters"),

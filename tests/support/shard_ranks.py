@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import halfstep
-from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
 
 WORLD = 2
 STEPS = 4
@@ -68,12 +68,14 @@ def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, part: int) -
 # -------------------------------------------------------------------------------------------- FSDP2 from end to end
 
 
-def trained(keep: bool, offload: bool = False) -> dict[str, torch.Tensor]:
+def trained(keep: bool, offload: bool = False, send: bool = False) -> dict[str, torch.Tensor]:
     """The masters after training under FSDP2 with split masters, with another batch on each rank."""
     policy: Any = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     model = fully_shard(model_of(torch.bfloat16), mp_policy=IN_FP32, **policy)
     if keep:
         keep_reduced_gradients(model)
+    if send:
+        send_gradients_in_16_bits(model)
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     steps(model, optimizer, dist.get_rank())
     return masters(model, optimizer)
@@ -226,6 +228,50 @@ def kept_gradients_are_the_same_with_cpu_offload_and_under_hsdp() -> None:
         assert found["dtypes"] == ["torch.float32"] and differing(expected["values"], found["values"]) == []
 
 
+def accumulated(send: Callable[[torch.nn.Module], None], together: int) -> dict[str, torch.Tensor]:
+    """Unsharded gradients of two micro-batches, of which `together` are communicated at once."""
+    model = fully_shard(model_of(torch.float32), mp_policy=IN_FP32)
+    send(model)
+    for step in range(2):
+        model.set_requires_gradient_sync(step % together == together - 1)
+        loss(model, batch(step, dist.get_rank())).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction() -> None:
+    """Of two numbers, the order does not matter. Accumulated gradients are sent in fp32, or lose bits if asked to."""
+    sent: list[int] = []
+    all_to_all = dist.all_to_all_single
+
+    def counted(received: torch.Tensor, tensor: torch.Tensor, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return all_to_all(received, tensor, **options)
+
+    dist.all_to_all_single = counted
+    elements = 4 * 5 * 2 + 4 * 2 + 1 * 7 * 2 + 2  # padded to two ranks
+    try:
+        for together, length in ((1, 2), (2, 4)):
+            expected = accumulated(lambda model: None, together)
+            assert sent == []
+            assert differing(expected, accumulated(send_gradients_in_16_bits, together)) == []
+            assert sum(sent) == (2 // together) * length * elements
+            sent.clear()
+        rounded = accumulated(partial(send_gradients_in_16_bits, round_accumulated=True), 2)
+        assert sum(sent) == 2 * elements and len(differing(expected, rounded)) == 4
+        model = model_of(torch.bfloat16)
+        parts = [[gradients(model, step, [part], False) for step in range(2)] for part in range(WORLD)]
+        for index, value in enumerate(rounded.values()):
+            first, second = ((part[0][index] + part[1][index]).bfloat16().float() for part in parts)
+            assert same_bits((first + second) / WORLD, value)
+    finally:
+        dist.all_to_all_single = all_to_all
+
+
+def sent_gradients_can_be_kept() -> None:
+    assert differing(trained(True), trained(True, send=True)) == []
+    assert differing(trained(True), trained(True, offload=True, send=True)) == []
+
+
 def scaler_norm_and_step_see_the_kept_gradients() -> None:
     found = scaled_overflow()
     assert found["scales"] == [8.0, 4.0, 4.0]
@@ -250,7 +296,7 @@ def what_cannot_be_kept_is_refused() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     model.named_modules = lambda: [("", object.__new__(Other))]  # type: ignore[assignment]
     message = error_of(RuntimeError, lambda: keep_reduced_gradients(model))
-    assert "FSDP2 stores its dtypes elsewhere" in message
+    assert "whose FSDP2 has no _init_mp_dtypes: do without keep_reduced_gradients" in message
 
 
 def an_optimizer_made_before_the_model_was_sharded_says_so_once() -> None:
@@ -297,6 +343,8 @@ CASES: dict[str, Callable[[], None]] = {
             keeping_changes_the_masters_and_cpu_offload_does_not,
             kept_gradients_are_the_same_with_cpu_offload_and_under_hsdp,
             scaler_norm_and_step_see_the_kept_gradients,
+            sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction,
+            sent_gradients_can_be_kept,
             what_cannot_be_kept_is_refused,
             an_optimizer_made_before_the_model_was_sharded_says_so_once,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.integrations.fsdp import send_gradients_in_16_bits
 
 WORLD = 4
 WIDTH, HIDDEN = 6, 8
@@ -207,15 +209,14 @@ def fsdp1_nested(dtype: torch.dtype) -> Spread:
     return Spread(net, model)
 
 
-def fsdp2(dtype: torch.dtype) -> Spread:
+def fsdp2(dtype: torch.dtype, dimensions: tuple[str, ...], send: bool = False) -> Spread:
     net = Net(dtype)
-    return Spread(net, fully_shard(net, mesh=mesh_of("all")))
-
-
-def hsdp(dtype: torch.dtype) -> Spread:
-    net = Net(dtype)
-    mesh = mesh_of("copies", "shards")
-    return Spread(net, fully_shard(net, mesh=mesh))
+    mesh = mesh_of(*dimensions)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if send else None)
+    model = fully_shard(net, mesh=mesh, mp_policy=policy)
+    if send and dtype != torch.float32:
+        send_gradients_in_16_bits(model)
+    return Spread(net, model)
 
 
 PLAN = {"first": ColwiseParallel, "second": RowwiseParallel}
@@ -313,8 +314,10 @@ TOPOLOGIES: dict[str, Callable[[torch.dtype], Spread]] = {
     },
     "FSDP1, some ranks with nothing": partial(fsdp1, strategy="FULL_SHARD", use_orig_params=True, cls=Tiny),
     "FSDP1 sharded inside copied": fsdp1_nested,
-    "FSDP2": fsdp2,
-    "HSDP": hsdp,
+    "FSDP2": partial(fsdp2, dimensions=("all",)),
+    "FSDP2, sent in 16 bits": partial(fsdp2, dimensions=("all",), send=True),
+    "HSDP": partial(fsdp2, dimensions=("copies", "shards")),
+    "HSDP, sent in 16 bits": partial(fsdp2, dimensions=("copies", "shards"), send=True),
     "TP beside plain tensors": tensor_parallel,
     "TP with sequence parallelism": sequence_parallel,
     "TP and FSDP2, norm first": two_d,
