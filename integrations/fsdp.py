@@ -119,8 +119,9 @@ class _Reduce(ReduceScatter):
 
     def post_backward(self, *unused: Any) -> None:
         """That of the group. FSDP2 asks for a buffer for the gradients first, and does not say what their dtype is."""
-        accumulated = any(param.unsharded_accumulated_grad is not None for param in self.group.fsdp_params)
-        self.sent = None if accumulated and not self.round_accumulated else self.dtype
+        grads = [_unsharded_grad(param) for param in self.group.fsdp_params]
+        wide = any(grad.dtype.itemsize > 2 for grad in grads if grad is not None)  # they were accumulated
+        self.sent = None if wide and not self.round_accumulated else self.dtype
         self.reduce(*unused)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -146,6 +147,14 @@ def parameter_groups(module: torch.nn.Module) -> list[Any]:
     # Earlier versions of torch have at most one.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def _unsharded_grad(param: Any) -> torch.Tensor | None:
+    """The gradient of a parameter of FSDP2 before its reduction."""
+    if not hasattr(param, "_unsharded_param"):
+        return None
+    accumulated: torch.Tensor | None = param.unsharded_accumulated_grad  # since torch 2.15, any
+    return param.unsharded_param.grad if accumulated is None else accumulated
 
 
 def _policy(group: Any, param: Any) -> Any:
