@@ -1,4 +1,4 @@
-"""Bytes per parameter of halfstep's layouts and other AdamW optimizers, measured on this machine.
+"""Bytes per parameter of halfstep's layouts and of other AdamW and Muon optimizers, measured on this machine.
 
 python examples/bytes_per_parameter.py                            # every optimizer that is installed
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
@@ -40,7 +40,7 @@ EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master
 Make = Callable[[torch.nn.Module], Any]  # the optimizer of a model
 
 
-def _adamw(module: str, name: str = "AdamW", **options: Any) -> Make:
+def _optimizer(module: str, name: str = "AdamW", **options: Any) -> Make:
     return lambda model: getattr(import_module(module), name)(model.parameters(), lr=1e-4, **options)
 
 
@@ -50,7 +50,8 @@ def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
     return optimizer
 
 
-_halfstep, _torch = partial(_adamw, "halfstep"), _adamw("torch.optim", fused=True)
+_halfstep, _torch = partial(_optimizer, "halfstep"), _optimizer("torch.optim", fused=True)
+_muon, _torchs_muon = partial(_halfstep, "Muon"), _optimizer("torch.optim", "Muon")
 # Name, dtype of the weights, what keeps the digits that the weights have no room for, and the optimizer.
 OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
     ("torch AdamW, fp32 weights", torch.float32, WEIGHTS, _torch),
@@ -60,11 +61,16 @@ OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
     ("halfstep, 8-bit moments", BF16, EXACT, _halfstep(state_dtype="8bit")),
     ("halfstep, 8 bits, steps in the backward", BF16, EXACT, _stepping_in_the_backward),
     ("halfstep, 8 bits, 24-bit master", BF16, ROUNDED, _halfstep(state_dtype="8bit", master_weights="split24")),
-    ("flashoptim", BF16, ROUNDED, _adamw("flashoptim", "FlashAdamW")),
-    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _adamw("optimi", kahan_sum=True)),
+    ("flashoptim", BF16, ROUNDED, _optimizer("flashoptim", "FlashAdamW")),
+    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _optimizer("optimi", kahan_sum=True)),
     ("halfstep, 8 bits, no master", BF16, NONE, _halfstep(state_dtype="8bit", master_weights=None)),
-    ("bitsandbytes AdamW8bit", BF16, NONE, _adamw("bitsandbytes.optim", "AdamW8bit")),
-    ("torchao AdamW8bit", BF16, NONE, _adamw("torchao.optim", "AdamW8bit")),
+    ("bitsandbytes AdamW8bit", BF16, NONE, _optimizer("bitsandbytes.optim", "AdamW8bit")),
+    ("torchao AdamW8bit", BF16, NONE, _optimizer("torchao.optim", "AdamW8bit")),
+    ("torch Muon, fp32 weights", torch.float32, WEIGHTS, _torchs_muon),
+    ("torch Muon", BF16, NONE, _torchs_muon),
+    ("halfstep Muon", BF16, EXACT, _muon()),
+    ("halfstep Muon, 8-bit momentum", BF16, EXACT, _muon(state_dtype="8bit")),
+    ("halfstep Muon, 8 bits, 24-bit master", BF16, ROUNDED, _muon(state_dtype="8bit", master_weights="split24")),
 )
 
 # The rows of `halfstep plan` for those that need a GPU.
@@ -149,7 +155,7 @@ def main() -> None:
                 warnings.simplefilter("ignore")  # those of peers
                 row["bytes"] = measure(dtype, make, device, layers, width)
         except Exception as error:
-            if name.startswith(("halfstep", "torch AdamW")):
+            if name.startswith(("halfstep", "torch ")):
                 raise
             # Of a peer: reported, and the others are measured.
             row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None

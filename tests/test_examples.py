@@ -91,9 +91,10 @@ def test_bytes_per_parameter_are_those_of_the_layouts(tmp_path: Path) -> None:
     arguments = ["--width", "256", "--layers", "2", "--out", str(results), "--picture", str(picture)]
     assert forks.run([BYTES, *arguments]).returncode == 0
     measured = {row["optimizer"]: row["bytes"] for row in json.loads(results.read_text())["rows"]}
-    expected = {"torch AdamW, fp32 weights": 16.0, "torch AdamW": 8.0, "halfstep AdamW": 14.0}
+    expected = {"torch AdamW, fp32 weights": 16.0, "torch AdamW": 8.0, "halfstep AdamW": 14.0, "torch Muon": 6.0}
     assert {name: round(measured[name], 2) for name in expected} == expected
     eight_bits = 2 + 2 + 2 * (1 + 3 / 64) + 2  # weight, remainder, codes and what 32 elements share, gradient
     assert abs(measured["halfstep, 8-bit moments"] - eight_bits) < 0.01
     assert abs(measured["halfstep, 8 bits, steps in the backward"] - (eight_bits - 2)) < 0.01
+    assert abs(measured["halfstep Muon, 8-bit momentum"] - (2 + 2 + 1 + 1 / 32 + 2)) < 0.01
     assert picture.stat().st_size > 5000

@@ -124,7 +124,11 @@ def main() -> None:
     draw("release", "gradients computed", "MiB of gradients", amounts, lost | marked, ours | marked, x=range(1, 17))
 
     rows = json.loads((ROOT / "bench" / "results" / "cpu" / "bytes_per_parameter.json").read_text())["rows"]
-    totals = {row["optimizer"]: row["bytes"] for row in rows if row["master"] in ("fp32 weights", "exact fp32 master")}
+    totals = {
+        row["optimizer"]: row["bytes"]
+        for row in rows
+        if row["master"] in ("fp32 weights", "exact fp32 master") and "Muon" not in row["optimizer"]
+    }
     pyplot.rcParams.update({"font.size": 20, "savefig.dpi": 100, "figure.constrained_layout.w_pad": 0.3})
     pyplot.rcParams.update({"axes.spines.bottom": False, "figure.constrained_layout.h_pad": 0.3})
     figure, axes = pyplot.subplots(figsize=(12, 6.3), layout="constrained")

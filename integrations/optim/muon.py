@@ -309,8 +309,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         seed: int = 0,
         state_dict_format: Literal["held", "canonical"] = "held",
     ) -> None:
-        unused = {"foreach": None, "fused": None, "differentiable": False}
-        LayoutOptimizer.__init__(self, {**locals(), **unused})
+        LayoutOptimizer.__init__(self, {**locals(), "foreach": None, "fused": None, "differentiable": False})
 
     def _rule_of(self, group: Group) -> Rule:
         if group["algorithm"] not in ("muon", "adamw"):
