@@ -20,7 +20,7 @@ from torch.nn import Linear, Module, Sequential, Tanh
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
-from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import plan, unit
@@ -60,6 +60,7 @@ def _fsdp2_fp16() -> Sequential:
 def _kept() -> Sequential:
     model = _fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False))
     keep_reduced_gradients(model)
+    send_gradients_in_16_bits(model)
     return model
 
 

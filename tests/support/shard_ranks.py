@@ -256,6 +256,14 @@ def sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction() -> None:
             assert differing(expected, accumulated(send_gradients_in_16_bits, together)) == []
             assert sum(sent) == (2 // together) * length * elements
             sent.clear()
+
+        def by_eight(model: Any) -> None:
+            send_gradients_in_16_bits(model)
+            model.set_gradient_divide_factor(8.0)
+
+        eighths = {name: value / 4 for name, value in accumulated(send_gradients_in_16_bits, 1).items()}
+        assert differing(eighths, accumulated(by_eight, 1)) == []
+        sent.clear()
         rounded = accumulated(partial(send_gradients_in_16_bits, round_accumulated=True), 2)
         assert sum(sent) == 2 * elements and len(differing(expected, rounded)) == 4
         model = model_of(torch.bfloat16)
