@@ -12,14 +12,14 @@ Needs no torch.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
+from halfstep.numerics.owners import assigned
 from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Tensor, Unit, parameters_of, tensors_of
 from halfstep.numerics.state_layout import LEAST_CODED
@@ -82,7 +82,7 @@ class Shards(NamedTuple):
     states: Locals
 
 
-def elements(tensors: Locals) -> int:
+def elements(tensors: Iterable[tuple[int, int, int]]) -> int:
     """The number of elements of all local tensors."""
     return sum(size * count for size, count, _ in tensors)
 
@@ -103,20 +103,6 @@ def ring(ranks: int) -> Fraction:
     No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
     return Fraction(ranks - 1, ranks)
-
-
-def assigned(sizes: Sequence[int], divisor: int) -> list[list[int]]:
-    """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank.
-
-    Ranks after the last one that holds a parameter are left out.
-    """
-    loads = [(0, rank) for rank in range(min(divisor, len(sizes)))]
-    indices: list[list[int]] = [[] for _ in loads]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, rank = heapq.heappop(loads)
-        indices[rank].append(index)
-        heapq.heappush(loads, (load + sizes[index], rank))
-    return indices
 
 
 @dataclass(frozen=True)
@@ -148,10 +134,11 @@ class Sharding:
         if by == "parameters":
             # In the order of the model, which decides among parameters of the same size.
             tensors = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
-            by_rank = [[tensors[i] for i in indices] for indices in assigned([size for size, *_ in tensors], divisor)]
-            if rank is None:
-                return Shards(whole, whole, tuple(max(by_rank, key=lambda local: sum(size for size, *_ in local))))
-            return Shards(whole, whole, tuple(by_rank[rank]) if rank < len(by_rank) else ())
+            by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(min(divisor, len(tensors)))]
+            for owner, tensor in zip(assigned([size for size, *_ in tensors], divisor), tensors, strict=True):
+                by_rank[owner].append(tensor)
+            chosen = max(by_rank, key=elements) if rank is None else [*by_rank[rank : rank + 1], []][0]
+            return Shards(whole, whole, tuple(chosen))
         if by in ("units", "elements"):
             sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [local[:2] for local in whole]
             parts = tuple((-(-size // divisor), count, 0) for size, count in sizes)

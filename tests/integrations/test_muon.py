@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.optim.muon import owners_of
 from halfstep.integrations.release import step_in_backward
 from halfstep.kernels.muon import rule
+from halfstep.numerics.owners import owners_of
 
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from halfstep.numerics.owners import assigned
 from halfstep.numerics.planning import (
     CARDS,
     LAYOUTS,
@@ -25,7 +26,6 @@ from halfstep.numerics.planning import (
     work,
 )
 from halfstep.numerics.planning.models import parameters_of
-from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -183,7 +183,7 @@ def test_shards_are_padded() -> None:
 
 
 def test_whole_parameters_are_assigned_to_the_rank_with_least() -> None:
-    assert assigned([5, 1, 9, 4, 4], 2) == [[2, 4], [0, 3, 1]]
+    assert assigned([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
     # The rank that holds most is not always the first, and ranks beyond the parameters hold none.
     options: dict[str, Any] = {"units": [unit("all", [(5,), (4,), (3,)])], "strategy": "zero1-torch"}
     for gpus, rank, states in ((2, None, 7), (2, 0, 5), (2**40, None, 5), (2**40, 2, 3), (2**40, 3, 0)):
