@@ -83,7 +83,7 @@ class Ownership:
         received: those that it receives from each rank. After the iteration, they go back.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], cuts: Sequence[tuple[int, Ranges]], rank: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], cuts: Sequence[tuple[int, Ranges]], rank: int) -> None:
         self.shapes, self.cuts, self.rank, ranks = shapes, cuts, rank, len(cuts[0][1])
         owners = owners_of(shapes, ranks)
         self.order = sorted(range(len(shapes)), key=lambda index: (owners[index], index))

@@ -317,9 +317,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
                 group["adjust_lr_fn"] = group["adjust_lr_fn"] or "match_rms_adamw"
 
 
-def muon_groups(
-    model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **options: Any
-) -> list[dict[str, Any]]:
+def muon_groups(model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **options: Any) -> list[dict[str, Any]]:
     """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings, the head and convolutions in
     one dimension, whose weights are no matrices of a batch, for AdamW.
 

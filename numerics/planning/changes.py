@@ -102,7 +102,7 @@ def _costs(before: Plan, after: Plan) -> dict[str, str]:
     bus = sum(message.bytes for message in after.communication if message.ranks == 1)
     again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
     trained = after.parameters - before.parameters  # with LoRA, whose adapters are all that is added
-    less, usual = (float(plan.layout.per_parameter()) for plan in (after, before))
+    less, usual = after.bytes_per_parameter, before.bytes_per_parameter
     times = ", ".join(f"{bus / rate:.2g} s at {rate // 10**9} GB/s" for _, rate in BUSES)
     return {
         "bytes": f"{less:.4g} instead of {usual:.4g} B per parameter",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from halfstep.numerics.messages import one_of
@@ -72,6 +73,7 @@ class Plan:
     communication: tuple[Collective, ...]  # the messages of one GPU in a step
     work: Work | None  # in a step; None without a batch
     step_traffic: int  # bytes that the step of the optimizer reads and writes
+    bytes_per_parameter: float  # of weight, gradient and states, before they are divided
 
     def part(self, name: str) -> Part:
         """The part with this name; raises ValueError if there is none."""
@@ -90,7 +92,7 @@ class Plan:
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "settings": self.settings,
-            "layout": {"name": row.name, "bytes_per_parameter": float(row.per_parameter()), "source": row.source},
+            "layout": {"name": row.name, "bytes_per_parameter": self.bytes_per_parameter, "source": row.source},
             "parts": [asdict(part) for part in self.parts],
             "totals": asdict(self.totals),
             "communication": [asdict(message) for message in self.communication],
@@ -126,15 +128,19 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
         messages += sharding.over_the_bus(row, strategy, shards)
+    if training.scratch is not None and training.scratch.sent:
+        exchanged = Collective("all-to-all", "parts of matrices", training.scratch.sent, training.sharding.divisor)
+        messages.append(exchanged)
     parameters = parameters_of(training.weights)
     idle = 0 if model is None else model.parameters - model.active_parameters
     settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}
     settings |= {"params": parameters, "model": None if model is None else asdict(model)}
-    states = {name for name, _ in row.states()}
-    rewritten = 2 * sum(part.bytes for part in parts if part.name in states)
-    moved = math.ceil(row.moved_besides_states * elements(shards.states) + rewritten)
+    states = {name for rule in training.by_rule for name, _ in rule.row.states()}
+    moved = 2 * Fraction(sum(part.bytes for part in parts if part.name in states))
+    moved += sum(rule.row.moved_besides_states * elements(rule.states) for rule in training.by_rule)
+    each = sum(rule.row.per_parameter() * rule.share for rule in training.by_rule)
     counts, totals, flops = (parameters, parameters - idle), _totals(parts), _work(training)
-    return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, moved)
+    return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, math.ceil(moved), float(each))
 
 
 # ---------------------------------------------------------------------------------------------------------- parts
@@ -145,18 +151,23 @@ def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
     others_at = states_at if strategy.offloads == "all" else GPU
-    listed: list[tuple[str, StoredFormat, Locals, bool, str]] = [
-        ("weights", row.weights, shards.weights, strategy.weights, others_at),
-        ("gradients", row.gradients, shards.gradients, strategy.gradients, others_at),
-        *((name, stored, shards.states, strategy.states, states_at) for name, stored in row.states()),
+    listed: list[tuple[str, list[tuple[StoredFormat, Locals, Fraction | int]], bool, str]] = [
+        ("weights", [(row.weights, shards.weights, 1)], strategy.weights, others_at),
+        ("gradients", [(row.gradients, shards.gradients, 1)], strategy.gradients, others_at),
     ]
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
-        listed.insert(0, ("frozen weights", row.weights, frozen, strategy.weights, others_at))
-    for name, stored, tensors, divided, memory in listed:
-        size = sum(count * stored.bytes(numel, length) for numel, count, length in tensors)
+        listed.insert(0, ("frozen weights", [(row.weights, frozen, 1)], strategy.weights, others_at))
+    states: dict[str, list[tuple[StoredFormat, Locals, Fraction | int]]] = {}
+    for rule in training.by_rule:
+        for name, stored in rule.row.states():
+            states.setdefault(name, []).append((stored, rule.states, rule.share))
+    listed += [(name, stored_as, strategy.states, states_at) for name, stored_as in states.items()]
+    for name, stored_as, divided, memory in listed:
+        size = sum(_bytes(stored, tensors) for stored, tensors, _ in stored_as)
+        each, (stored, tensors, _) = sum(form.per_parameter * share for form, _, share in stored_as), stored_as[0]
         divisor = training.sharding.divisor if divided else 1
-        part = Part(name, size, float(stored.per_parameter), divisor, ALWAYS, True, memory, stored.name)
+        part = Part(name, size, float(each), divisor, ALWAYS, True, memory, stored.name)
         if name in ("weights", "gradients") and training.mirrored:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
@@ -170,6 +181,14 @@ def _stored(training: Training) -> Iterator[Part]:
     if shaped and row.scalars:
         size = row.scalars * sum(count for _, count, _ in shards.states)
         yield Part("scalars", size, None, 1, ALWAYS, True, states_at, "step counts, scales")
+    if training.scratch is not None:
+        size, exact = 2 * (training.scratch.parts + training.scratch.received), training.step_in_backward is None
+        note = "matrices of Muon in bf16, as they are orthogonalized"
+        yield Part("scratch", size, None, 1, ALWAYS, shaped and exact, note=note)
+
+
+def _bytes(stored: StoredFormat, tensors: Locals) -> int:
+    return sum(count * stored.bytes(numel, row) for numel, count, row in tensors)
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
@@ -253,6 +272,9 @@ def _temporaries(training: Training) -> Iterator[Part]:
     if width:
         size, memory = width * elements(training.shards.states), HOST if training.offload else GPU
         yield Part("step temporaries", size, width, divisor, STEP, place=memory, note="square root of exp_avg_sq")
+    if training.scratch is not None and training.scratch.largest:
+        size = training.scratch.largest * (14 if training.scratch.received else 12)
+        yield Part("step temporaries", size, phase=STEP, note="copies of the largest matrix")
 
 
 def _totals(parts: Sequence[Part]) -> Totals:

@@ -13,15 +13,16 @@ Needs no torch.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
-from halfstep.numerics.owners import assigned
+from halfstep.numerics.owners import MOST, Ownership, assigned, cut, cuts_matrices, in_parts, padded
 from halfstep.numerics.planning.layouts import Layout
-from halfstep.numerics.planning.models import Tensor, Unit, parameters_of, tensors_of
+from halfstep.numerics.planning.models import Tensor, Unit, each_tensor_of, parameters_of, tensors_of
 from halfstep.numerics.state_layout import LEAST_CODED
 
 BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
@@ -43,10 +44,16 @@ class Strategy:
     offloads: str = ""  # what `offload` moves to the host: "", "states" or "all"
     text: str = ""  # a description in one line
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether states are divided by whole rows of parameters, or not at all."""
-        return self.by in ("nothing", "parameters", "rows")
+    def holds(self, row: Layout) -> bool:
+        """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
+        if row.others is not None:
+            return self.by in ("nothing", "rows")
+        return self.by in ("nothing", "parameters", "rows") or not row.needs_rows
+
+    def releases(self, row: Layout) -> bool:
+        """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
+        matrices."""
+        return row.ours and self.by in ("nothing", "rows") and (row.others is None or not self.states)
 
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")
@@ -85,6 +92,15 @@ class Shards(NamedTuple):
 def elements(tensors: Iterable[tuple[int, int, int]]) -> int:
     """The number of elements of all local tensors."""
     return sum(size * count for size, count, _ in tensors)
+
+
+class Scratch(NamedTuple):
+    """What a rank needs to orthogonalize the matrices of Muon."""
+
+    parts: int  # elements in scratch memory, of its parts
+    received: int  # elements there that others send to it
+    largest: int  # elements of the largest matrix; 0 if shapes are unknown
+    sent: int  # bytes to others in a step
 
 
 @dataclass(frozen=True)
@@ -133,24 +149,52 @@ class Sharding:
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
             # In the order of the model, which decides among parameters of the same size.
-            tensors = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
+            tensors = [(tensor.elements, 1, self._row(tensor)) for tensor in each_tensor_of(units)]
             by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(min(divisor, len(tensors)))]
-            for owner, tensor in zip(assigned([size for size, *_ in tensors], divisor), tensors, strict=True):
-                by_rank[owner].append(tensor)
-            chosen = max(by_rank, key=elements) if rank is None else [*by_rank[rank : rank + 1], []][0]
-            return Shards(whole, whole, tuple(chosen))
+            for owner, local in zip(assigned([size for size, *_ in tensors], divisor), tensors, strict=True):
+                by_rank[owner].append(local)
+            if rank is None:
+                return Shards(whole, whole, tuple(max(by_rank, key=elements)))
+            return Shards(whole, whole, tuple(by_rank[rank]) if rank < len(by_rank) else ())
         if by in ("units", "elements"):
             sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [local[:2] for local in whole]
             parts = tuple((-(-size // divisor), count, 0) for size, count in sizes)
             return Shards(parts, parts, parts)
-        padded, states = [], []
+        evenly, states = [], []
         for (tensor, count), (*_, row) in zip(count_of, whole, strict=True):
             rows = tensor.shape[0] if tensor.shape else 1
             chunk, length = -(-rows // divisor), math.prod(tensor.shape[1:])
-            local = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
-            padded.append((length * chunk, count, row))
-            states.append((local, count, row if self.shaped else local))
-        return Shards(tuple(padded), tuple(padded), tuple(states))
+            size = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
+            evenly.append((length * chunk, count, row))
+            states.append((size, count, row if self.shaped else size))
+        return Shards(tuple(evenly), tuple(evenly), tuple(states))
+
+    def scratch(self, units: Sequence[Unit], codes: bool, rank: int = 0) -> Scratch:
+        """What the matrices in `units` need, as `halfstep.Muon` groups them by whether momentum is in codes."""
+        ranks, launches = self.divisor, defaultdict[tuple[bool, bool], list[tuple[int, ...]]](list)
+        if not self.shaped:
+            shard = -(-parameters_of(units) // ranks)
+            together = min(shard, MOST)
+            return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
+        parts = received = largest = sent = 0
+        for matrix in each_tensor_of(units):
+            exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
+            launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
+            largest = max(largest, math.prod(matrix.shape[-2:] if len(matrix.shape) == 3 else matrix.shape))
+        for (_, exchanged), shapes in launches.items():
+            cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
+            shards = [
+                math.prod(shape[1:]) * (ranges[rank][1] - ranges[rank][0])
+                for shape, (_, ranges) in zip(shapes, cuts, strict=True)
+            ]
+            least = ranks if exchanged else 1
+            for indices in in_parts([*map(math.prod, shapes)] if exchanged else shards, MOST * least, least):
+                of_part = slice(indices.start, indices.stop)
+                parts = max(parts, sum(map(padded, shards[of_part])))
+                if exchanged:
+                    ownership = Ownership(shapes[of_part], cuts[of_part], rank)
+                    received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
+        return Scratch(parts, received, largest, sent)
 
     def _row(self, tensor: Tensor) -> int:
         if not self.shaped:

@@ -24,7 +24,6 @@ from halfstep.numerics.planning.changes import ways_to_fit
 from halfstep.numerics.planning.layouts import LAYOUTS, PRECISIONS, layout
 from halfstep.numerics.planning.plans import Plan, plan
 from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES
-from halfstep.numerics.planning.training import STEPPING_IN_BACKWARD
 
 # Options of a plan that are no arguments of `plan`.
 NOT_OF_PLAN = {"card", "compare", "eager_attention", "model", "params"}
@@ -73,10 +72,10 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
     row = layout(arguments["optimizer"], arguments["precision"], moments=arguments["moments"])
     plans = []
     for name, strategy in STRATEGIES.items():
-        if name == "single" or (row.needs_rows and not strategy.keeps_rows):
+        if name == "single" or not strategy.holds(row):
             continue
         shard = arguments["shard"] or (gpus if gpus % 2 else gpus // 2) if name == "hsdp" else None
-        released = arguments["step_in_backward"] if name in STEPPING_IN_BACKWARD else None
+        released = arguments["step_in_backward"] if strategy.releases(row) else None
         able = strategy.offloads and (name not in MIRRORED or row.ours)
         changes = {"strategy": name, "shard": shard, "step_in_backward": released}
         changes["bucket_view"] = arguments["bucket_view"] and strategy.buckets and released is None
@@ -99,12 +98,13 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         row
         for row in LAYOUTS
         if (row.precision == precision or (row.optimizer == "torch" and row.precision in of_torch))
-        and (STRATEGIES[strategy].keeps_rows or not row.needs_rows)
-        and (row.optimizer, row.precision) != ("halfstep", "bf16")  # the same as halfstep-split
+        and STRATEGIES[strategy].holds(row)
+        and not (row.others is not None and arguments["offload"])
+        and (row.optimizer, row.precision) not in (("halfstep", "bf16"), ("halfstep-muon", "bf16"))  # as "-split"
     ]
     plans = []
     for row in sorted(rows, key=lambda row: (*of_torch, precision).index(row.precision)):
-        released = arguments["step_in_backward"] if row.ours else None
+        released = arguments["step_in_backward"] if STRATEGIES[strategy].releases(row) else None
         changes = {"optimizer": row.optimizer, "precision": row.precision, "step_in_backward": released}
         label = row.optimizer if row.precision == precision != "fp32" else row.name
         plans.append((label, plan(**{**arguments, **changes})))

@@ -31,7 +31,7 @@ COLOURS = {
         (("cast weights",), "#f0e442", "#f0e442"),
         (("activations", "recomputed", "outer activations"), "#d55e00", "#ec7a45"),
         (("logits", "loss"), "#999999", "#a8a8a8"),
-        (("step temporaries",), "#000000", "#ffffff"),
+        (("step temporaries", "scratch"), "#000000", "#ffffff"),
     )
     for part in parts
 }
