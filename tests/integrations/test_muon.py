@@ -204,12 +204,6 @@ def test_checkpoints_continue_on_other_ranks(tmp_path: Path) -> None:
         assert all(map(torch.equal, weights, model.parameters()))
 
 
-def test_ranks_send_four_bytes_per_element_that_is_not_their_own() -> None:
-    elements = sum(parameter.numel() for _, parameter in halfstep.muon_groups(net())[0]["params"]) - 2 * 96 * 96
-    for sent in rank_processes.run(muon_ranks.sent_bytes, 2):
-        assert abs(sent - 4 * elements / 2 / 2) < 4 * elements * 0.1
-
-
 def test_what_shards_cannot_do_is_refused() -> None:
     for text in rank_processes.run(muon_ranks.refused, 2):
         assert "Expected parameters that are whole on each rank" in text
