@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -166,6 +167,23 @@ def answer(
         print(json.dumps(content(), indent=2, allow_nan=False), flush=True)
     else:
         show(*parts(), **how)
+
+
+def typed_command(command: str, options: Iterable[tuple[str, str]]) -> str:
+    """A command line that a page shows: options by their names without ``--``, an empty text for one without a value.
+
+    The texts come from the address of the page, that is from whoever wrote the link. Characters that cannot be printed
+    are left out, since they could end a paste into a terminal. A value that begins with "-" stays the value of its
+    option.
+    """
+    words = [command]
+    for name, text in options:
+        value = "".join(filter(str.isprintable, text))
+        if value.startswith("-"):
+            words.append(shlex.quote(f"--{name}={value}"))
+        else:
+            words.append(f"--{name} {shlex.quote(value)}" if value else f"--{name}")
+    return " ".join(words)
 
 
 def with_output(prog: str, command: Callable[[], int]) -> int:

@@ -12,6 +12,7 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from halfstep.cli.command_line import typed_command
 from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
 from halfstep.cli.formats.values import (
     Encoded,
@@ -32,7 +33,6 @@ from halfstep.cli.formats.values import (
     short,
     special,
 )
-from halfstep.cli.pages.shell import command_line
 from halfstep.numerics.formats.exact import (
     ENCODE_ROUNDINGS,
     NANS,
@@ -111,7 +111,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         answer["pair"] = _pair(question, format, state["g"])
     options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
     options += [("rounding", state["r"]), ("overflow", state["o"])]
-    return {**answer, "command": command_line("halfstep explore", options)}
+    return {**answer, "command": typed_command("halfstep explore", options)}
 
 
 def _format(name: str) -> Format:

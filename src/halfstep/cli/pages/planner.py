@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.cli import plan as command
-from halfstep.cli.command_line import UsageError
-from halfstep.cli.pages.shell import command_line
+from halfstep.cli.command_line import UsageError, typed_command
 from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
 from halfstep.cli.plan_tables import comparison, headline, message_rows, part_rows, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES
@@ -133,7 +132,7 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     allowed = [(name, text) for name, text in _compared(state).items() if name in OF_A_PLAN]
     answer: dict[str, Any] = {
         **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
-        **{"command": command_line("halfstep plan", allowed), "error": "", "plan": None},
+        **{"command": typed_command("halfstep plan", allowed), "error": "", "plan": None},
     }
     try:
         answer["plan"] = _plan({name: text for name, text in state.items() if name != "compare"})
