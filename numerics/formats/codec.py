@@ -509,7 +509,6 @@ def decode_array(codes: Array, form: Format) -> Array:
 
 @lru_cache(maxsize=32)
 def _table(form: Format) -> Array:
-    """The value of every code."""
     values = _decode(np.arange(form.codes, dtype=_U), form)
     values.flags.writeable = False
     return values

@@ -119,11 +119,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     """
     training = Training(params, **settings)
     row, strategy, model, shards = training.row, training.strategy_row, training.model, training.shards
-    parts = tuple(
-        part
-        for of in (_stored, _buckets, _gathered, _autocast_copies, _activations, _temporaries)
-        for part in of(training)
-    )
+    parts = tuple(part for of in (_stored, _buckets, _computed, _activations, _temporaries) for part in of(training))
     widths = row.gradients.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
@@ -147,7 +143,6 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
 
 
 def _stored(training: Training) -> Iterator[Part]:
-    """Weights, gradients and states."""
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
     others_at = states_at if strategy.offloads == "all" else GPU
@@ -224,28 +219,24 @@ def _buckets(training: Training) -> Iterator[Part]:
         yield Part("buckets", local * width, width, 1, ALWAYS, True, note=note)
 
 
-def _gathered(training: Training) -> Iterator[Part]:
-    """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
-    if not training.strategy_row.gathers or training.sharding.divisor == 1 or not training.sharding.shaped:
+def _computed(training: Training) -> Iterator[Part]:
+    """The weights that are computed with: under FSDP the unit being computed, the next one being gathered, and the
+    root, already cast; otherwise the 16-bit copies of fp32 weights that autocast keeps until the backward."""
+    compute, shaped, gathers = training.row.compute, training.sharding.shaped, training.strategy_row.gathers
+    if training.row.autocast and not gathers:
+        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
+        note = "by autocast, kept for backward"
+        yield Part("cast weights", cast * compute.width, float(compute.per_parameter), exact=shaped, note=note)
+    if not gathers or training.sharding.divisor == 1 or not shaped:
         return
-    blocks = [unit for unit in training.weights if not unit.root]
+    blocks, width = [unit for unit in training.weights if not unit.root], compute.width
     largest = max((unit.elements for unit in blocks), default=0)
     root = parameters_of(unit for unit in training.weights if unit.root)
-    width = training.row.compute.width
     weights = (root + largest * (2 if sum(unit.count for unit in blocks) > 1 else 1)) * width
     yield Part("gathered weights", weights, note="the root and two units")
     trained = max((unit.elements for unit in training.trained if not unit.root), default=0)
     gradients = (trained or root) * (width + training.row.gradients.width)
     yield Part("unreduced gradients", gradients, note="largest unit, and its copy to reduce")
-
-
-def _autocast_copies(training: Training) -> Iterator[Part]:
-    """The 16-bit copies of fp32 weights that autocast caches until the backward. FSDP gathers 16-bit weights itself."""
-    if training.row.autocast and not training.strategy_row.gathers:
-        compute, shaped = training.row.compute, training.sharding.shaped
-        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
-        note = "by autocast, kept for backward"
-        yield Part("cast weights", cast * compute.width, float(compute.per_parameter), exact=shaped, note=note)
 
 
 def _activations(training: Training) -> Iterator[Part]:
@@ -267,7 +258,6 @@ def _activations(training: Training) -> Iterator[Part]:
 
 
 def _temporaries(training: Training) -> Iterator[Part]:
-    """The memory that the step allocates temporarily."""
     width, divisor = training.row.temporary, training.sharding.divisor if training.strategy_row.states else 1
     if width:
         size, memory = width * elements(training.shards.states), HOST if training.offload else GPU

@@ -96,7 +96,6 @@ def a_path(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """An argparse type: the file that a picture is written to."""
     if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"expected a file name ending in .png, .svg, .pdf, but got {text!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -212,5 +211,4 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
 
 
 def complain(prog: str, text: str) -> None:
-    """Print one line on standard error."""
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)

@@ -173,5 +173,4 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep plan`` with the arguments `argv`. Returns the exit status."""
     return run(parser(), argv, _plan, (ValueError, ImportError))

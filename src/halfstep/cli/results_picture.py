@@ -33,7 +33,6 @@ def _at(scale: float) -> str:
 
 
 def _powers(axes: Any, ticks: int) -> None:
-    """Label the horizontal axis, of exponents, with powers of two."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, steps=[1, 2, 4, 5, 10]))

@@ -47,7 +47,6 @@ def text(words: str, style: str = "") -> Text:
 
 
 def joined(*parts: str | Text, by: str = "") -> Text:
-    """Texts one after the other."""
     return text(by).join([text(part) if isinstance(part, str) else part for part in parts])
 
 

@@ -138,7 +138,6 @@ def formats_option(help: str) -> Option:
 
 
 def rounding_option(modes: Sequence[str]) -> Option:
-    """The option --rounding."""
     listed = f"{', '.join(modes)} (default: nearest, ties to even)"
     return _option("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
 
@@ -150,7 +149,6 @@ OVERFLOW = _option(
 
 
 def named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
-    """Names of formats without an option before them."""
     return _option("named", nargs=nargs, type=_family, metavar=metavar, help=help)
 
 
@@ -195,7 +193,6 @@ def main(argv: Sequence[str], command: str) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """An option in JSON."""
     match value:
         case Typed() | Code():  # which are sequences too
             return value.text
@@ -221,7 +218,6 @@ def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
 
 
 def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
-    """The implementations that store another value."""
     cells = []
     for result in results:
         for index, (value, names) in enumerate(conversions(result.number, result.format)):
@@ -233,12 +229,10 @@ def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
 
 
 def _bits(stored: Stored) -> Text:
-    """The bits of the fields, coloured and separated by spaces."""
     return joined(*(text(digits, name) for name, digits in stored.fields.items()), by=" ")
 
 
 def _coloured(words: str) -> Text:
-    """An outcome or a class in its colour."""
     return text(words, _COLOURS.get(words, ""))
 
 
@@ -266,7 +260,6 @@ def _format(options: argparse.Namespace) -> Answer:
 
 
 def _limits(chosen: Sequence[Format]) -> Table:
-    """One row per format."""
     header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
         figures = map(short, (format.max, format.min_normal, format.min_subnormal, format.eps))
@@ -367,7 +360,6 @@ def _decode(options: argparse.Namespace) -> Answer:
 
 
 def _decodings(row: Sequence[Stored], digits: int) -> Table:
-    """A row for each format, with values of at most so many digits."""
     cells = []
     for stored in row:
         value = stored.text(digits), number_dict(stored.value)["hex"] or ""
@@ -479,7 +471,6 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
 
 
 def _roundings(result: Encoded, overflow: str) -> Table:
-    """The value that each rounding mode stores."""
     format, rows = result.format, []
     ends = roundings(result.number, format, lambda number, mode: encoded(number, format, mode, overflow))
     for (end, mode, chance), (_, before, _) in zip(ends, [ends[-1], *ends], strict=False):
@@ -529,7 +520,6 @@ def _compare(options: argparse.Namespace) -> Answer:
 
 
 def _example(result: Encoded) -> Text:
-    """A stored value and its outcome."""
     return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 

@@ -27,12 +27,10 @@ _EXAMPLES = ("0.1", "1.0001", "1e-7")
 
 
 def fields(format: Format) -> str:
-    """The bits of sign, exponent and mantissa."""
     return f"{int(format.signed)}/{format.exponent}/{format.mantissa}"
 
 
 def specials(format: Format) -> str:
-    """The special values of a format."""
     return " ".join(["inf"] * format.has_infinity + ["nan"] * format.has_nan) or "neither"
 
 
@@ -42,7 +40,6 @@ def count_text(count: int, text: str = "") -> str:
 
 
 def figures(format: Format) -> list[tuple[str, str]]:
-    """The names of properties and their texts."""
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
     codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
@@ -72,7 +69,6 @@ def figures(format: Format) -> list[tuple[str, str]]:
 
 
 def names(format: Format) -> list[tuple[str, str]]:
-    """The kind of a format, its aliases, and the dtypes and hardware that support it."""
     packages = ("torch", "numpy", "ml_dtypes")
     dtypes = [f"{package}.{getattr(format, package)}" for package in packages if getattr(format, package)]
     rows = (("also called", format.aliases), ("dtypes", dtypes), ("multiplied by", format.hardware))
@@ -146,7 +142,6 @@ def _percent(count: int, total: int) -> str:
 
 
 def pair_words(first: Format, second: Format) -> list[str]:
-    """The comparison of two formats in sentences."""
     shared, words = shared_values(first, second), []
     down = lowest_exponent(second) - lowest_exponent(first)
     for direction, powers in (("up", first.emax - second.emax), ("down", down)):

@@ -52,7 +52,6 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
 
 
 def draw_codes(axes: Any, format: Format) -> None:
-    """Draw every code with its value, coloured by class."""
     columns = min(16, format.codes)
     rows = format.codes // columns
     for code in range(format.codes):

@@ -66,7 +66,6 @@ def rounded(x: Fraction, digits: int) -> str:
 
 
 def special(number: float) -> str:
-    """An infinity, NaN or -0.0."""
     return "nan" if number != number else "-0" if number == 0 else "inf" if number > 0 else "-inf"
 
 
@@ -122,7 +121,6 @@ def number_dict(number: Number) -> dict[str, str | None]:
 
 
 def code_text(code: int, format: Format) -> str:
-    """A code in hexadecimal, with leading zeros."""
     return f"0x{code:0{-(-format.bits // 4)}x}"
 
 
@@ -143,7 +141,6 @@ class Stored:
 
     @cached_property
     def hex(self) -> str:
-        """The code in hexadecimal, with leading zeros."""
         return code_text(self.code, self.format)
 
     @cached_property
@@ -298,7 +295,6 @@ def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
 
 
 def overflows(number: Number, format: Format) -> bool:
-    """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
     if format.kind == "scale" and number < 0:
@@ -496,7 +492,6 @@ def _decision(result: Encoded, rounding: str, part: Fraction, value: str) -> str
 
 
 def double_rounding_words(via: list[Format], twice: Encoded, result: Encoded) -> str:
-    """What comes of rounding `result` to wider formats first."""
     if twice.stored is None:
         return ""
     format, wide = result.format, " and ".join(format.name for format in via)
@@ -522,7 +517,6 @@ def _obstacle(result: Encoded) -> list[str]:
 
 
 def _step(result: Encoded) -> str:
-    """The distance between the numbers."""
     format, step = result.format, result.ends[1] - result.ends[0]
     if format.kind == "integer":
         return f"The numbers of {format.name} are 1 apart: 1 ulp."
@@ -539,7 +533,6 @@ def _step(result: Encoded) -> str:
 
 
 def _where(result: Encoded) -> str:
-    """Where the number lies between its neighbours."""
     (low, high), number = result.ends, Fraction(result.number)
     first, second, middle = (among(value, result.format) for value in (low, high, (low + high) / 2))
     if 2 * number == low + high:

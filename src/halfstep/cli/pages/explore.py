@@ -67,5 +67,4 @@ def _explore(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep explore`` with these arguments. Returns the exit status."""
     return command_line.run(_parser(), argv, _explore)

@@ -130,7 +130,6 @@ def _question(state: dict[str, str], format: Format) -> _Question:
 
 
 def _integer(typed: str, expected: str) -> int:
-    """An integer in hexadecimal, binary or decimal."""
     if not (match := _INTEGER.fullmatch(typed)):
         raise ValueError(f"Expected {expected} such as 0x3dcd, 0b101 or 61, but got {typed!r}")
     digits = match[1].replace("_", "").lower()
@@ -177,7 +176,6 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
 
 
 def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
-    """The number in the chosen format."""
     error, value = f", {result.ulps_text} ulp" if result.error else "", all_digits(stored.value)
     integer = result.format.kind == "integer"
     return {

@@ -85,7 +85,6 @@ def _same(names: Any, default: str = "") -> list[list[str]]:
 
 
 def _choices(state: State) -> dict[str, list[list[str]]]:
-    """The choices of each select: values and texts."""
     card, precision = state.get("card", ""), _chosen(state, "precision")
     rows = {row.optimizer: f"{float(row.per_parameter()):g} B/param" for row in LAYOUTS if row.precision == precision}
     cards = [[gpu.name, f"{gpu.name}, {gpu.memory / 2**30:g} GiB"] for gpu in CARDS.values()]
@@ -175,7 +174,6 @@ def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
 
 
 def _plan(state: State) -> dict[str, Any]:
-    """A plan as texts, and widths and colours of its bar."""
     content = _content(state)
     (plan,) = content["plans"]
     card, whole = plan["card"], _scale(content["plans"])
