@@ -189,11 +189,7 @@ def beyond_code(negative: bool, form: Format, overflow: str) -> int:
 
 
 def nan_code(pattern: Any, form: Format, nan: str) -> Any:
-    """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns.
-
-    Raises:
-        ValueError: the format has no NaN, or `nan` is ``"raise"``.
-    """
+    """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns."""
     if nan == "zero":
         return 0
     if nan == "raise":
@@ -214,11 +210,7 @@ def nan_code(pattern: Any, form: Format, nan: str) -> Any:
 def check_options(
     form: Format, rounding: str, overflow: str, nan: str, subnormals: bool, seed: int | None, offset: int
 ) -> None:
-    """Validate the options of an encoding.
-
-    Raises:
-        TypeError, ValueError: an option is unknown, out of range, or impossible for the format.
-    """
+    """Raise TypeError or ValueError unless the options are known, in range, and possible for the format."""
     words = (("rounding", rounding, ENCODE_ROUNDINGS), ("overflow", overflow, OVERFLOWS), ("nan", nan, NANS))
     for name, value, allowed in words:
         if value not in allowed:
@@ -302,10 +294,7 @@ def next_exact(value: Any, format: Any, *, up: bool) -> Number:
 
 
 def ulp_exact(value: Any, format: Any) -> Number:
-    """The distance between the format's numbers around `value`, as if the exponent had no upper limit (`Format.ulp`).
-
-    It is NaN for NaN and infinity for infinities.
-    """
+    """The distance between the format's numbers around `value` (`Format.ulp`): NaN for NaN, infinity for infinities."""
     number = exact(value)
     if isinstance(number, float) and number != 0:
         return abs(number)

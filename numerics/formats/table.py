@@ -295,74 +295,48 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     return result
 
 
-def _of_kernels(
-    name: str, title: str, aliases: tuple[str, ...], numpy: str | None, ml_dtypes: str | None, hardware: tuple[str, ...]
+def _row(
+    name: str, title: str, fields: tuple[Any, ...] | None, aliases: str, dtypes: str, hardware: str, container: int = 0
 ) -> Format:
-    """A row whose bits and torch dtype are in the table of the kernels."""
-    row = KERNEL_FORMATS[name]
-    kind: Any = row.kind
-    fields = (row.exponent, row.mantissa, row.bias)
-    return Format(name, title, *fields, kind, aliases, row.torch, numpy, ml_dtypes, hardware)
+    torch, numpy, ml_dtypes = (None if dtype == "-" else dtype for dtype in dtypes.split())
+    if fields is None:  # the bits and torch's dtype are in the table of the kernels
+        row = KERNEL_FORMATS[name]
+        fields, torch = (row.exponent, row.mantissa, row.bias, row.kind), row.torch
+    exponent, mantissa, bias, kind = fields
+    makers = tuple(hardware.split(", "))
+    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, makers)
+    return Format(name, title, exponent, mantissa, bias, kind, *names, container or None)
 
 
+# Name, title, bits of exponent and mantissa, bias and kind, aliases, dtypes of torch, numpy and ml_dtypes, hardware.
+_HOPPER, _BLACKWELL = "NVIDIA H100, AMD MI350, Google TPU v7", "NVIDIA B200, AMD MI350"
 _ROWS = (
-    Format(
-        "fp64", "IEEE 754 binary64, double precision", 11, 52, 1023, "ieee", ("float64", "double", "binary64", "f64"),
-        "float64", "float64", None, ("NVIDIA A100", "AMD MI200"),
-    ),
-    _of_kernels(
-        "fp32", "IEEE 754 binary32, single precision", ("float32", "single", "float", "binary32", "f32"),
-        "float32", None, ("AMD MI100",),
-    ),
-    Format(
-        "tf32", "TensorFloat-32", 8, 10, 127, "ieee", ("tensorfloat32",), None, None, None,
-        ("NVIDIA A100", "AMD MI300"), container=32,
-    ),
-    _of_kernels(
-        "fp16", "IEEE 754 binary16, half precision", ("float16", "half", "binary16", "f16"),
-        "float16", None, ("NVIDIA V100", "AMD MI100"),
-    ),
-    _of_kernels(
-        "bf16", "bfloat16", ("bfloat16", "bfloat", "brainfloat16"), None, "bfloat16",
-        ("Google TPU v2", "NVIDIA A100", "AMD MI100"),
-    ),
-    _of_kernels(
-        "e4m3fn", "OCP FP8 E4M3", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"), None, "float8_e4m3fn",
-        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
-    ),
-    _of_kernels(
-        "e5m2", "OCP FP8 E5M2", ("float8_e5m2", "fp8_e5m2"), None, "float8_e5m2",
-        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
-    ),
-    Format(
-        "e4m3fnuz", "FP8 E4M3 without infinity and negative zero", 4, 3, 8, "fnuz",
-        ("float8_e4m3fnuz", "fp8_e4m3fnuz"), "float8_e4m3fnuz", None, "float8_e4m3fnuz", ("AMD MI300",),
-    ),
-    Format(
-        "e5m2fnuz", "FP8 E5M2 without infinity and negative zero", 5, 2, 16, "fnuz",
-        ("float8_e5m2fnuz", "fp8_e5m2fnuz"), "float8_e5m2fnuz", None, "float8_e5m2fnuz", ("AMD MI300",),
-    ),
-    Format(
-        "e8m0fnu", "OCP MX scale E8M0", 8, 0, 127, "scale", ("float8_e8m0fnu", "e8m0"),
-        "float8_e8m0fnu", None, "float8_e8m0fnu", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e2m3fn", "OCP MX FP6 E2M3", 2, 3, 1, "finite", ("float6_e2m3fn", "fp6_e2m3fn", "fp6_e2m3", "e2m3"),
-        None, None, "float6_e2m3fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e3m2fn", "OCP MX FP6 E3M2", 3, 2, 3, "finite", ("float6_e3m2fn", "fp6_e3m2fn", "fp6_e3m2", "e3m2"),
-        None, None, "float6_e3m2fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e2m1fn", "OCP MX FP4 E2M1", 2, 1, 1, "finite",
-        ("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1fn", "fp4_e2m1", "e2m1", "fp4", "float4", "nvfp4"),
-        "float4_e2m1fn_x2", None, "float4_e2m1fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "int8", "8-bit integer, two's complement", 0, 7, 0, "integer", ("i8", "s8"), "int8", "int8", None,
-        ("Google TPU v1", "NVIDIA T4", "AMD MI100"),
-    ),
+    _row("fp64", "IEEE 754 binary64, double precision", (11, 52, 1023, "ieee"), "float64 double binary64 f64",
+         "float64 float64 -", "NVIDIA A100, AMD MI200"),
+    _row("fp32", "IEEE 754 binary32, single precision", None, "float32 single float binary32 f32", "- float32 -",
+         "AMD MI100"),
+    _row("tf32", "TensorFloat-32", (8, 10, 127, "ieee"), "tensorfloat32", "- - -", "NVIDIA A100, AMD MI300", 32),
+    _row("fp16", "IEEE 754 binary16, half precision", None, "float16 half binary16 f16", "- float16 -",
+         "NVIDIA V100, AMD MI100"),
+    _row("bf16", "bfloat16", None, "bfloat16 bfloat brainfloat16", "- - bfloat16",
+         "Google TPU v2, NVIDIA A100, AMD MI100"),
+    _row("e4m3fn", "OCP FP8 E4M3", None, "float8_e4m3fn fp8_e4m3fn fp8_e4m3 e4m3", "- - float8_e4m3fn", _HOPPER),
+    _row("e5m2", "OCP FP8 E5M2", None, "float8_e5m2 fp8_e5m2", "- - float8_e5m2", _HOPPER),
+    _row("e4m3fnuz", "FP8 E4M3 without infinity and negative zero", (4, 3, 8, "fnuz"), "float8_e4m3fnuz fp8_e4m3fnuz",
+         "float8_e4m3fnuz - float8_e4m3fnuz", "AMD MI300"),
+    _row("e5m2fnuz", "FP8 E5M2 without infinity and negative zero", (5, 2, 16, "fnuz"), "float8_e5m2fnuz fp8_e5m2fnuz",
+         "float8_e5m2fnuz - float8_e5m2fnuz", "AMD MI300"),
+    _row("e8m0fnu", "OCP MX scale E8M0", (8, 0, 127, "scale"), "float8_e8m0fnu e8m0",
+         "float8_e8m0fnu - float8_e8m0fnu", _BLACKWELL),
+    _row("e2m3fn", "OCP MX FP6 E2M3", (2, 3, 1, "finite"), "float6_e2m3fn fp6_e2m3fn fp6_e2m3 e2m3",
+         "- - float6_e2m3fn", _BLACKWELL),
+    _row("e3m2fn", "OCP MX FP6 E3M2", (3, 2, 3, "finite"), "float6_e3m2fn fp6_e3m2fn fp6_e3m2 e3m2",
+         "- - float6_e3m2fn", _BLACKWELL),
+    _row("e2m1fn", "OCP MX FP4 E2M1", (2, 1, 1, "finite"),
+         "float4_e2m1fn float4_e2m1fn_x2 fp4_e2m1fn fp4_e2m1 e2m1 fp4 float4 nvfp4",
+         "float4_e2m1fn_x2 - float4_e2m1fn", _BLACKWELL),
+    _row("int8", "8-bit integer, two's complement", (0, 7, 0, "integer"), "i8 s8", "int8 int8 -",
+         "Google TPU v1, NVIDIA T4, AMD MI100"),
 )  # fmt: skip
 
 _FP8, _FP6 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m3fn", "e3m2fn")

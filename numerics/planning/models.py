@@ -229,10 +229,7 @@ class Transformer:
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
     def adapters(self, rank: int) -> tuple[Unit, ...]:
-        """The adapters of a rank (Hu et al., LoRA, 2021): two matrices for each matrix of the blocks.
-
-        A router and experts have none.
-        """
+        """The adapters of a rank (Hu et al., LoRA, 2021): two for each matrix of the blocks but router and experts."""
         block = self.units()[0]
         matrices = [tensor for tensor in block.tensors if len(tensor.shape) == 2 and tensor.name != "router"]
         tensors = [Tensor(f"{tensor.name}_a", (rank, tensor.shape[1])) for tensor in matrices]

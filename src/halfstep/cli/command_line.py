@@ -64,11 +64,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message + remedy)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The options and arguments of a command line, in any order.
-
-        Raises:
-            UsageError: an option or a value is not allowed. The text names the allowed ones.
-        """
+        """The options and arguments of a command line, in any order. Raises `UsageError` for what is not allowed."""
         # Unknown options are refused first; argparse would complain about the word after one instead.
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.split("=")[0] if word.startswith("--") else word[:2]
@@ -118,11 +114,7 @@ def output_file(text: str) -> Path:
 
 
 def make_folder(path: Path) -> Path:
-    """Create a folder and check that files can be written to it, before time is spent on computing them.
-
-    Raises:
-        UsageError: the folder cannot be created or written to.
-    """
+    """Create a folder and check that files can be written to it, before time is spent on computing them."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

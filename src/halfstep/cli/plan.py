@@ -30,11 +30,7 @@ NOT_OF_PLAN = {"card", "compare", "eager_attention", "model", "params"}
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `plan`.
-
-    Raises:
-        ValueError: there is no model, it is unknown, or no answer would depend on an option.
-    """
+    """The arguments of `plan`. Raises ValueError if there is no model, or no answer would depend on an option."""
     if options.model is None and options.params is None:
         raise ValueError("expected a model, but got none: pass --params 7e9 or --model llama-3-8b")
     shaped, out = options.model is not None, "leave one of them out"
@@ -86,10 +82,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
 
 
 def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
-    """Plans of all layouts of one precision, and of torch's AdamW in fp32 and under autocast, each with its label.
-
-    Only halfstep's layouts step in the backward. Moments in 8 bits are left out where the strategy cuts rows.
-    """
+    """Plans of all layouts of one precision, and of torch's AdamW in fp32 and under autocast, each with its label."""
     precision, strategy = arguments["precision"], arguments["strategy"] or "single"
     one_of("precision", precision, PRECISIONS)
     one_of("strategy", strategy, STRATEGIES)
@@ -124,11 +117,7 @@ def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
 
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of ``--json``, which docs/planning.md describes.
-
-    Raises:
-        ValueError: an option is refused.
-    """
+    """The content of ``--json``, which docs/planning.md describes. Raises ValueError for an option that is refused."""
     arguments = _arguments(options)
     gpu = None if options.card is None else card(options.card)
     solutions = []

@@ -1,4 +1,4 @@
-"""``halfstep format, encode, decode, why, compare, ladder``: what a format can hold, what a number becomes in it.
+"""``halfstep format, encode, decode, why, compare, ladder, explore``: what a format holds, what a number becomes in it.
 
 Each command is a function above its entry in `_LOOKUPS`. What it returns is printed as JSON or drawn on the screen.
 """
@@ -37,7 +37,7 @@ from halfstep.cli.formats.values import (
     roundings,
     short,
 )
-from halfstep.cli.terminal import Table, joined, text, width
+from halfstep.cli.terminal import Table, joined, say, text, width
 from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
@@ -160,8 +160,9 @@ def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows.
-Answer = tuple[list[Format], list[Any]]
+# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows. Or the
+# exit status of a command that has shown them.
+Answer = tuple[list[Format], list[Any]] | int
 _LOOKUPS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str, str, Sequence[Option]]] = {}
 
 
@@ -182,12 +183,16 @@ def main(argv: Sequence[str], command: str) -> int:
     for names, settings in options:
         parser.add_argument(*names, **settings)
 
-    def carry_out(options: argparse.Namespace) -> None:
-        chosen, results = lookup(options)
+    def carry_out(options: argparse.Namespace) -> int:
+        answer = lookup(options)
+        if isinstance(answer, int):
+            return answer
+        chosen, results = answer
         about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
         about["formats"] = _names(chosen)
         content = {"command": command, "input": about, "results": results}
         command_line.answer(options, lambda: content, lambda: results)
+        return 0
 
     return command_line.run(parser, argv, carry_out)
 
@@ -368,11 +373,7 @@ def _decodings(row: Sequence[Stored], digits: int) -> Table:
 
 
 def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
-    """A code in the chosen formats.
-
-    Raises:
-        UsageError: it is not a code of one of them.
-    """
+    """A code in the chosen formats. Raises `UsageError` if it is not a code of one of them."""
     chosen, bits = _distinct(options.formats) if options.formats else [], options.width
     for format in chosen:
         if bits not in (None, format.bits):
@@ -548,3 +549,49 @@ def _ladder(options: argparse.Namespace) -> Answer:
         return chosen, [f"{out}: {', '.join(panels)}"]
     drawn = ((panel, [codes] if panel == "codes" else chosen) for panel in panels)
     return chosen, [{"file": out, "kind": panel, "formats": _names(shown)} for panel, shown in drawn]
+
+
+@_command(
+    "explore",
+    "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and two "
+    "formats compared. The page is served to this machine only, until Ctrl-C.",
+    "example: halfstep explore 0.1 bf16 fp16",
+    _option(
+        *("begin",), nargs="?", type=number("the number comes first"), metavar="NUMBER",
+        help="the number to begin with, as in halfstep encode: 0.1",
+    ),
+    named("*", "the format to begin with (default: bf16), and the one to compare it with (default: fp16)"),
+    formats_option("the same, as in halfstep encode"),
+    rounding_option(ENCODE_ROUNDINGS[:-1]),
+    OVERFLOW,
+    _option(
+        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to begin with, too"
+    ),
+    _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
+    _option("--no-open", action="store_true", help="do not open the page in the browser"),
+    _option(
+        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to a file, and serve no page"
+    ),
+)  # fmt: skip
+def _explore(options: argparse.Namespace) -> int:
+    from halfstep.cli.pages.server import serve, write
+
+    names = [family[0].name for family in (*options.named, *options.formats)]  # to a page, fp8 is its first format
+    if len(names) > 2:
+        raise UsageError(
+            f"argument FORMAT: expected at most two formats, the second to compare with, but got {', '.join(names)}; "
+            f"leave out {len(names) - 2}"
+        )
+    if options.begin and options.number:
+        raise UsageError(
+            f"--number {options.number.text} is a second number beside {options.begin.text}; leave one out"
+        )
+    first, *second = names or ["bf16"]
+    state = {"f": first, "g": second[0] if second else "bf16" if first == "fp16" else "fp16"}
+    state |= {"r": options.rounding, "o": options.overflow}
+    if typed := options.begin or options.number:
+        state = {"x": typed.text, **state}
+    if options.out is None:
+        return serve("explorer", state, options.port, not options.no_open)
+    say(write(options.out, "explorer", state))
+    return 0

@@ -194,10 +194,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of rounding a number to a format.
-
-    `stored` is None if the format has no code for the result.
-    """
+    """A number rounded to a format; `stored` is None if the format has no code for the result."""
 
     number: Number
     format: Format
@@ -430,12 +427,7 @@ _WORDS = {  # of a mode: its name in a sentence, and which of two numbers it tak
 
 
 def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
-    """The explanation of a number rounded in any mode but ``"stochastic"``, as a list of one or two sentences each.
-
-    Args:
-        result: the number rounded in this mode, subnormal results kept.
-        rounding: the mode.
-    """
+    """Why a number is rounded so in any mode but ``"stochastic"``, in sentences; subnormal results are kept."""
     format, number, rule = result.format, result.number, result.rule
     if rule == "special":
         return ["An infinity is not rounded." if number == number else "NaN is not rounded.", _instead(result)]

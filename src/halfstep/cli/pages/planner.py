@@ -43,11 +43,7 @@ State = dict[str, str]
 
 
 def _content(state: State) -> dict[str, Any]:
-    """The JSON of ``halfstep plan`` for a state.
-
-    Raises:
-        ValueError: an option or its value is refused.
-    """
+    """The JSON of ``halfstep plan`` for a state. Raises ValueError for an option or value that is refused."""
     for name in state:
         if name not in OF_A_PLAN:
             raise ValueError(f"unknown option --{name}")
