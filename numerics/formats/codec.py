@@ -189,10 +189,7 @@ def round_to(
 
 
 def ulp(values: Any, format: Any) -> Any:
-    """The distance between the format's numbers around each value (`Format.ulp`).
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN, infinity for infinities.
+    """The distance between the format's numbers around each value (`Format.ulp`), in float64 and the shape of `values`.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import ulp
@@ -205,11 +202,7 @@ def ulp(values: Any, format: Any) -> Any:
 def next_up(values: Any, format: Any) -> Any:
     """The least number of the format greater than each value, which may be any number: nextUp of IEEE 754.
 
-    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
-    or NaN in a format without infinity, or the largest number again in a format without both.
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN.
+    It is that of `exact.next_exact`, in float64 and the shape of `values`.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import next_up

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
@@ -133,7 +134,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     settings |= {"params": parameters, "model": None if model is None else asdict(model)}
     states = {name for rule in training.by_rule for name, _ in rule.row.states()}
     moved = 2 * Fraction(sum(part.bytes for part in parts if part.name in states))
-    moved += sum(rule.row.moved_besides_states * elements(rule.states) for rule in training.by_rule)
+    moved += sum(rule.row.moved_besides_states * elements(rule.shards.states) for rule in training.by_rule)
     each = sum(rule.row.per_parameter() * rule.share for rule in training.by_rule)
     counts, totals, flops = (parameters, parameters - idle), _totals(parts), _work(training)
     return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, math.ceil(moved), float(each))
@@ -146,27 +147,26 @@ def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
     others_at = states_at if strategy.offloads == "all" else GPU
-    listed: list[tuple[str, list[tuple[StoredFormat, Locals, Fraction | int]], bool, str]] = [
-        ("weights", [(row.weights, shards.weights, 1)], strategy.weights, others_at),
-        ("gradients", [(row.gradients, shards.gradients, 1)], strategy.gradients, others_at),
-    ]
+    listed = defaultdict[str, list[tuple[StoredFormat, Locals, Fraction | int]]](list)
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
-        listed.insert(0, ("frozen weights", [(row.weights, frozen, 1)], strategy.weights, others_at))
-    states: dict[str, list[tuple[StoredFormat, Locals, Fraction | int]]] = {}
+        listed["frozen weights"].append((row.weights, frozen, 1))
     for rule in training.by_rule:
-        for name, stored in rule.row.states():
-            states.setdefault(name, []).append((stored, rule.states, rule.share))
-    listed += [(name, stored_as, strategy.states, states_at) for name, stored_as in states.items()]
-    for name, stored_as, divided, memory in listed:
-        size = sum(_bytes(stored, tensors) for stored, tensors, _ in stored_as)
-        each, (stored, tensors, _) = sum(form.per_parameter * share for form, _, share in stored_as), stored_as[0]
-        divisor = training.sharding.divisor if divided else 1
-        part = Part(name, size, float(each), divisor, ALWAYS, True, memory, stored.name)
+        forms = ("weights", rule.row.weights), ("gradients", rule.row.gradients), *rule.row.states()
+        for name, stored in forms:
+            local = getattr(rule.shards, name, rule.shards.states)
+            listed[name].append((stored, local, rule.share))
+    for name, of_rules in listed.items():
+        what = name.removeprefix("frozen ")
+        divisor = training.sharding.divisor if getattr(strategy, what, strategy.states) else 1
+        memory = others_at if what in ("weights", "gradients") else states_at
+        size = sum(count * form.bytes(numel, length) for form, local, _ in of_rules for numel, count, length in local)
+        each = float(sum(form.per_parameter * share for form, _, share in of_rules))
+        part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
-            largest = max(row.gradients.bytes(numel) for numel, _, _ in tensors) if shaped else 0
+            largest = max(row.gradients.bytes(numel) for numel, _, _ in shards.gradients) if shaped else 0
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
@@ -180,10 +180,6 @@ def _stored(training: Training) -> Iterator[Part]:
         size, exact = 2 * (training.scratch.parts + training.scratch.received), training.step_in_backward is None
         note = "matrices of Muon in bf16, as they are orthogonalized"
         yield Part("scratch", size, None, 1, ALWAYS, shaped and exact, note=note)
-
-
-def _bytes(stored: StoredFormat, tensors: Locals) -> int:
-    return sum(count * stored.bytes(numel, row) for numel, count, row in tensors)
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning.layouts import Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Locals, Scratch, Sharding, Shards, Strategy
+from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Scratch, Sharding, Shards, Strategy
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 
@@ -20,7 +20,7 @@ class Stepped(NamedTuple):
 
     row: Layout
     units: Sequence[Unit]
-    states: Locals  # of the planned rank
+    shards: Shards  # of the planned rank
     share: Fraction  # of the parameters
 
 
@@ -181,11 +181,10 @@ class Training:
         if self.row.others is not None:
             for row, of_muon in ((self.row, True), (self.row.others, False)):
                 units[row] = [unit.of_muon(of_muon) for unit in self.trained]
-        total, shards = parameters_of(self.trained), self.sharding.shards
+        counts = {row: Fraction(parameters_of(of_row), parameters_of(self.trained)) for row, of_row in units.items()}
+        shards = self.sharding.shards
         return [
-            Stepped(row, of_row, shards(of_row, self.rank).states, Fraction(parameters_of(of_row), total))
-            for row, of_row in units.items()
-            if parameters_of(of_row)
+            Stepped(row, units[row], shards(units[row], self.rank), share) for row, share in counts.items() if share
         ]
 
     @cached_property

@@ -163,6 +163,11 @@ def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--step-in-backward", "--compare", "strategies")["plans"]
     stepping = {one["label"]: one["settings"]["step_in_backward"] for one in plans}
     assert {label for label, size in stepping.items() if size == 25 * 2**20} == {"ddp", "fsdp", "hsdp, groups of 4"}
+    layouts = "--params 7e9 --gpus 8 --step-in-backward --compare layouts --strategy".split()
+    assert not any(
+        one["settings"]["step_in_backward"] for one in told(capsys, *layouts, "fsdp")["plans"] if "muon" in one["label"]
+    )
+    assert halfstep_main(["plan", *layouts, "zero1"]) == 2
 
 
 def test_every_part_has_its_colour() -> None:

@@ -97,7 +97,8 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
     ]
     plans = []
     for row in sorted(rows, key=lambda row: (*of_torch, precision).index(row.precision)):
-        released = arguments["step_in_backward"] if STRATEGIES[strategy].releases(row) else None
+        keeps = not row.ours or (row.others is not None and not STRATEGIES[strategy].releases(row))
+        released = None if keeps else arguments["step_in_backward"]
         changes = {"optimizer": row.optimizer, "precision": row.precision, "step_in_backward": released}
         label = row.optimizer if row.precision == precision != "fp32" else row.name
         plans.append((label, plan(**{**arguments, **changes})))

@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError, typed_command
-from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
+from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, parser
 from halfstep.cli.plan_tables import comparison, headline, message_rows, part_rows, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES
 
@@ -64,16 +64,13 @@ def _chosen(state: State, name: str) -> str:
 
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
-    return [
-        {"title": title, "fields": [_field(option) for option in options if option.label]}
-        for title, options in OPTIONS.items()
-        if options[0].label
-    ]
-
-
-def _field(option: Option) -> dict[str, Any]:
-    wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
-    return {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
+    titled: dict[str, list[dict[str, Any]]] = {}
+    for title, options in OPTIONS.items():
+        for option in (option for option in options if option.label):
+            wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
+            field = {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
+            titled.setdefault(title, []).append(field)
+    return [{"title": title, "fields": fields} for title, fields in titled.items()]
 
 
 def _same(names: Any, default: str = "") -> list[list[str]]:
@@ -208,21 +205,16 @@ def _comparison(state: State) -> dict[str, Any]:
     whole, card, rows = _scale(plans), plans[0]["card"], []
     for plan, (label, *cells) in zip(plans, table, strict=True):
         selected = all(plan["settings"][name] == _chosen(state, name) for name in names)
-        leading = _row(state, layouts, plan["settings"])
+        changes = {name: plan["settings"][name] for name in (*names, *(() if layouts else ("shard",)))}
+        if layouts:
+            changes = {name: None if value == _chosen({}, name) else value for name, value in changes.items()}
+            stepping = state.get("step-in-backward") if plan["settings"]["step_in_backward"] else None
+            changes = {**dict.fromkeys(_SET_BY_LAYOUTS), **changes, "step-in-backward": stepping}
+        leading = _without_none({**state, **changes})
         rows.append({"cells": [label, "", *cells], "bar": _bar(plan, whole), "here": selected, "state": leading})
     shown = f"the {size(whole)} of the {card['name']}" if card and whole == card["memory"] else ""
     note = f"{title}. Bars are of {shown or f'{size(whole)}, the largest peak'}. Choose a row to plan it."
     return {"head": [header[0], "picture", *header[1:]], "rows": rows, "note": note}
-
-
-def _row(state: State, layouts: bool, settings: dict[str, Any]) -> State:
-    """The state in which a row of the comparison is the plan."""
-    if not layouts:
-        return _without_none({**state, **{name: settings[name] for name in ("strategy", "shard")}})
-    row = {name: settings[name] for name in ("optimizer", "precision")}
-    changes = {name: None if value == _chosen({}, name) else value for name, value in row.items()}
-    changes |= {"step-in-backward": state.get("step-in-backward") if settings["step_in_backward"] else None}
-    return _without_none({**state, **dict.fromkeys(_SET_BY_LAYOUTS), **changes})
 
 
 def _without_none(options: dict[str, Any]) -> State:
