@@ -189,8 +189,6 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
     return shape
 
 
-# ---------------------------------------------------------------------------------------------------------- cards
-
 GIB = 2**30
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
 

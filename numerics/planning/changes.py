@@ -150,7 +150,7 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
 def _layouts(before: Plan) -> Iterator[Change]:
     """Layouts of halfstep with fewer bytes per parameter, for the weights' precision."""
     bf16: dict[str, Any] = {"precision": "bf16", "moments": None}
-    family = "halfstep" if before.layout.others is None else "halfstep-muon"
+    family = "halfstep" if before.layout.adamw is None else "halfstep-muon"
     rows: tuple[tuple[dict[str, Any], str, int], ...] = (
         ({**bf16, "optimizer": family}, "bf16 weights with exact fp32 masters", 1),
         ({**bf16, "optimizer": f"{family}-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),

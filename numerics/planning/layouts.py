@@ -34,7 +34,7 @@ class Layout:
     compute: StoredFormat  # of matrix products and activations
     formats: tuple[tuple[str, StoredFormat], ...] = ()  # of the states, by name, of other libraries
     state_layout: StateLayout | None = None  # of halfstep's
-    others: Layout | None = None  # with Muon, the layout of parameters that are no matrices, which AdamW steps
+    adamw: Layout | None = None  # with Muon, the layout of parameters that are no matrices, which AdamW steps
     temporary: int = 0  # bytes per parameter that `step` allocates and frees
     scalars: int = 0  # further bytes on the device per parameter tensor: its step count
     source: str = ""  # where the numbers of this row come from
@@ -78,7 +78,7 @@ class Layout:
     def moved_besides_states(self) -> Fraction:
         """What `moved_per_step` counts of gradients and weights, and of the matrices of Muon in scratch memory."""
         accesses = 2 if "master" in dict(self.states()) else 3
-        return accesses * self.weights.per_parameter + (0 if self.others is None else 4)
+        return accesses * self.weights.per_parameter + (0 if self.adamw is None else 4)
 
     @property
     def needs_rows(self) -> bool:
@@ -129,7 +129,7 @@ def _rows() -> tuple[Layout, ...]:
         for state in states
         for form in forms
     ]
-    rows = [*adamw, *(_with_momentum(row, "muon", others=row) for row in adamw)]
+    rows = [*adamw, *(_with_momentum(row, "muon", adamw=row) for row in adamw)]
     rows += [_with_momentum(row, "sgd") for row in adamw if row.optimizer == "halfstep"]
     for optimizer, forms, master, moment, options in _OTHERS:
         for form in forms:
@@ -178,5 +178,5 @@ def layout(optimizer: str = "halfstep", precision: str = "bf16", *, moments: str
             "leave moments out"
         )
     one_of("moments", moments, MOMENTS)
-    others = row.others and layout(row.others.optimizer, row.others.precision, moments=moments)
-    return replace(row, state_layout=replace(row.state_layout, state=moments), others=others)
+    adamw = row.adamw and layout(row.adamw.optimizer, row.adamw.precision, moments=moments)
+    return replace(row, state_layout=replace(row.state_layout, state=moments), adamw=adamw)

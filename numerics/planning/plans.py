@@ -140,9 +140,6 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, math.ceil(moved), float(each))
 
 
-# ---------------------------------------------------------------------------------------------------------- parts
-
-
 def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU

@@ -46,14 +46,14 @@ class Strategy:
 
     def holds(self, row: Layout) -> bool:
         """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
-        if row.others is not None:
+        if row.adamw is not None:
             return self.by in ("nothing", "rows")
         return self.by in ("nothing", "parameters", "rows") or not row.needs_rows
 
     def releases(self, row: Layout) -> bool:
         """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
         matrices."""
-        return row.ours and self.by in ("nothing", "rows") and (row.others is None or not self.states)
+        return row.ours and self.by in ("nothing", "rows") and (row.adamw is None or not self.states)
 
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")

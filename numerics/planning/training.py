@@ -102,7 +102,7 @@ class Training:
         """Arguments that cannot be combined: whether these are refused, argument, what is allowed, and remedy."""
         strategy, gpus, last = self.strategy, self.gpus, self.sharding.divisor - 1
         stepping, lora, no_model = self.step_in_backward is not None, self.lora is not None, self.model is None
-        rows, muon = "moments in 8 bits, whose blocks lie within rows of parameters", self.row.others is not None
+        rows, muon = "moments in 8 bits, whose blocks lie within rows of parameters", self.row.adamw is not None
         release, step_after = "step_in_backward", "leave it out, others keep all gradients"
         if muon:
             rows = "Muon, which needs whole matrices, or parts of rows to exchange"
@@ -141,8 +141,6 @@ class Training:
         beyond = (self.seq or 0) > (positions or 0)
         yield beyond, "seq", f"from 1 to {positions}, the positions of the model", "shorten it"
 
-    # ------------------------------------------------------------------------------------------- what follows from them
-
     @property
     def strategy_row(self) -> Strategy:
         return STRATEGIES[str(self.strategy)]
@@ -178,8 +176,8 @@ class Training:
     def by_rule(self) -> list[Stepped]:
         """What is trained, by the layout of its states: with Muon, the matrices and all others."""
         units: dict[Layout, Sequence[Unit]] = {self.row: self.trained}
-        if self.row.others is not None:
-            for row, of_muon in ((self.row, True), (self.row.others, False)):
+        if self.row.adamw is not None:
+            for row, of_muon in ((self.row, True), (self.row.adamw, False)):
                 units[row] = [unit.of_muon(of_muon) for unit in self.trained]
         counts = {row: Fraction(parameters_of(of_row), parameters_of(self.trained)) for row, of_row in units.items()}
         shards = self.sharding.shards
@@ -191,7 +189,7 @@ class Training:
     def scratch(self) -> Scratch | None:
         """What the matrices of Muon need; None without any."""
         row, units, *_ = self.by_rule[0]
-        return None if row.others is None else self.sharding.scratch(units, row.needs_rows, self.rank or 0)
+        return None if row.adamw is None else self.sharding.scratch(units, row.needs_rows, self.rank or 0)
 
     @cached_property
     def shards(self) -> Shards:

@@ -75,9 +75,6 @@ def _parser() -> Parser:
     return parser
 
 
-# ----------------------------------------------------------------------------------------------------------- counting
-
-
 def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
     """The statistics of small safetensors files in fp32, fp16 and bf16 without torch; None for other files."""
     readable = all(file.suffix == ".safetensors" and file.is_file() for file in files)
@@ -132,9 +129,6 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
                 batch = {}
     assert total is not None
     return total, dict(left_out), checkpoint.as_dict(), checkpoint.lines()
-
-
-# ------------------------------------------------------------------------------------------------------------ showing
 
 
 # Of which there is room on a wide screen only.

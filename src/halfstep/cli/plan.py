@@ -92,12 +92,12 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         for row in LAYOUTS
         if (row.precision == precision or (row.optimizer == "torch" and row.precision in of_torch))
         and STRATEGIES[strategy].holds(row)
-        and not (row.others is not None and arguments["offload"])
+        and not (row.adamw is not None and arguments["offload"])
         and (row.optimizer, row.precision) not in (("halfstep", "bf16"), ("halfstep-muon", "bf16"))  # as "-split"
     ]
     plans = []
     for row in sorted(rows, key=lambda row: (*of_torch, precision).index(row.precision)):
-        keeps = not row.ours or (row.others is not None and not STRATEGIES[strategy].releases(row))
+        keeps = not row.ours or (row.adamw is not None and not STRATEGIES[strategy].releases(row))
         released = None if keeps else arguments["step_in_backward"]
         changes = {"optimizer": row.optimizer, "precision": row.precision, "step_in_backward": released}
         label = row.optimizer if row.precision == precision != "fp32" else row.name

@@ -55,9 +55,6 @@ def power(scale: float) -> str:
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
-
-
 def _magnitudes(row: Row) -> str:
     """From the smallest exponent to the largest, without the scale."""
     exponents, shift = list(row.exponents), math.log2(row.scale)
@@ -109,8 +106,6 @@ def picture(statistics: Statistics, advice: ScaleAdvice | None, path: str | Path
     figures.save(results_picture.figure_of(statistics, advice), path)
 
 
-# -------------------------------------------------------------------------------------------------------------- advice
-
 _VERDICTS = {
     "unscaled": "{name} suffices without loss scaling",
     "scaled": "{name} suffices with loss scaling",
@@ -139,9 +134,6 @@ def advice_text(advice: ScaleAdvice) -> str:
     )
     lines.append(_VERDICTS[advice.verdict].format(name=name))
     return "\n".join([*lines, *advice.notes])
-
-
-# ----------------------------------------------------------------------------------------------------------- overflows
 
 
 def overflow_text(report: OverflowReport) -> str:

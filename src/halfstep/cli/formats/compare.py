@@ -86,9 +86,6 @@ def format_dict(format: Format) -> dict[str, Any]:
     return row
 
 
-# -------------------------------------------------------------------------------------------------------- two formats
-
-
 def lowest_exponent(format: Format) -> int:
     """The exponent e of the smallest positive value, 2^e."""
     return format.emin - format.mantissa if format.has_subnormals else format.emin

@@ -59,9 +59,6 @@ def _chosen(state: State, name: str) -> str:
     return state.get(name) or option.text(option.default)
 
 
-# ----------------------------------------------------------------------------------------------------------- the form
-
-
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
     titled: dict[str, list[dict[str, Any]]] = {}
@@ -113,9 +110,6 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
             control["value"] = (state[name] or option.text(option.const)) if name in state else _chosen({}, name)
         controls[name] = control | ({"choices": choices[name]} if name in choices else {})
     return controls
-
-
-# ---------------------------------------------------------------------------------------------------------- the answer
 
 
 def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
