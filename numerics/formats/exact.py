@@ -54,9 +54,8 @@ _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and th
 _QUIET = 1 << 51  # of a float64 NaN
 
 
-Number = (
-    Fraction | float
-)  # a float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
+# A float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents.
+Number = Fraction | float
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
@@ -99,7 +98,7 @@ def code_of(
 ) -> int:
     """`encode_exact` of a number that `exact` returned, with options that were checked and the random word."""
     if number != number:
-        return nan_code(_pattern(float(number)), form, nan)
+        return nan_code(struct.unpack("<Q", struct.pack("<d", number))[0], form, nan)
     negative = number < 0 or (isinstance(number, float) and number == 0)  # which is -0.0
     if number in (math.inf, -math.inf) or (form.kind == "scale" and number < 0):
         return beyond_code(negative, form, overflow)
@@ -350,10 +349,6 @@ def _from_float(value: float) -> Number:
     if value == 0:
         return value if math.copysign(1.0, value) < 0 else Fraction(0)
     return Fraction(value) if math.isfinite(value) else value
-
-
-def _pattern(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little")
 
 
 _LITERAL = (

@@ -26,11 +26,6 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
-    def row(self) -> int:
-        """Elements in a row, an index of dimension 0; 0 for a vector."""
-        return math.prod(self.shape[1:]) if len(self.shape) > 1 else 0
-
-    @property
     def for_muon(self) -> bool:
         """Whether `halfstep.muon_groups` gives it to Muon, by its name and shape, unless it is an embedding."""
         return self.kind == "all" or (self.kind != "embedding" and is_matrix(self.name, self.shape))

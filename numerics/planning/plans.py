@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
@@ -136,7 +136,12 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     moved = 2 * Fraction(sum(part.bytes for part in parts if part.name in states))
     moved += sum(rule.row.moved_besides_states * elements(rule.shards.states) for rule in training.by_rule)
     each = sum(rule.row.per_parameter() * rule.share for rule in training.by_rule)
-    counts, totals, flops = (parameters, parameters - idle), _totals(parts), _work(training)
+    phases = Counter[str]()
+    for part in parts:
+        phases[part.phase if part.place == GPU else HOST] += part.bytes
+    state, backward, step = phases[ALWAYS], phases[BACKWARD], phases[STEP]
+    totals = Totals(state, backward, step, state + max(backward, step), phases[HOST])
+    counts, flops = (parameters, parameters - idle), _work(training)
     return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, math.ceil(moved), float(each))
 
 
@@ -258,15 +263,6 @@ def _temporaries(training: Training) -> Iterator[Part]:
     if training.scratch is not None and training.scratch.largest:
         size = training.scratch.largest * (14 if training.scratch.received else 12)
         yield Part("step temporaries", size, phase=STEP, note="copies of the largest matrix")
-
-
-def _totals(parts: Sequence[Part]) -> Totals:
-    state, backward, step = (
-        sum(part.bytes for part in parts if part.phase == phase and part.place == GPU)
-        for phase in (ALWAYS, BACKWARD, STEP)
-    )
-    host = sum(part.bytes for part in parts if part.place == HOST)
-    return Totals(state, backward, step, state + max(backward, step), host)
 
 
 def _work(training: Training) -> Work | None:

@@ -199,7 +199,8 @@ class Sharding:
     def _row(self, tensor: Tensor) -> int:
         if not self.shaped:
             return tensor.elements
-        return tensor.row if tensor.elements >= LEAST_CODED else 0
+        coded = len(tensor.shape) > 1 and tensor.elements >= LEAST_CODED
+        return math.prod(tensor.shape[1:]) if coded else 0
 
     def padded(self, units: Sequence[Unit]) -> int:
         """The number of elements of gathered weights and unreduced gradients: all, and the padding of shards."""

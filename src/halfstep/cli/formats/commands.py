@@ -516,12 +516,13 @@ def _compare(options: argparse.Namespace) -> Answer:
         joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
         for first, second in pairs
     ]
-    numbers = Table(("number", *_names(chosen)), [(typed.text, *map(_example, row)) for typed, row in examples])
+    cells = []
+    for typed, row in examples:
+        stored = (result.stored.text(15) if result.stored else "-" for result in row)
+        outcomes = (_coloured(result.outcome_text) for result in row)
+        cells.append([typed.text, *(joined(*pair, by=" ") for pair in zip(stored, outcomes, strict=True))])
+    numbers = Table(("number", *_names(chosen)), cells)
     return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
-
-
-def _example(result: Encoded) -> Text:
-    return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 
 _PANELS = ("range", "codes", "all")
