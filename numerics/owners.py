@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -25,7 +25,7 @@ def is_matrix(name: str, shape: Sequence[int], adamw: Sequence[str] = FOR_ADAMW)
     return len(shape) > 1 and prod(shape[1:]) > 1 and re.search(words, name) is None
 
 
-@cache
+@lru_cache(maxsize=1024)
 def cut(size: int, ranks: int) -> Ranges:
     """Where the part of each rank begins and ends in a dimension, as DTensors and `torch.chunk` cut it."""
     chunk = -(-size // ranks)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from halfstep.numerics.owners import MOST, Ownership, assigned, cut, cuts_matrices, in_parts, padded
@@ -169,33 +169,6 @@ class Sharding:
             states.append((size, count, row if self.shaped else size))
         return Shards(tuple(evenly), tuple(evenly), tuple(states))
 
-    def scratch(self, units: Sequence[Unit], codes: bool, rank: int = 0) -> Scratch:
-        """What the matrices in `units` need, as `halfstep.Muon` groups them by whether momentum is in codes."""
-        ranks, launches = self.divisor, defaultdict[tuple[bool, bool], list[tuple[int, ...]]](list)
-        if not self.shaped:
-            shard = -(-parameters_of(units) // ranks)
-            together = min(shard, MOST)
-            return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
-        parts = received = largest = sent = 0
-        for matrix in each_tensor_of(units):
-            exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
-            launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
-            largest = max(largest, math.prod(matrix.shape[-2:] if len(matrix.shape) == 3 else matrix.shape))
-        for (_, exchanged), shapes in launches.items():
-            cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
-            shards = [
-                math.prod(shape[1:]) * (ranges[rank][1] - ranges[rank][0])
-                for shape, (_, ranges) in zip(shapes, cuts, strict=True)
-            ]
-            least = ranks if exchanged else 1
-            for indices in in_parts([*map(math.prod, shapes)] if exchanged else shards, MOST * least, least):
-                of_part = slice(indices.start, indices.stop)
-                parts = max(parts, sum(map(padded, shards[of_part])))
-                if exchanged:
-                    ownership = Ownership(shapes[of_part], cuts[of_part], rank)
-                    received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
-        return Scratch(parts, received, largest, sent)
-
     def _row(self, tensor: Tensor) -> int:
         if not self.shaped:
             return tensor.elements
@@ -247,6 +220,38 @@ class Sharding:
         groups = ranks // divisor
         across = sent("all-reduce", "shards of gradients", 2 * ring(groups) / divisor, groups)
         return divided if groups == 1 else (*divided, across)
+
+
+@lru_cache(maxsize=64)  # `ways_to_fit` asks thousands of times
+def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, codes: bool) -> Scratch:
+    """What the matrices in `units` need, as `halfstep.Muon` groups them by whether momentum is in codes."""
+    launches = defaultdict[tuple[bool, bool], list[tuple[int, ...]]](list)
+    if not shaped:
+        shard = -(-parameters_of(units) // ranks)
+        together = min(shard, MOST)
+        return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
+    matrices, parts, received, sent = list(each_tensor_of(units)), 0, 0, 0
+    largest = max(math.prod(matrix.shape[-2:] if len(matrix.shape) == 3 else matrix.shape) for matrix in matrices)
+    ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # further ones have nothing
+    if rank >= ranks:
+        return Scratch(0, 0, largest, 0)
+    for matrix in matrices:
+        exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
+        launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
+    for (_, exchanged), shapes in launches.items():
+        cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
+        shards = [
+            math.prod(shape[1:]) * (ranges[rank][1] - ranges[rank][0])
+            for shape, (_, ranges) in zip(shapes, cuts, strict=True)
+        ]
+        least = ranks if exchanged else 1
+        for indices in in_parts([*map(math.prod, shapes)] if exchanged else shards, MOST * least, least):
+            of_part = slice(indices.start, indices.stop)
+            parts = max(parts, sum(map(padded, shards[of_part])))
+            if exchanged:
+                ownership = Ownership(shapes[of_part], cuts[of_part], rank)
+                received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
+    return Scratch(parts, received, largest, sent)
 
 
 def over_the_bus(row: Layout, strategy: Strategy, shards: Shards) -> tuple[Collective, ...]:

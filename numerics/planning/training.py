@@ -11,7 +11,7 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning.layouts import Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Scratch, Sharding, Shards, Strategy
+from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Scratch, Sharding, Shards, Strategy, scratch_of
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 
@@ -189,7 +189,10 @@ class Training:
     def scratch(self) -> Scratch | None:
         """What the matrices of Muon need; None without any."""
         row, units, *_ = self.by_rule[0]
-        return None if row.adamw is None else self.sharding.scratch(units, row.needs_rows, self.rank or 0)
+        sharding = self.sharding
+        if row.adamw is None:
+            return None
+        return scratch_of(tuple(units), sharding.divisor, self.rank or 0, sharding.shaped, row.needs_rows)
 
     @cached_property
     def shards(self) -> Shards:

@@ -184,6 +184,8 @@ def test_ranks_exchange_parts_of_the_matrices_of_muon() -> None:
     units = [unit("all", {"experts": (8, 64, 64), "router": (8, 64), "embed.tokens": (64, 64)})]
     exchange = plan(units=units, gpus=4, strategy="fsdp", optimizer="halfstep-muon", rank=1).communication[-1]
     assert exchange.bytes == 2 * 2 * 64  # two rows of the router, whose owner is rank 0
+    options = {"units": units, "gpus": 2**40, "strategy": "fsdp", "optimizer": "halfstep-muon"}
+    assert [plan(**options, rank=rank).part("scratch").bytes for rank in (1, 7, 2**39)] == [8192, 8192, 0]
     assert plan(24 * BILLION, gpus=8, strategy="fsdp", optimizer="halfstep-muon").communication[-1].bytes == (
         4 * 24 * BILLION // 8 * 7 // 8
     )
