@@ -20,23 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats import philox_words
-from halfstep.numerics.formats.exact import (
-    Number,
-    beyond_code,
-    check_options,
-    code_of,
-    decode_exact,
-    encode_exact,
-    exact,
-    nan_code,
-    next_exact,
-    parse_number,
-    stops_at_the_end,
-    subnormal_steps,
-    ulp_exact,
-    unit_exponent,
-)
+from halfstep.numerics.formats import exact, philox_words
+from halfstep.numerics.formats.exact import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = ["Neighbours", "decode", "encode", "neighbours", "next_down", "next_up", "parse_number", "round_to", "ulp"]
@@ -96,7 +81,7 @@ def encode(
         '0x7bff'
     """
     form = formats[format]
-    check_options(form, rounding, overflow, nan, subnormals, seed, offset)
+    exact.check_options(form, rounding, overflow, nan, subnormals, seed, offset)
     options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "offset": offset}
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
@@ -111,7 +96,7 @@ def encode(
     if flat.dtype == object:
         del options["offset"]
         elements = enumerate(flat.tolist(), offset)
-        codes[:] = [encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
+        codes[:] = [exact.encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
     else:
         for start in range(0, flat.size, BLOCK_ELEMENTS):
             block = flat[start : start + BLOCK_ELEMENTS]
@@ -196,7 +181,7 @@ def ulp(values: Any, format: Any) -> Any:
         >>> ulp([1.0, 1000.0], "bf16").tolist()
         [0.0078125, 4.0]
     """
-    return _each(values, lambda number: ulp_exact(number, format))
+    return _each(values, lambda number: exact.ulp_exact(number, format))
 
 
 def next_up(values: Any, format: Any) -> Any:
@@ -209,7 +194,7 @@ def next_up(values: Any, format: Any) -> Any:
         >>> next_up([1.0, 65504.0], "fp16").tolist()
         [1.0009765625, inf]
     """
-    return _each(values, lambda number: next_exact(number, format, up=True))
+    return _each(values, lambda number: exact.next_exact(number, format, up=True))
 
 
 def next_down(values: Any, format: Any) -> Any:
@@ -220,7 +205,7 @@ def next_down(values: Any, format: Any) -> Any:
         >>> float(next_down(1.0, "bf16"))
         0.99609375
     """
-    return _each(values, lambda number: next_exact(number, format, up=False))
+    return _each(values, lambda number: exact.next_exact(number, format, up=False))
 
 
 @dataclass(frozen=True)
@@ -278,12 +263,12 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         >>> float(around.below), float(around.above)
         (0.333251953125, 0.33349609375)
     """
-    form, number = formats[format], exact(value)
+    form, number = formats[format], exact.exact(value)
     if isinstance(number, float) and number != 0:
         raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
-    code = code_of(number, form)
-    nearest, step = decode_exact(code, form), Fraction(2) ** unit_exponent(Fraction(number), form)
-    previous, following = (next_exact(number, form, up=up) for up in (False, True))
+    code = exact.code_of(number, form)
+    nearest, step = exact.decode_exact(code, form), Fraction(2) ** exact.unit_exponent(Fraction(number), form)
+    previous, following = (exact.next_exact(number, form, up=up) for up in (False, True))
     if nearest == number:
         return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
     open_ended = form.has_infinity or form.has_nan
@@ -296,7 +281,7 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
     elif form.signed:
         midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    first, second = (None if side is None else code_of(side, form) for side in (below, above))
+    first, second = (None if side is None else exact.code_of(side, form) for side in (below, above))
     return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
@@ -464,7 +449,7 @@ def _rounded(s: Array, rounding: str, negative: Array, words: Array | None, form
     if words is None:
         return below  # toward zero
     moves = rest * 2.0**32 >= 2.0**32 - words
-    steps = subnormal_steps(form)
+    steps = exact.subnormal_steps(form)
     if steps is not None:
         coarse = np.rint(rest * 2.0**steps) + (words >> (32 - steps)) >= 2**steps
         moves = np.where(below < 1 << form.mantissa, coarse, moves)
@@ -475,13 +460,13 @@ def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str)
     """The codes of numbers that overflow, infinities and NaNs, and of negative numbers in a format without sign."""
     codes, negative, infinite = np.empty(values.size, _U), np.signbit(values), np.isinf(values)
     for sign in (False, True):
-        ended = "saturate" if stops_at_the_end(rounding, sign, form) else overflow
-        codes[negative == sign] = beyond_code(sign, form, ended)
-        codes[(negative == sign) & infinite] = beyond_code(sign, form, overflow)
+        ended = "saturate" if exact.stops_at_the_end(rounding, sign, form) else overflow
+        codes[negative == sign] = exact.beyond_code(sign, form, ended)
+        codes[(negative == sign) & infinite] = exact.beyond_code(sign, form, overflow)
     is_nan = np.isnan(values)
     if is_nan.any():
         with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
-            codes[is_nan] = nan_code(values[is_nan].astype(np.float64).view(_U), form, nan)
+            codes[is_nan] = exact.nan_code(values[is_nan].astype(np.float64).view(_U), form, nan)
     return codes
 
 
