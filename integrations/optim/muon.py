@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -23,37 +21,24 @@ from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
 from halfstep.kernels.streams import current_stream
+from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, cuts_matrices, is_matrix, padded
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded
 from halfstep.numerics.scaling.verdict import parameters_of
 
-MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
 _FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d
-ALIGNMENT = 64  # elements that matrices there begin at multiples of
 
 
-class Exchange:
+class Exchange(Ownership):
     """Matrices whose parts are on several ranks, and their owners, which orthogonalize them.
 
     Each rank sends its parts to the owners and takes the results back. N ranks together send 4 (N - 1) / N bytes per
-    element, in two collectives. The owners follow from the shapes and the number of ranks.
+    element, in two collectives.
     """
 
     def __init__(self, targets: list[torch.Tensor]) -> None:
         cuts = [cut for cut in (Sharding(target).cut() for target in targets) if cut is not None]
         self.group = cuts[0][0]
-        self.shapes, self.cuts = [target.shape for target in targets], [(dim, ranges) for _, dim, ranges in cuts]
-        self.rank, ranks = self.group.rank(), range(self.group.size())
-        owners = owners_of(self.shapes, len(ranks))
-        self.order = sorted(range(len(targets)), key=lambda index: (owners[index], index))  # of parts in memory
-        self.owned = [index for index in self.order if owners[index] == self.rank]
-        self.sent = [sum(self._elements(i, self.rank) for i in self.order if owners[i] == to) for to in ranks]
-        self.received = [sum(self._elements(i, origin) for i in self.owned) for origin in ranks]
-
-    def _elements(self, index: int, rank: int) -> int:
-        """Those that the part of a rank takes in memory."""
-        dim, ranges = self.cuts[index]
-        begin, end = ranges[rank]
-        return _padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
+        super().__init__([target.shape for target in targets], [cut[1:] for cut in cuts], self.group.rank())
 
     def run(self, parts: torch.Tensor, received: torch.Tensor, products: rule.Products) -> None:
         """Replace the parts of this rank, in `order`, by those of the orthogonalized matrices."""
@@ -68,7 +53,7 @@ class Exchange:
             for rank, (begin, end) in enumerate(ranges):
                 piece = whole.narrow(dim, begin, end - begin)
                 of_ranks.append((received[starts[rank] : starts[rank] + piece.numel()].view(piece.shape), piece))
-                starts[rank] += self._elements(index, rank)
+                starts[rank] += self.elements(index, rank)
             for part, piece in of_ranks:
                 piece.copy_(part)
             muon.orthogonalize([whole.view(rule.matrices(shape, products.blocks))], products)
@@ -77,28 +62,13 @@ class Exchange:
         dist.all_to_all_single(sent_bytes, received_bytes, sent, taken, group=self.group)
 
 
-def owners_of(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """The rank that orthogonalizes each matrix: the largest first, each to the rank with the least to do so far."""
-    work = [min(shape[0], prod(shape[1:])) * prod(shape) for shape in shapes]
-    loads, owners = [0] * ranks, [0] * len(shapes)
-    for index in sorted(range(len(shapes)), key=lambda index: (-work[index], index)):
-        owners[index] = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[index]] += work[index]
-    return owners
-
-
-def _padded(elements: int) -> int:
-    return -(-elements // ALIGNMENT) * ALIGNMENT
-
-
 def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
     """The ranks that have parts of the matrices of a parameter; None if each matrix is whole on a rank."""
     cut = Sharding(parameter).cut()
     if cut is None:
         return None
     ranks, dim, ranges = cut
-    rows = 1 if parameter.dim() == 3 else parameter.shape[0] // group["blocks"]
-    return None if dim == 0 and all(begin % rows == 0 for begin, _ in ranges) else ranks
+    return ranks if cuts_matrices(parameter.shape, dim, ranges, group["blocks"]) else None
 
 
 class MatrixGroup(LaunchGroup):
@@ -144,7 +114,7 @@ class MatrixGroup(LaunchGroup):
         ranks = _exchanging(self.targets[0], {"blocks": products.blocks})  # the same for all parameters of a launch
         exchange = None if ranks is None else Exchange(self.targets)
         order = range(len(shapes)) if exchange is None else exchange.order
-        sizes = [_padded(self.weights[index].numel()) for index in order]
+        sizes = [padded(self.weights[index].numel()) for index in order]
         memory, views = self._memory("parts", sum(sizes)), {}
         for index, start in zip(order, accumulate(sizes, initial=0), strict=False):
             weight = self.weights[index]
@@ -346,9 +316,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
                 group["adjust_lr_fn"] = group["adjust_lr_fn"] or "match_rms_adamw"
 
 
-def muon_groups(
-    model: torch.nn.Module, *, adamw: Sequence[str] = ("embed", "head"), **options: Any
-) -> list[dict[str, Any]]:
+def muon_groups(model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **options: Any) -> list[dict[str, Any]]:
     """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings, the head and convolutions in
     one dimension, whose weights are no matrices of a batch, for AdamW.
 
@@ -364,13 +332,11 @@ def muon_groups(
         >>> [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups]
         [('muon', 1), ('adamw', 2)]
     """
-    words = re.compile(rf"(?:^|[._])(?:{'|'.join(map(re.escape, adamw)) or '(?!)'})(?:[._]|$)")
     for_adamw = {id(module.weight) for module in model.modules() if isinstance(module, _FOR_ADAMW)}
     matrices: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
-        is_matrix = parameter.dim() > 1 and prod(parameter.shape[1:]) > 1
-        named = words.search(name) is not None
-        (matrices if is_matrix and id(parameter) not in for_adamw and not named else others).append((name, parameter))
+        for_muon = id(parameter) not in for_adamw and is_matrix(name, parameter.shape, adamw)
+        (matrices if for_muon else others).append((name, parameter))
     groups = [{"params": matrices}, {"params": others, "algorithm": "adamw", **options}]
     return [group for group in groups if group["params"]]

@@ -23,6 +23,7 @@ from halfstep.kernels.multi_tensor import (
     is_flat,
 )
 from halfstep.kernels.streams import all_to_device, upload
+from halfstep.numerics.owners import in_parts
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
@@ -498,17 +499,11 @@ def _limited(
     """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
     ranks divide them alike."""
     for launch, indices in launches.items():
-        rule, group, elements = launch[2], launch[-1], 0
+        rule, group = launch[2], launch[-1]
         ranks = 1 if group is None else group.size()
-        part: list[int] = []
-        for index in indices:
-            numel = (targets[index] if group is not None else local(targets[index])).numel()
-            if len(part) >= ranks and elements + numel > rule.most * ranks:
-                yield launch, part
-                part, elements = [], 0
-            part.append(index)
-            elements += numel
-        yield launch, part
+        tensors = (targets[index] if group is not None else local(targets[index]) for index in indices)
+        for part in in_parts([tensor.numel() for tensor in tensors], rule.most * ranks, ranks):
+            yield launch, indices[part.start : part.stop]
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:

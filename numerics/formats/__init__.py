@@ -1,6 +1,6 @@
 """Number formats, without torch: what they hold, what a number becomes in one, and what a code says.
 
 Files: ``table.py`` has the formats and their properties; ``exact.py`` reads numbers and rounds one at a time in
-rational arithmetic, the specification; ``arrays.py`` does the same to arrays; ``philox_words.py`` draws the random
-words of stochastic rounding; ``codec.py`` holds the public functions `encode`, `decode` and `round_to`.
+rational arithmetic, the specification; ``philox_words.py`` draws the random words of stochastic rounding; ``codec.py``
+holds the public functions `encode`, `decode` and `round_to`, and does the same to arrays.
 """

@@ -1,8 +1,8 @@
 """Encode values in a format and decode codes: numpy arrays, torch tensors, lists, single numbers and texts.
 
-`exact.py` specifies the rounding of one number; `arrays.py` computes the same for arrays of fp32 and fp64. Values that
-these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are rounded by `exact.py`, so that every
-value is rounded once.
+`exact.py` specifies the rounding of one number; the end of this file has the same arithmetic in numpy, for fp32 and
+fp64. Values that these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are rounded by
+`exact.py`, so that every value is rounded once.
 
 This module does not import torch. Tensors are converted to numpy arrays on the CPU, and results to tensors on the
 device of the input.
@@ -15,28 +15,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from halfstep.numerics.formats.arrays import Array, code_dtype, decode_array, encode_array
-from halfstep.numerics.formats.exact import (
-    Number,
-    check_options,
-    code_of,
-    decode_exact,
-    encode_exact,
-    exact,
-    next_exact,
-    parse_number,
-    ulp_exact,
-    unit_exponent,
-)
+from halfstep.numerics.formats import exact, philox_words
+from halfstep.numerics.formats.exact import Number, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
 __all__ = ["Neighbours", "decode", "encode", "neighbours", "next_down", "next_up", "parse_number", "round_to", "ulp"]
 
+Array = np.ndarray[Any, Any]
+BLOCK_ELEMENTS = 32768  # ten arrays of so many numbers fit the L2 cache
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
+_U = np.uint64
 
 
 def encode(
@@ -88,7 +81,7 @@ def encode(
         '0x7bff'
     """
     form = formats[format]
-    check_options(form, rounding, overflow, nan, subnormals, seed, offset)
+    exact.check_options(form, rounding, overflow, nan, subnormals, seed, offset)
     options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "offset": offset}
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
@@ -98,14 +91,17 @@ def encode(
     if _is_tensor(values):
         return _as_tensor(encode(_array_of(values), form, rounding, **options, seed=seed), values)
     array = _prepared(values)
-    rows = np.ascontiguousarray(array).reshape(-1)
-    if rows.dtype != object:
-        codes = encode_array(rows, form, rounding, **options, seed=seed or 0)
-    else:
+    flat = np.ascontiguousarray(array).reshape(-1)
+    codes: Array = np.empty(flat.size, code_dtype(form))
+    if flat.dtype == object:
         del options["offset"]
-        elements = enumerate(rows.tolist(), offset)
-        exactly = [encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
-        codes = np.array(exactly, code_dtype(form))
+        elements = enumerate(flat.tolist(), offset)
+        codes[:] = [exact.encode_exact(value, form, rounding, **options, seed=seed, offset=i) for i, value in elements]
+    else:
+        for start in range(0, flat.size, BLOCK_ELEMENTS):
+            block = flat[start : start + BLOCK_ELEMENTS]
+            words = random_words(offset + start, block.size, seed or 0) if rounding == "stochastic" else None
+            codes[start : start + BLOCK_ELEMENTS] = _encode(block, form, rounding, overflow, nan, subnormals, words)
     codes = codes.reshape(array.shape)
     return codes if isinstance(values, np.ndarray) else codes[()]
 
@@ -178,34 +174,27 @@ def round_to(
 
 
 def ulp(values: Any, format: Any) -> Any:
-    """The distance between the format's numbers around each value (`Format.ulp`).
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN, infinity for infinities.
+    """The distance between the format's numbers around each value (`Format.ulp`), in float64 and the shape of `values`.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import ulp
         >>> ulp([1.0, 1000.0], "bf16").tolist()
         [0.0078125, 4.0]
     """
-    return _each(values, lambda number: ulp_exact(number, format))
+    return _each(values, lambda number: exact.ulp_exact(number, format))
 
 
 def next_up(values: Any, format: Any) -> Any:
     """The least number of the format greater than each value, which may be any number: nextUp of IEEE 754.
 
-    After the negative number closest to zero comes -0.0, if the format has it. After the largest number comes infinity,
-    or NaN in a format without infinity, or the largest number again in a format without both.
-
-    Returns:
-        float64 numbers in the shape of `values`: NaN for NaN.
+    It is that of `exact.next_exact`, in float64 and the shape of `values`.
 
     Examples:
         >>> from halfstep.numerics.formats.codec import next_up
         >>> next_up([1.0, 65504.0], "fp16").tolist()
         [1.0009765625, inf]
     """
-    return _each(values, lambda number: next_exact(number, format, up=True))
+    return _each(values, lambda number: exact.next_exact(number, format, up=True))
 
 
 def next_down(values: Any, format: Any) -> Any:
@@ -216,7 +205,7 @@ def next_down(values: Any, format: Any) -> Any:
         >>> float(next_down(1.0, "bf16"))
         0.99609375
     """
-    return _each(values, lambda number: next_exact(number, format, up=False))
+    return _each(values, lambda number: exact.next_exact(number, format, up=False))
 
 
 @dataclass(frozen=True)
@@ -274,12 +263,12 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         >>> float(around.below), float(around.above)
         (0.333251953125, 0.33349609375)
     """
-    form, number = formats[format], exact(value)
+    form, number = formats[format], exact.exact(value)
     if isinstance(number, float) and number != 0:
         raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
-    code = code_of(number, form)
-    nearest, step = decode_exact(code, form), Fraction(2) ** unit_exponent(Fraction(number), form)
-    previous, following = (next_exact(number, form, up=up) for up in (False, True))
+    code = exact.code_of(number, form)
+    nearest, step = exact.decode_exact(code, form), Fraction(2) ** exact.unit_exponent(Fraction(number), form)
+    previous, following = (exact.next_exact(number, form, up=up) for up in (False, True))
     if nearest == number:
         return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
     open_ended = form.has_infinity or form.has_nan
@@ -292,7 +281,7 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
     elif form.signed:
         midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    first, second = (None if side is None else code_of(side, form) for side in (below, above))
+    first, second = (None if side is None else exact.code_of(side, form) for side in (below, above))
     return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
@@ -394,3 +383,135 @@ def _as_tensor(array: Array, like: Any) -> Any:
     """The array as a tensor with the shape and device of `like`."""
     torch = sys.modules["torch"]
     return torch.from_numpy(np.ascontiguousarray(array)).reshape(like.shape).to(like.device)
+
+
+# -------------------------------------------------------------------------------------------- arrays of fp32 and fp64
+
+
+def code_dtype(form: Format) -> type:
+    """The smallest unsigned integer type that holds a code."""
+    return next(
+        t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if form.bits <= bits
+    )
+
+
+# A number is s * 2^e with an integer s below 2^53. In units of the target format it is an integer and a fraction that
+# float64 both holds exactly. s and e come from the bits, and no operand or result below is a float64 subnormal, so
+# `torch.set_flush_denormal` changes nothing here.
+
+
+def _encode(
+    values: Array, form: Format, rounding: str, overflow: str, nan: str, subnormals: bool, words: Array | None
+) -> Array:
+    M, bias, unsigned = (23, 127, np.uint32) if values.dtype == np.float32 else (52, 1023, np.uint64)
+    patterns = values.view(unsigned)
+    field = (patterns >> M).astype(np.int64)
+    negative, field = field > 2 * bias + 1, field & (2 * bias + 1)
+    s = ((patterns & ((1 << M) - 1)) | ((field > 0).astype(unsigned) << M)).astype(np.float64)
+    e = np.maximum(field, 1) - (bias + M)
+    unit = np.zeros_like(e)
+    if form.kind != "integer":
+        unit = np.where(s == 0, form.emin, np.maximum(e + np.frexp(s)[1] - 1, form.emin)) - form.mantissa
+    # All that is below 2^-100 units rounds alike, and all integers above 2^60 overflow.
+    s = np.minimum(np.ldexp(s, (e - unit).clip(-153, 60)), 2.0**60)
+    code = _rounded(s, rounding, negative, words, form)
+    if form.kind == "scale":
+        code = np.where(s >= 1, np.maximum(code + (unit - form.emin - 1), 0), 0)
+    elif form.kind != "integer":  # as if the exponent had no upper limit
+        code += (unit - (form.emin - form.mantissa)) << form.mantissa
+    if not subnormals and form.has_subnormals:
+        code[code < 1 << form.mantissa] = 0
+    rare = (code > form.largest_code + (negative & (form.kind == "integer"))) | (field == 2 * bias + 1)
+    if not form.signed:
+        rare |= negative & (s != 0)
+    elif form.kind == "integer":
+        code = np.where(negative, form.codes - code, code)
+    else:
+        code |= (negative & (form.has_negative_zero | (code != 0))).astype(np.int64) << (form.bits - 1)
+    codes: Array = code.astype(code_dtype(form))
+    if rare.any():
+        codes[rare] = _beyond(values[rare], form, rounding, overflow, nan)
+    return codes
+
+
+def _rounded(s: Array, rounding: str, negative: Array, words: Array | None, form: Format) -> Array:
+    """Magnitudes in units rounded to integers, as `exact.py` does it."""
+    if rounding == "nearest":
+        return np.rint(s).astype(np.int64)
+    below = s.astype(np.int64)
+    rest = s - below
+    if rounding == "nearest_away":
+        return below + (rest >= 0.5)
+    if rounding == "odd":
+        return below | (rest > 0)
+    if rounding in ("up", "down"):
+        return below + ((rest > 0) & (negative == (rounding == "down")))
+    if words is None:
+        return below  # toward zero
+    moves = rest * 2.0**32 >= 2.0**32 - words
+    steps = exact.subnormal_steps(form)
+    if steps is not None:
+        coarse = np.rint(rest * 2.0**steps) + (words >> (32 - steps)) >= 2**steps
+        moves = np.where(below < 1 << form.mantissa, coarse, moves)
+    return below + moves
+
+
+def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str) -> Array:
+    """The codes of numbers that overflow, infinities and NaNs, and of negative numbers in a format without sign."""
+    codes, negative, infinite = np.empty(values.size, _U), np.signbit(values), np.isinf(values)
+    for sign in (False, True):
+        ended = "saturate" if exact.stops_at_the_end(rounding, sign, form) else overflow
+        codes[negative == sign] = exact.beyond_code(sign, form, ended)
+        codes[(negative == sign) & infinite] = exact.beyond_code(sign, form, overflow)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
+            codes[is_nan] = exact.nan_code(values[is_nan].astype(np.float64).view(_U), form, nan)
+    return codes
+
+
+def random_words(first: int, count: int, seed: int) -> Array:
+    """The random words of elements `first` to ``first + count - 1``, as uint32."""
+    groups = np.arange(first // 8, (first + count + 7) // 8, dtype=_U)
+    pairs = np.stack(philox_words.four_words(groups, seed), axis=1)
+    words = np.stack([pairs & _U(0xFFFF), pairs >> _U(16)], axis=2).reshape(-1)[first % 8 : first % 8 + count]
+    return (words << _U(16) | _U(0x8000)).astype(np.uint32)
+
+
+def decode_array(codes: Array, form: Format) -> Array:
+    """The values of valid codes, in float64."""
+    flat = codes.reshape(-1)
+    values = _table(form)[flat] if form.bits <= 16 else _decode(flat.astype(_U), form)
+    return values.reshape(codes.shape)
+
+
+@lru_cache(maxsize=32)
+def _table(form: Format) -> Array:
+    values = _decode(np.arange(form.codes, dtype=_U), form)
+    values.flags.writeable = False
+    return values
+
+
+def _decode(codes: Array, form: Format) -> Array:
+    negative, magnitude = (codes & _U(form.sign_bit)) != 0, codes & _U(form.codes - 1 - form.sign_bit)
+    if form.kind == "integer":
+        return codes.astype(np.float64) - negative * float(form.codes)
+    field, units = (magnitude >> _U(form.mantissa)).astype(np.int64), magnitude & _U((1 << form.mantissa) - 1)
+    if form.kind == "scale":
+        values = np.ldexp(1.0, field + form.emin)
+    elif form.name == "fp64":
+        values = magnitude.copy().view(np.float64)
+    else:
+        significand = (units + ((field > 0).astype(_U) << _U(form.mantissa))).astype(np.float64)
+        with np.errstate(over="ignore"):  # infinities and NaNs are replaced below
+            values = np.ldexp(significand, np.maximum(field, 1) - 1 + form.emin - form.mantissa)
+    patterns = values.view(_U)
+    special = magnitude > _U(form.largest_code)
+    patterns[special] = 0x7FF8 << 48
+    if form.kind == "ieee":
+        patterns[special] |= units[special] << _U(52 - form.mantissa)
+        patterns[magnitude == _U(form.infinity_code or 0)] = 0x7FF << 52
+    patterns |= negative.astype(_U) << _U(63)
+    if form.kind == "fnuz":
+        patterns[codes == _U(form.sign_bit)] = 0x7FF8 << 48
+    return values

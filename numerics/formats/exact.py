@@ -54,9 +54,8 @@ _LARGEST_SUM = 1000  # characters besides literals, which Python's parser and th
 _QUIET = 1 << 51  # of a float64 NaN
 
 
-Number = (
-    Fraction | float
-)  # a float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents
+# A float for an infinity, a NaN (with sign and payload) or -0.0, which no Fraction represents.
+Number = Fraction | float
 
 
 # ------------------------------------------------------------------------------------------------------------- rounding
@@ -99,7 +98,7 @@ def code_of(
 ) -> int:
     """`encode_exact` of a number that `exact` returned, with options that were checked and the random word."""
     if number != number:
-        return nan_code(_pattern(float(number)), form, nan)
+        return nan_code(struct.unpack("<Q", struct.pack("<d", number))[0], form, nan)
     negative = number < 0 or (isinstance(number, float) and number == 0)  # which is -0.0
     if number in (math.inf, -math.inf) or (form.kind == "scale" and number < 0):
         return beyond_code(negative, form, overflow)
@@ -189,11 +188,7 @@ def beyond_code(negative: bool, form: Format, overflow: str) -> int:
 
 
 def nan_code(pattern: Any, form: Format, nan: str) -> Any:
-    """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns.
-
-    Raises:
-        ValueError: the format has no NaN, or `nan` is ``"raise"``.
-    """
+    """The code of a NaN, given by its float64 bit pattern, or the codes of an array of uint64 patterns."""
     if nan == "zero":
         return 0
     if nan == "raise":
@@ -214,11 +209,7 @@ def nan_code(pattern: Any, form: Format, nan: str) -> Any:
 def check_options(
     form: Format, rounding: str, overflow: str, nan: str, subnormals: bool, seed: int | None, offset: int
 ) -> None:
-    """Validate the options of an encoding.
-
-    Raises:
-        TypeError, ValueError: an option is unknown, out of range, or impossible for the format.
-    """
+    """Raise TypeError or ValueError unless the options are known, in range, and possible for the format."""
     words = (("rounding", rounding, ENCODE_ROUNDINGS), ("overflow", overflow, OVERFLOWS), ("nan", nan, NANS))
     for name, value, allowed in words:
         if value not in allowed:
@@ -302,10 +293,7 @@ def next_exact(value: Any, format: Any, *, up: bool) -> Number:
 
 
 def ulp_exact(value: Any, format: Any) -> Number:
-    """The distance between the format's numbers around `value`, as if the exponent had no upper limit (`Format.ulp`).
-
-    It is NaN for NaN and infinity for infinities.
-    """
+    """The distance between the format's numbers around `value` (`Format.ulp`): NaN for NaN, infinity for infinities."""
     number = exact(value)
     if isinstance(number, float) and number != 0:
         return abs(number)
@@ -361,10 +349,6 @@ def _from_float(value: float) -> Number:
     if value == 0:
         return value if math.copysign(1.0, value) < 0 else Fraction(0)
     return Fraction(value) if math.isfinite(value) else value
-
-
-def _pattern(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little")
 
 
 _LITERAL = (

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any, Literal
 
 from halfstep.kernels.formats import BY_NAME as KERNEL_FORMATS
@@ -37,6 +37,9 @@ FORMAT_KINDS: dict[str, str] = {
     "scale": "powers of two without sign and zero; NaN is the code of all ones",
     "integer": "two's complement integers",
 }
+
+
+_derived = partial(field, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -69,136 +72,66 @@ class Format:
     hardware: tuple[str, ...] = ()
     container: int | None = field(default=None, repr=False)
 
-    # What follows from the fields is computed once: the lookup reads it hundreds of times for an answer.
+    # What follows from the fields, computed once: the lookup reads it hundreds of times for an answer.
+    signed: bool = _derived()
+    bits: int = _derived()  # of a code
+    bytes: float = _derived()  # of a number in packed memory: 0.5 for E2M1; 4 for TF32, which is stored as fp32
+    precision: int = _derived()  # significant bits p: those of the mantissa field and the implicit one
+    codes: int = _derived()  # 2^bits
+    sign_bit: int = _derived()  # of a code; 0 in a format without sign
+    largest_code: int = _derived()  # the code of `max`
+    infinity_code: int | None = _derived()  # of positive infinity
+    nan_code: int | None = _derived()  # of the canonical NaN, positive and quiet if there are several
+    nans: int = _derived()  # codes that are NaN
+    has_infinity: bool = _derived()
+    has_nan: bool = _derived()
+    has_negative_zero: bool = _derived()
+    has_zero: bool = _derived()
+    has_subnormals: bool = _derived()
+    values: int = _derived()  # distinct ones: infinities count, NaNs do not, and both zeros count as one
+    emin: int = _derived()  # the exponent of `min_normal`
+    emax: int = _derived()  # the exponent of `max`
+    max: float = _derived()  # the largest finite number
+    lowest: float = _derived()  # the lowest finite number: `-max`, except -128 for int8 and 2^-127 for E8M0
+    min_normal: float = _derived()  # the smallest positive number with full precision, 2^emin
+    min_subnormal: float = _derived()  # the smallest positive number; `min_normal` in a format without subnormals
+    eps: float = _derived()  # the distance from 1 to the next larger number, 2^-mantissa
+    # The magnitude from which rounding to nearest overflows: half an ulp above `max`, 65520 in fp16. Ties go to the
+    # even code: if that of `max` is even, as in E4M3FN with its threshold 464, the threshold itself still rounds to
+    # `max`. It is `math.inf` in fp64, whose threshold 2^1024 (1 - 2^-54) no float represents.
+    overflow: float = _derived()
+    integer_range: int = _derived()  # the largest n such that the format has all integers from 0 to n; 0 without 0 or 1
+    digits10: int = _derived()  # decimal digits that survive a round trip: floor((p - 1) log10 2), as C's FLT_DIG
+    max_digits10: int = _derived()  # that distinguish any two numbers: ceil(1 + p log10 2), as C's FLT_DECIMAL_DIG
+    decimal_digits: float = _derived()  # p log10 2, which differs from both
 
-    @cached_property
-    def signed(self) -> bool:
-        """Whether the format has a sign bit."""
-        return self.kind != "scale"
-
-    @cached_property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return self.signed + self.exponent + self.mantissa
-
-    @cached_property
-    def bytes(self) -> float:
-        """Bytes of one number in packed memory: 0.5 for E2M1, and 4 for TF32, whose 19 bits are stored as fp32."""
-        return (self.container or self.bits) / 8
-
-    @cached_property
-    def precision(self) -> int:
-        """Significant bits p: the bits of the mantissa field and the implicit bit."""
-        return self.mantissa + (self.kind != "integer")
-
-    @cached_property
-    def codes(self) -> int:
-        """Number of codes, 2^bits."""
-        return 1 << self.bits
-
-    @cached_property
-    def sign_bit(self) -> int:
-        """The sign bit of a code; 0 in a format without sign."""
-        return 1 << (self.bits - 1) if self.signed else 0
-
-    @cached_property
-    def largest_code(self) -> int:
-        """The code of `max`."""
-        if self.infinity_code is not None:
-            return self.infinity_code - 1
-        return (1 << (self.bits - self.signed)) - 1 - (self.kind in ("fn", "scale"))
-
-    @cached_property
-    def infinity_code(self) -> int | None:
-        """The code of positive infinity; None in a format without infinity."""
-        return ((1 << self.exponent) - 1) << self.mantissa if self.kind == "ieee" else None
-
-    @cached_property
-    def nan_code(self) -> int | None:
-        """The code of the canonical NaN, positive and quiet if there are several; None in a format without NaN."""
-        if self.kind == "fnuz":
-            return self.sign_bit
-        if not self.has_nan:
-            return None
-        return self.largest_code + 1 + ((1 << self.mantissa) // 2 if self.kind == "ieee" else 0)
-
-    @cached_property
-    def nans(self) -> int:
-        """Number of codes that are NaN."""
-        return {"ieee": 2 * ((1 << self.mantissa) - 1), "fn": 2, "fnuz": 1, "scale": 1}.get(self.kind, 0)
-
-    @cached_property
-    def has_infinity(self) -> bool:
-        return self.kind == "ieee"
-
-    @cached_property
-    def has_nan(self) -> bool:
-        return self.nans > 0
-
-    @cached_property
-    def has_negative_zero(self) -> bool:
-        return self.kind in ("ieee", "fn", "finite")
-
-    @cached_property
-    def has_zero(self) -> bool:
-        return self.kind != "scale"
-
-    @cached_property
-    def has_subnormals(self) -> bool:
-        return self.kind not in ("scale", "integer") and self.mantissa > 0
-
-    @cached_property
-    def values(self) -> int:
-        """Number of distinct values. Infinities count, NaNs do not, and both zeros count as one."""
-        return self.codes - self.nans - self.has_negative_zero
-
-    @cached_property
-    def emin(self) -> int:
-        """The exponent of `min_normal`."""
-        return 0 if self.kind == "integer" else (self.kind != "scale") - self.bias
-
-    @cached_property
-    def emax(self) -> int:
-        """The exponent of `max`."""
-        return self.mantissa - 1 if self.kind == "integer" else (self.largest_code >> self.mantissa) - self.bias
-
-    @cached_property
-    def max(self) -> float:
-        """The largest finite number."""
-        if self.kind == "integer":
-            return float(self.largest_code)
-        implicit = 1 << self.mantissa
-        return math.ldexp(implicit + self.largest_code % implicit, self.emax - self.mantissa)
-
-    @cached_property
-    def lowest(self) -> float:
-        """The lowest finite number: `-max`, except -128 for int8 and 2^-127 for E8M0."""
-        return self.min_normal if self.kind == "scale" else -self.max - (self.kind == "integer")
-
-    @cached_property
-    def min_normal(self) -> float:
-        """The smallest positive number with full precision, 2^emin."""
-        return math.ldexp(1.0, self.emin)
-
-    @cached_property
-    def min_subnormal(self) -> float:
-        """The smallest positive number; `min_normal` in a format without subnormals."""
-        return math.ldexp(1.0, self.emin - self.mantissa) if self.has_subnormals else self.min_normal
-
-    @cached_property
-    def eps(self) -> float:
-        """The distance from 1 to the next larger number, 2^-mantissa."""
-        return 1.0 if self.kind == "integer" else math.ldexp(1.0, -self.mantissa)
-
-    @cached_property
-    def overflow(self) -> float:
-        """The magnitude from which rounding to nearest overflows: half an ulp above `max`, 65520 in fp16.
-
-        Ties go to the even code. If the code of `max` is even, as in E4M3FN with its threshold 464, the threshold
-        itself therefore still rounds to `max`. The result is `math.inf` in fp64, whose threshold 2^1024 (1 - 2^-54) no
-        float represents.
-        """
-        return self.max + self.ulp(self.max) / 2
+    def __post_init__(self) -> None:
+        kind, mantissa, power = self.kind, self.mantissa, math.ldexp
+        ieee, integer, scale = kind == "ieee", kind == "integer", kind == "scale"
+        signed, negative_zero, precision = not scale, kind in ("ieee", "fn", "finite"), mantissa + (not integer)
+        bits = signed + self.exponent + mantissa
+        codes, sign_bit = 1 << bits, 1 << (bits - 1) if signed else 0
+        nans = {"ieee": 2 * ((1 << mantissa) - 1), "fn": 2, "fnuz": 1, "scale": 1}.get(kind, 0)
+        infinity = ((1 << self.exponent) - 1) << mantissa if ieee else None
+        last = (1 << (bits - signed)) - 1 - (kind in ("fn", "scale")) if infinity is None else infinity - 1
+        nan = sign_bit if kind == "fnuz" else last + 1 + ((1 << mantissa) // 2 if ieee else 0)
+        emin = 0 if integer else signed - self.bias
+        emax = mantissa - 1 if integer else (last >> mantissa) - self.bias
+        largest = float(last) if integer else power((1 << mantissa) + last % (1 << mantissa), emax - mantissa)
+        subnormals, normal = not scale and not integer and mantissa > 0, power(1.0, emin)
+        least = power(1.0, emin - mantissa) if subnormals else normal
+        whole = int(min(power(1.0, precision), largest)) if not scale and least <= 1 <= largest else 0
+        vars(self).update(
+            signed=signed, bits=bits, bytes=(self.container or bits) / 8, precision=precision, codes=codes,
+            sign_bit=sign_bit, largest_code=last, infinity_code=infinity, nan_code=nan if nans else None, nans=nans,
+            has_infinity=ieee, has_nan=nans > 0, has_negative_zero=negative_zero, has_zero=signed,
+            has_subnormals=subnormals, values=codes - nans - negative_zero, emin=emin, emax=emax, max=largest,
+            lowest=normal if scale else -largest - integer, min_normal=normal, min_subnormal=least,
+            eps=1.0 if integer else power(1.0, -mantissa), integer_range=whole,
+            digits10=len(str(1 << (precision - (not integer)))) - 1,
+            max_digits10=len(str(1 << precision)) + (not integer), decimal_digits=precision * math.log10(2),
+        )  # fmt: skip
+        vars(self)["overflow"] = largest + self.ulp(largest) / 2
 
     def ulp(self, x: float) -> float:
         """The unit in the last place: the distance between the numbers around `x`, as defined by Goldberg 1991.
@@ -215,28 +148,6 @@ class Format:
             return 1.0
         exponent = math.frexp(x)[1] - 1 if x else self.emin
         return math.ldexp(1.0, max(exponent, self.emin) - self.mantissa)
-
-    @cached_property
-    def integer_range(self) -> int:
-        """The largest n such that all integers from 0 to n are numbers of the format; 0 if 0 or 1 is not."""
-        if self.kind == "scale" or self.max < 1 or self.min_subnormal > 1:
-            return 0
-        return int(min(math.ldexp(1.0, self.precision), self.max))
-
-    @cached_property
-    def digits10(self) -> int:
-        """Decimal digits that survive conversion to the format and back: floor((p - 1) log10 2), as C's FLT_DIG."""
-        return len(str(1 << (self.precision - (self.kind != "integer")))) - 1
-
-    @cached_property
-    def max_digits10(self) -> int:
-        """Decimal digits that distinguish any two numbers: ceil(1 + p log10 2), as C's FLT_DECIMAL_DIG."""
-        return len(str(1 << self.precision)) + (self.kind != "integer")
-
-    @cached_property
-    def decimal_digits(self) -> float:
-        """The precision in decimal digits, p log10 2. It differs from `digits10` and `max_digits10`."""
-        return self.precision * math.log10(2)
 
     def as_dict(self) -> dict[str, Any]:
         """The row and all properties, for JSON."""
@@ -286,83 +197,57 @@ def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | Non
     if name in ("e2m3fn", "e3m2fn", "e2m1fn"):  # names in ml_dtypes of OCP's formats without NaN
         name += "-nan"
     title = f"{1 + exponent + mantissa}-bit format of your own: {FORMAT_KINDS[kind]}"
-    result = Format(name, title, exponent, mantissa, bias, kind)
-    if result.emin - mantissa < -1074 or result.emax > 1023:
+    emax = (1 << exponent) - 1 - (kind == "ieee") - bias
+    if 1 - bias - mantissa < -1074 or emax > 1023:
         raise ValueError(
             f"Expected values within float64's range, 2^-1074 to 2^1023, but got 2^{1 - bias - mantissa} to "
-            f"2^{result.emax}: choose a smaller exponent or another bias than {bias}"
+            f"2^{emax}: choose a smaller exponent or another bias than {bias}"
         )
-    return result
+    return Format(name, title, exponent, mantissa, bias, kind)
 
 
-def _of_kernels(
-    name: str, title: str, aliases: tuple[str, ...], numpy: str | None, ml_dtypes: str | None, hardware: tuple[str, ...]
+def _row(
+    name: str, title: str, fields: tuple[Any, ...] | None, aliases: str, dtypes: str, hardware: str, container: int = 0
 ) -> Format:
-    """A row whose bits and torch dtype are in the table of the kernels."""
-    row = KERNEL_FORMATS[name]
-    kind: Any = row.kind
-    fields = (row.exponent, row.mantissa, row.bias)
-    return Format(name, title, *fields, kind, aliases, row.torch, numpy, ml_dtypes, hardware)
+    torch, numpy, ml_dtypes = (None if dtype == "-" else dtype for dtype in dtypes.split())
+    if fields is None:  # the bits and torch's dtype are in the table of the kernels
+        row = KERNEL_FORMATS[name]
+        fields, torch = (row.exponent, row.mantissa, row.bias, row.kind), row.torch
+    exponent, mantissa, bias, kind = fields
+    makers = tuple(hardware.split(", "))
+    names = (tuple(aliases.split()), torch, numpy, ml_dtypes, makers)
+    return Format(name, title, exponent, mantissa, bias, kind, *names, container or None)
 
 
+# Name, title, bits of exponent and mantissa, bias and kind, aliases, dtypes of torch, numpy and ml_dtypes, hardware.
+_HOPPER, _BLACKWELL = "NVIDIA H100, AMD MI350, Google TPU v7", "NVIDIA B200, AMD MI350"
 _ROWS = (
-    Format(
-        "fp64", "IEEE 754 binary64, double precision", 11, 52, 1023, "ieee", ("float64", "double", "binary64", "f64"),
-        "float64", "float64", None, ("NVIDIA A100", "AMD MI200"),
-    ),
-    _of_kernels(
-        "fp32", "IEEE 754 binary32, single precision", ("float32", "single", "float", "binary32", "f32"),
-        "float32", None, ("AMD MI100",),
-    ),
-    Format(
-        "tf32", "TensorFloat-32", 8, 10, 127, "ieee", ("tensorfloat32",), None, None, None,
-        ("NVIDIA A100", "AMD MI300"), container=32,
-    ),
-    _of_kernels(
-        "fp16", "IEEE 754 binary16, half precision", ("float16", "half", "binary16", "f16"),
-        "float16", None, ("NVIDIA V100", "AMD MI100"),
-    ),
-    _of_kernels(
-        "bf16", "bfloat16", ("bfloat16", "bfloat", "brainfloat16"), None, "bfloat16",
-        ("Google TPU v2", "NVIDIA A100", "AMD MI100"),
-    ),
-    _of_kernels(
-        "e4m3fn", "OCP FP8 E4M3", ("float8_e4m3fn", "fp8_e4m3fn", "fp8_e4m3", "e4m3"), None, "float8_e4m3fn",
-        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
-    ),
-    _of_kernels(
-        "e5m2", "OCP FP8 E5M2", ("float8_e5m2", "fp8_e5m2"), None, "float8_e5m2",
-        ("NVIDIA H100", "AMD MI350", "Google TPU v7"),
-    ),
-    Format(
-        "e4m3fnuz", "FP8 E4M3 without infinity and negative zero", 4, 3, 8, "fnuz",
-        ("float8_e4m3fnuz", "fp8_e4m3fnuz"), "float8_e4m3fnuz", None, "float8_e4m3fnuz", ("AMD MI300",),
-    ),
-    Format(
-        "e5m2fnuz", "FP8 E5M2 without infinity and negative zero", 5, 2, 16, "fnuz",
-        ("float8_e5m2fnuz", "fp8_e5m2fnuz"), "float8_e5m2fnuz", None, "float8_e5m2fnuz", ("AMD MI300",),
-    ),
-    Format(
-        "e8m0fnu", "OCP MX scale E8M0", 8, 0, 127, "scale", ("float8_e8m0fnu", "e8m0"),
-        "float8_e8m0fnu", None, "float8_e8m0fnu", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e2m3fn", "OCP MX FP6 E2M3", 2, 3, 1, "finite", ("float6_e2m3fn", "fp6_e2m3fn", "fp6_e2m3", "e2m3"),
-        None, None, "float6_e2m3fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e3m2fn", "OCP MX FP6 E3M2", 3, 2, 3, "finite", ("float6_e3m2fn", "fp6_e3m2fn", "fp6_e3m2", "e3m2"),
-        None, None, "float6_e3m2fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "e2m1fn", "OCP MX FP4 E2M1", 2, 1, 1, "finite",
-        ("float4_e2m1fn", "float4_e2m1fn_x2", "fp4_e2m1fn", "fp4_e2m1", "e2m1", "fp4", "float4", "nvfp4"),
-        "float4_e2m1fn_x2", None, "float4_e2m1fn", ("NVIDIA B200", "AMD MI350"),
-    ),
-    Format(
-        "int8", "8-bit integer, two's complement", 0, 7, 0, "integer", ("i8", "s8"), "int8", "int8", None,
-        ("Google TPU v1", "NVIDIA T4", "AMD MI100"),
-    ),
+    _row("fp64", "IEEE 754 binary64, double precision", (11, 52, 1023, "ieee"), "float64 double binary64 f64",
+         "float64 float64 -", "NVIDIA A100, AMD MI200"),
+    _row("fp32", "IEEE 754 binary32, single precision", None, "float32 single float binary32 f32", "- float32 -",
+         "AMD MI100"),
+    _row("tf32", "TensorFloat-32", (8, 10, 127, "ieee"), "tensorfloat32", "- - -", "NVIDIA A100, AMD MI300", 32),
+    _row("fp16", "IEEE 754 binary16, half precision", None, "float16 half binary16 f16", "- float16 -",
+         "NVIDIA V100, AMD MI100"),
+    _row("bf16", "bfloat16", None, "bfloat16 bfloat brainfloat16", "- - bfloat16",
+         "Google TPU v2, NVIDIA A100, AMD MI100"),
+    _row("e4m3fn", "OCP FP8 E4M3", None, "float8_e4m3fn fp8_e4m3fn fp8_e4m3 e4m3", "- - float8_e4m3fn", _HOPPER),
+    _row("e5m2", "OCP FP8 E5M2", None, "float8_e5m2 fp8_e5m2", "- - float8_e5m2", _HOPPER),
+    _row("e4m3fnuz", "FP8 E4M3 without infinity and negative zero", (4, 3, 8, "fnuz"), "float8_e4m3fnuz fp8_e4m3fnuz",
+         "float8_e4m3fnuz - float8_e4m3fnuz", "AMD MI300"),
+    _row("e5m2fnuz", "FP8 E5M2 without infinity and negative zero", (5, 2, 16, "fnuz"), "float8_e5m2fnuz fp8_e5m2fnuz",
+         "float8_e5m2fnuz - float8_e5m2fnuz", "AMD MI300"),
+    _row("e8m0fnu", "OCP MX scale E8M0", (8, 0, 127, "scale"), "float8_e8m0fnu e8m0",
+         "float8_e8m0fnu - float8_e8m0fnu", _BLACKWELL),
+    _row("e2m3fn", "OCP MX FP6 E2M3", (2, 3, 1, "finite"), "float6_e2m3fn fp6_e2m3fn fp6_e2m3 e2m3",
+         "- - float6_e2m3fn", _BLACKWELL),
+    _row("e3m2fn", "OCP MX FP6 E3M2", (3, 2, 3, "finite"), "float6_e3m2fn fp6_e3m2fn fp6_e3m2 e3m2",
+         "- - float6_e3m2fn", _BLACKWELL),
+    _row("e2m1fn", "OCP MX FP4 E2M1", (2, 1, 1, "finite"),
+         "float4_e2m1fn float4_e2m1fn_x2 fp4_e2m1fn fp4_e2m1 e2m1 fp4 float4 nvfp4",
+         "float4_e2m1fn_x2 - float4_e2m1fn", _BLACKWELL),
+    _row("int8", "8-bit integer, two's complement", (0, 7, 0, "integer"), "i8 s8", "int8 int8 -",
+         "Google TPU v1, NVIDIA T4, AMD MI100"),
 )  # fmt: skip
 
 _FP8, _FP6 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m3fn", "e3m2fn")

@@ -114,9 +114,8 @@ _EXPERTS = {
 HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as for Hugging Face's own libraries
 
 
-@cache
+@cache  # a page asks for it in every answer
 def _downloaded(address: str) -> Any:
-    """The JSON at an address. It is read once: a page asks for it in every answer."""
     from urllib.request import urlopen
 
     with urlopen(address, timeout=5) as reply:
@@ -189,8 +188,6 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
     shape: Transformer = family(**fields)
     return shape
 
-
-# ---------------------------------------------------------------------------------------------------------- cards
 
 GIB = 2**30
 RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb

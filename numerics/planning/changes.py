@@ -102,7 +102,7 @@ def _costs(before: Plan, after: Plan) -> dict[str, str]:
     bus = sum(message.bytes for message in after.communication if message.ranks == 1)
     again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
     trained = after.parameters - before.parameters  # with LoRA, whose adapters are all that is added
-    less, usual = (float(plan.layout.per_parameter()) for plan in (after, before))
+    less, usual = after.bytes_per_parameter, before.bytes_per_parameter
     times = ", ".join(f"{bus / rate:.2g} s at {rate // 10**9} GB/s" for _, rate in BUSES)
     return {
         "bytes": f"{less:.4g} instead of {usual:.4g} B per parameter",
@@ -150,17 +150,18 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
 def _layouts(before: Plan) -> Iterator[Change]:
     """Layouts of halfstep with fewer bytes per parameter, for the weights' precision."""
     bf16: dict[str, Any] = {"precision": "bf16", "moments": None}
+    family = "halfstep" if before.layout.adamw is None else "halfstep-muon"
     rows: tuple[tuple[dict[str, Any], str, int], ...] = (
-        ({**bf16, "optimizer": "halfstep"}, "bf16 weights with exact fp32 masters", 1),
-        ({**bf16, "optimizer": "halfstep-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
-        ({**bf16, "optimizer": "halfstep-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
-        ({**bf16, "optimizer": "halfstep-stochastic-8bit"}, "no masters, stochastic rounding, moments in 8 bits", 5),
+        ({**bf16, "optimizer": family}, "bf16 weights with exact fp32 masters", 1),
+        ({**bf16, "optimizer": f"{family}-split-8bit"}, "exact fp32 masters, moments in 8 bits", 1),
+        ({**bf16, "optimizer": f"{family}-split24-8bit"}, "masters of 24 bits, moments in 8 bits", 2),
+        ({**bf16, "optimizer": f"{family}-stochastic-8bit"}, "no masters, stochastic rounding, moments in 8 bits", 5),
     )
     if before.layout.optimizer == "halfstep-sgd":
         coded = {"optimizer": "halfstep-sgd", "precision": before.settings["precision"], "moments": "8bit"}
         rows = ((coded, "momentum in 8 bits", 1),)
     elif before.settings["precision"] == "fp16":
-        rows = (({"optimizer": "halfstep", "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1),)
+        rows = (({"optimizer": family, "moments": "8bit"}, "fp32 masters, moments in 8 bits", 1),)
     for options, text, effort in rows:
         row = layout(options["optimizer"], options.get("precision", "fp16"), moments=options["moments"])
         if row.per_parameter() < before.layout.per_parameter():

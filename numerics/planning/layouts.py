@@ -16,24 +16,12 @@ from itertools import product
 from typing import Any
 
 from halfstep.numerics.messages import one_of
-from halfstep.numerics.state_layout import (
-    ADAM,
-    BF16,
-    CODES,
-    FP16,
-    FP32,
-    INT8,
-    POSITIVE_CODES,
-    REMAINDERS,
-    StateLayout,
-    StoredFormat,
-)
+from halfstep.numerics.state_layout import ADAM, BF16, FP16, FP32, INT8, StateLayout, StoredFormat
 
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
 INT8_BLOCKS = StoredFormat("int8 in blocks of 256", 1, group=256, scale=4, least=4096)
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
-# Formats of the moments of halfstep, of which SGD has the first.
-MOMENTS = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "8bit": (CODES, POSITIVE_CODES)}
+MOMENTS = ("fp32", "bf16", "8bit")  # formats of those of halfstep
 
 
 @dataclass(frozen=True)
@@ -42,11 +30,11 @@ class Layout:
 
     optimizer: str
     precision: str  # "fp32", "bf16", "fp16": of the parameters; "amp-bf16", "amp-fp16": fp32 under `torch.autocast`
-    weights: StoredFormat
-    gradients: StoredFormat  # of ``.grad``
-    master: StoredFormat | None  # of a full master, or of the remainder of a split one
-    moments: tuple[tuple[str, StoredFormat], ...]  # by name
+    weights: StoredFormat  # and of gradients
     compute: StoredFormat  # of matrix products and activations
+    formats: tuple[tuple[str, StoredFormat], ...] = ()  # of the states, by name, of other libraries
+    state_layout: StateLayout | None = None  # of halfstep's
+    adamw: Layout | None = None  # with Muon, the layout of parameters that are no matrices, which AdamW steps
     temporary: int = 0  # bytes per parameter that `step` allocates and frees
     scalars: int = 0  # further bytes on the device per parameter tensor: its step count
     source: str = ""  # where the numbers of this row come from
@@ -57,9 +45,13 @@ class Layout:
         return f"{self.optimizer}, {self.precision}"
 
     @property
+    def gradients(self) -> StoredFormat:
+        return self.weights
+
+    @property
     def ours(self) -> bool:
         """Whether the optimizer is one of halfstep's."""
-        return self.optimizer.startswith("halfstep")
+        return self.state_layout is not None
 
     @property
     def autocast(self) -> bool:
@@ -68,13 +60,11 @@ class Layout:
 
     def states(self) -> tuple[tuple[str, StoredFormat], ...]:
         """Name and format of each optimizer state; ``"remainder"`` extends a 16-bit weight to its master."""
-        name = "remainder" if self.master in REMAINDERS else "master"
-        return (*([] if self.master is None else [(name, self.master)]), *self.moments)
+        return self.formats if self.state_layout is None else tuple(self.state_layout.formats.items())
 
     def per_parameter(self) -> Fraction:
-        """Bytes of weight, gradient and states."""
-        formats = (self.weights, self.gradients, *(stored for _, stored in self.states()))
-        return sum((stored.per_parameter for stored in formats), Fraction(0))
+        """Bytes of weight, gradient and states; with Muon, of a matrix."""
+        return 2 * self.weights.per_parameter + sum((stored.per_parameter for _, stored in self.states()), Fraction(0))
 
     def moved_per_step(self) -> Fraction:
         """The least number of bytes per parameter that one step reads and writes.
@@ -86,9 +76,9 @@ class Layout:
 
     @property
     def moved_besides_states(self) -> Fraction:
-        """What `moved_per_step` counts of gradients and weights."""
-        rewritten = self.master is not None and self.master not in REMAINDERS
-        return self.gradients.per_parameter + (1 if rewritten else 2) * self.weights.per_parameter
+        """What `moved_per_step` counts of gradients and weights, and of the matrices of Muon in scratch memory."""
+        accesses = 2 if "master" in dict(self.states()) else 3
+        return accesses * self.weights.per_parameter + (0 if self.adamw is None else 4)
 
     @property
     def needs_rows(self) -> bool:
@@ -97,13 +87,15 @@ class Layout:
 
 
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
-SGD = ("momentum_buffer",)
 _TORCH = "torch 2.13, torch/optim/adam.py"
-# Of ours: the name, the formats of the parameters, and `master_weights`, with each format of the moments.
-_MASTERS: tuple[tuple[str, tuple[StoredFormat, ...], str | None], ...] = (
-    *(("halfstep-full", _HALF, "full"), ("halfstep-split", (BF16,), "split")),
-    *(("halfstep-split24", (BF16,), "split24"), ("halfstep-stochastic", _HALF, None)),
-)
+# Of ours, after the name of the algorithm: the formats of the parameters, `master_weights`, and formats of the moments.
+_MASTERS: dict[str, tuple[tuple[StoredFormat, ...], str | None, tuple[str, ...]]] = {
+    "": (_ALL, "auto", MOMENTS[:1]),
+    "-full": (_HALF, "full", MOMENTS[:1]),
+    "-split": (_HALF[:1], "split", MOMENTS),
+    "-split24": (_HALF[:1], "split24", MOMENTS),
+    "-stochastic": (_HALF, None, MOMENTS),
+}
 # Of others: the formats of the parameters, of the master, of the moments (None: that of the parameters), and the rest.
 _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFormat | None, dict[str, Any]], ...] = (
     # foreach, torch's default on a GPU, allocates the square root of exp_avg_sq
@@ -116,27 +108,34 @@ _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredF
 )
 
 
-def _ours(
-    optimizer: str, form: StoredFormat, master: str | None, state: str, moments_of: tuple[str, ...] = ADAM
-) -> Layout:
-    formats = dict(StateLayout.resolve(form.name, master, state, moments=moments_of).formats)
-    stored = formats.pop("master", None) or formats.pop("remainder", None)
-    moments = tuple(formats.items())
-    return Layout(optimizer, form.name, form, form, stored, moments, form, scalars=4, source="integrations/optim")
+def _with_momentum(row: Layout, algorithm: str, **options: Any) -> Layout:
+    """The row of AdamW's for an algorithm whose only moment is the momentum buffer."""
+    assert row.state_layout is not None
+    state_layout = replace(row.state_layout, moments=("momentum_buffer",), linear=algorithm == "muon")
+    optimizer = row.optimizer.replace("halfstep", f"halfstep-{algorithm}")
+    return replace(row, optimizer=optimizer, state_layout=state_layout, **options)
 
 
 def _rows() -> tuple[Layout, ...]:
     """The rows of all optimizers, and those with fp32 parameters once more for each dtype of autocast."""
-    rows = [_ours("halfstep", form, "auto", "fp32") for form in _ALL]
-    for optimizer, forms, master in _MASTERS:
-        for state in ("fp32",) if master == "full" else MOMENTS:
-            name = optimizer if state == "fp32" else f"{optimizer}-{state}"
-            rows += [_ours(name, form, master, state) for form in forms]
-    rows += [_ours("halfstep-sgd", form, "auto", "fp32", SGD) for form in _ALL]  # with momentum
-    for optimizer, forms, stored, moment, options in _OTHERS:
+    adamw = [
+        Layout(
+            *(f"halfstep{name}{'' if state == 'fp32' else f'-{state}'}", form.name, form, form),
+            state_layout=StateLayout.resolve(form.name, master, state),
+            scalars=4,
+            source="integrations/optim",
+        )
+        for name, (forms, master, states) in _MASTERS.items()
+        for state in states
+        for form in forms
+    ]
+    rows = [*adamw, *(_with_momentum(row, "muon", adamw=row) for row in adamw)]
+    rows += [_with_momentum(row, "sgd") for row in adamw if row.optimizer == "halfstep"]
+    for optimizer, forms, master, moment, options in _OTHERS:
         for form in forms:
-            moments = tuple((name, moment or form) for name in ADAM)
-            rows.append(Layout(optimizer, form.name, form, form, stored, moments, form, **options))
+            formats = [] if master is None else [("remainder", master)]
+            formats += [(name, moment or form) for name in ADAM]
+            rows.append(Layout(optimizer, form.name, form, form, tuple(formats), **options))
     plain = [row for row in rows if row.precision == "fp32"]
     autocast = (replace(row, precision=f"amp-{form.name}", compute=form) for form, row in product(_HALF, plain))
     return (*rows, *autocast)
@@ -171,13 +170,13 @@ def layout(optimizer: str = "halfstep", precision: str = "bf16", *, moments: str
             f"Expected precision to be one of {', '.join(rows)} for optimizer {optimizer!r}, but got {precision!r}"
         )
     row = rows[precision]
-    if moments is not None:
-        if not row.ours:
-            raise ValueError(
-                f"Expected moments to be None for optimizer {optimizer!r}, whose format is fixed, but got {moments!r}: "
-                "leave moments out"
-            )
-        one_of("moments", moments, MOMENTS)
-        formats = MOMENTS[moments][: len(row.moments)]
-        row = replace(row, moments=tuple((name, form) for (name, _), form in zip(row.moments, formats, strict=True)))
-    return row
+    if moments is None:
+        return row
+    if row.state_layout is None:
+        raise ValueError(
+            f"Expected moments to be None for optimizer {optimizer!r}, whose format is fixed, but got {moments!r}: "
+            "leave moments out"
+        )
+    one_of("moments", moments, MOMENTS)
+    adamw = row.adamw and layout(row.adamw.optimizer, row.adamw.precision, moments=moments)
+    return replace(row, state_layout=replace(row.state_layout, state=moments), adamw=adamw)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from halfstep.numerics.messages import divides, one_of, whole
+from halfstep.numerics.owners import is_matrix
 
 NORMS, QK_NORMS = ("layer", "rms"), ("", "head", "width")
 _SIZES = ("layers", "hidden", "heads", "vocab", "seq", "ffn", "kv_heads", "head_dim", "block_norms")
@@ -18,21 +19,21 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: str = "matrix"  # or "bias", "norm", "embedding"
+    kind: str = "matrix"  # or "bias", "norm", "embedding"; "all" for parameters of unknown shapes
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def row(self) -> int:
-        """Elements in a row, an index of dimension 0; 0 for a vector."""
-        return math.prod(self.shape[1:]) if len(self.shape) > 1 else 0
+    def for_muon(self) -> bool:
+        """Whether `halfstep.muon_groups` gives it to Muon, by its name and shape, unless it is an embedding."""
+        return self.kind == "all" or (self.kind != "embedding" and is_matrix(self.name, self.shape))
 
     @property
     def cast(self) -> bool:
         """Whether autocast makes a 16-bit copy, as it does of the operands of matrix products."""
-        return self.kind in ("matrix", "bias")
+        return self.kind in ("matrix", "bias", "all")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,15 @@ class Unit:
         """Parameters of one such unit."""
         return sum(tensor.elements for tensor in self.tensors)
 
+    def of_muon(self, for_muon: bool) -> Unit:
+        """The unit with only those tensors that Muon steps, or only the others."""
+        return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.for_muon == for_muon))
 
-def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool = False) -> Unit:
-    """A `Unit` from the shapes of its parameters.
+
+def unit(
+    name: str, shapes: Iterable[Iterable[int]] | Mapping[str, Iterable[int]], count: int = 1, root: bool = False
+) -> Unit:
+    """A `Unit` from the shapes of its parameters, or from their names and shapes.
 
     Examples:
         >>> from halfstep.numerics.planning import plan, unit
@@ -59,13 +66,19 @@ def unit(name: str, shapes: Iterable[Iterable[int]], count: int = 1, root: bool 
         >>> plan(units=[unit("all", [p.shape for p in model.parameters()])]).parameters
         20
     """
-    tensors = tuple(Tensor(f"{name}.{i}", tuple(int(size) for size in shape)) for i, shape in enumerate(shapes))
+    named = shapes if isinstance(shapes, Mapping) else {f"{name}.{i}": shape for i, shape in enumerate(shapes)}
+    tensors = tuple(Tensor(key, tuple(int(size) for size in shape)) for key, shape in named.items())
     return Unit(name, tensors, whole("count", count), root)
 
 
 def tensors_of(units: Iterable[Unit]) -> Iterator[tuple[Tensor, int]]:
     """Every tensor, and how often the model contains it."""
     return ((tensor, unit.count) for unit in units for tensor in unit.tensors)
+
+
+def each_tensor_of(units: Iterable[Unit]) -> Iterator[Tensor]:
+    """Every tensor as often as the model contains it, in its order."""
+    return (tensor for unit in units for _ in range(unit.count) for tensor in unit.tensors)
 
 
 def parameters_of(units: Iterable[Unit]) -> int:
@@ -204,17 +217,14 @@ class Transformer:
                 block += linear(name, f, h)
             block += linear("mlp.down", h, f)
         # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
-        root = [Tensor("embedding", (self.vocab, h), "matrix" if self.tied else "embedding")]
+        root = [Tensor("embed", (self.vocab, h), "matrix" if self.tied else "embedding")]
         root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
         root += norm("norm") if self.final_norm else []
         root += [] if self.tied else [Tensor("head", (self.vocab, h))]
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
     def adapters(self, rank: int) -> tuple[Unit, ...]:
-        """The adapters of a rank (Hu et al., LoRA, 2021): two matrices for each matrix of the blocks.
-
-        A router and experts have none.
-        """
+        """The adapters of a rank (Hu et al., LoRA, 2021): two for each matrix of the blocks but router and experts."""
         block = self.units()[0]
         matrices = [tensor for tensor in block.tensors if len(tensor.shape) == 2 and tensor.name != "router"]
         tensors = [Tensor(f"{tensor.name}_a", (rank, tensor.shape[1])) for tensor in matrices]

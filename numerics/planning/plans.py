@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from halfstep.numerics.messages import one_of
@@ -72,6 +74,7 @@ class Plan:
     communication: tuple[Collective, ...]  # the messages of one GPU in a step
     work: Work | None  # in a step; None without a batch
     step_traffic: int  # bytes that the step of the optimizer reads and writes
+    bytes_per_parameter: float  # of weight, gradient and states, before they are divided
 
     def part(self, name: str) -> Part:
         """The part with this name; raises ValueError if there is none."""
@@ -90,7 +93,7 @@ class Plan:
             "parameters": self.parameters,
             "active_parameters": self.active_parameters,
             "settings": self.settings,
-            "layout": {"name": row.name, "bytes_per_parameter": float(row.per_parameter()), "source": row.source},
+            "layout": {"name": row.name, "bytes_per_parameter": self.bytes_per_parameter, "source": row.source},
             "parts": [asdict(part) for part in self.parts],
             "totals": asdict(self.totals),
             "communication": [asdict(message) for message in self.communication],
@@ -117,50 +120,55 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     """
     training = Training(params, **settings)
     row, strategy, model, shards = training.row, training.strategy_row, training.model, training.shards
-    parts = tuple(
-        part
-        for of in (_stored, _buckets, _gathered, _autocast_copies, _activations, _temporaries)
-        for part in of(training)
-    )
+    parts = tuple(part for of in (_stored, _buckets, _computed, _activations, _temporaries) for part in of(training))
     widths = row.gradients.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
         messages += sharding.over_the_bus(row, strategy, shards)
+    if training.scratch is not None and training.scratch.sent:
+        exchanged = Collective("all-to-all", "parts of matrices", training.scratch.sent, training.sharding.divisor)
+        messages.append(exchanged)
     parameters = parameters_of(training.weights)
     idle = 0 if model is None else model.parameters - model.active_parameters
     settings = {field.name: getattr(training, field.name) for field in fields(training) if field.name != "units"}
     settings |= {"params": parameters, "model": None if model is None else asdict(model)}
-    states = {name for name, _ in row.states()}
-    rewritten = 2 * sum(part.bytes for part in parts if part.name in states)
-    moved = math.ceil(row.moved_besides_states * elements(shards.states) + rewritten)
-    counts, totals, flops = (parameters, parameters - idle), _totals(parts), _work(training)
-    return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, moved)
-
-
-# ---------------------------------------------------------------------------------------------------------- parts
+    states = {name for rule in training.by_rule for name, _ in rule.row.states()}
+    moved = 2 * Fraction(sum(part.bytes for part in parts if part.name in states))
+    moved += sum(rule.row.moved_besides_states * elements(rule.shards.states) for rule in training.by_rule)
+    each = sum(rule.row.per_parameter() * rule.share for rule in training.by_rule)
+    phases = Counter[str]()
+    for part in parts:
+        phases[part.phase if part.place == GPU else HOST] += part.bytes
+    state, backward, step = phases[ALWAYS], phases[BACKWARD], phases[STEP]
+    totals = Totals(state, backward, step, state + max(backward, step), phases[HOST])
+    counts, flops = (parameters, parameters - idle), _work(training)
+    return Plan(*counts, row, settings, parts, totals, tuple(messages), flops, math.ceil(moved), float(each))
 
 
 def _stored(training: Training) -> Iterator[Part]:
-    """Weights, gradients and states."""
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
     others_at = states_at if strategy.offloads == "all" else GPU
-    listed: list[tuple[str, StoredFormat, Locals, bool, str]] = [
-        ("weights", row.weights, shards.weights, strategy.weights, others_at),
-        ("gradients", row.gradients, shards.gradients, strategy.gradients, others_at),
-        *((name, stored, shards.states, strategy.states, states_at) for name, stored in row.states()),
-    ]
+    listed = defaultdict[str, list[tuple[StoredFormat, Locals, Fraction | int]]](list)
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
-        listed.insert(0, ("frozen weights", row.weights, frozen, strategy.weights, others_at))
-    for name, stored, tensors, divided, memory in listed:
-        size = sum(count * stored.bytes(numel, length) for numel, count, length in tensors)
-        divisor = training.sharding.divisor if divided else 1
-        part = Part(name, size, float(stored.per_parameter), divisor, ALWAYS, True, memory, stored.name)
+        listed["frozen weights"].append((row.weights, frozen, 1))
+    for rule in training.by_rule:
+        forms = ("weights", rule.row.weights), ("gradients", rule.row.gradients), *rule.row.states()
+        for name, stored in forms:
+            local = getattr(rule.shards, name, rule.shards.states)
+            listed[name].append((stored, local, rule.share))
+    for name, of_rules in listed.items():
+        what = name.removeprefix("frozen ")
+        divisor = training.sharding.divisor if getattr(strategy, what, strategy.states) else 1
+        memory = others_at if what in ("weights", "gradients") else states_at
+        size = sum(count * form.bytes(numel, length) for form, local, _ in of_rules for numel, count, length in local)
+        each = float(sum(form.per_parameter * share for form, _, share in of_rules))
+        part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
             yield replace(part, name=f"{name} on the host", place=HOST)
         if name == "gradients" and training.offload and strategy.name == "single":
-            largest = max(row.gradients.bytes(numel) for numel, _, _ in tensors) if shaped else 0
+            largest = max(row.gradients.bytes(numel) for numel, _, _ in shards.gradients) if shaped else 0
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
@@ -170,6 +178,10 @@ def _stored(training: Training) -> Iterator[Part]:
     if shaped and row.scalars:
         size = row.scalars * sum(count for _, count, _ in shards.states)
         yield Part("scalars", size, None, 1, ALWAYS, True, states_at, "step counts, scales")
+    if training.scratch is not None:
+        size, exact = 2 * (training.scratch.parts + training.scratch.received), training.step_in_backward is None
+        note = "matrices of Muon in bf16, as they are orthogonalized"
+        yield Part("scratch", size, None, 1, ALWAYS, shaped and exact, note=note)
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
@@ -205,28 +217,24 @@ def _buckets(training: Training) -> Iterator[Part]:
         yield Part("buckets", local * width, width, 1, ALWAYS, True, note=note)
 
 
-def _gathered(training: Training) -> Iterator[Part]:
-    """Unsharded units under FSDP: the one being computed, the next one being gathered, and the root."""
-    if not training.strategy_row.gathers or training.sharding.divisor == 1 or not training.sharding.shaped:
+def _computed(training: Training) -> Iterator[Part]:
+    """The weights that are computed with: under FSDP the unit being computed, the next one being gathered, and the
+    root, already cast; otherwise the 16-bit copies of fp32 weights that autocast keeps until the backward."""
+    compute, shaped, gathers = training.row.compute, training.sharding.shaped, training.strategy_row.gathers
+    if training.row.autocast and not gathers:
+        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
+        note = "by autocast, kept for backward"
+        yield Part("cast weights", cast * compute.width, float(compute.per_parameter), exact=shaped, note=note)
+    if not gathers or training.sharding.divisor == 1 or not shaped:
         return
-    blocks = [unit for unit in training.weights if not unit.root]
+    blocks, width = [unit for unit in training.weights if not unit.root], compute.width
     largest = max((unit.elements for unit in blocks), default=0)
     root = parameters_of(unit for unit in training.weights if unit.root)
-    width = training.row.compute.width
     weights = (root + largest * (2 if sum(unit.count for unit in blocks) > 1 else 1)) * width
     yield Part("gathered weights", weights, note="the root and two units")
     trained = max((unit.elements for unit in training.trained if not unit.root), default=0)
     gradients = (trained or root) * (width + training.row.gradients.width)
     yield Part("unreduced gradients", gradients, note="largest unit, and its copy to reduce")
-
-
-def _autocast_copies(training: Training) -> Iterator[Part]:
-    """The 16-bit copies of fp32 weights that autocast caches until the backward. FSDP gathers 16-bit weights itself."""
-    if training.row.autocast and not training.strategy_row.gathers:
-        compute, shaped = training.row.compute, training.sharding.shaped
-        cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
-        note = "by autocast, kept for backward"
-        yield Part("cast weights", cast * compute.width, float(compute.per_parameter), exact=shaped, note=note)
 
 
 def _activations(training: Training) -> Iterator[Part]:
@@ -248,20 +256,13 @@ def _activations(training: Training) -> Iterator[Part]:
 
 
 def _temporaries(training: Training) -> Iterator[Part]:
-    """The memory that the step allocates temporarily."""
     width, divisor = training.row.temporary, training.sharding.divisor if training.strategy_row.states else 1
     if width:
         size, memory = width * elements(training.shards.states), HOST if training.offload else GPU
         yield Part("step temporaries", size, width, divisor, STEP, place=memory, note="square root of exp_avg_sq")
-
-
-def _totals(parts: Sequence[Part]) -> Totals:
-    state, backward, step = (
-        sum(part.bytes for part in parts if part.phase == phase and part.place == GPU)
-        for phase in (ALWAYS, BACKWARD, STEP)
-    )
-    host = sum(part.bytes for part in parts if part.place == HOST)
-    return Totals(state, backward, step, state + max(backward, step), host)
+    if training.scratch is not None and training.scratch.largest:
+        size = training.scratch.largest * (14 if training.scratch.received else 12)
+        yield Part("step temporaries", size, phase=STEP, note="copies of the largest matrix")
 
 
 def _work(training: Training) -> Work | None:

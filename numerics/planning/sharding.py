@@ -12,16 +12,17 @@ Needs no torch.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+from halfstep.numerics.owners import MOST, Ownership, assigned, cut, cuts_matrices, in_parts, padded
 from halfstep.numerics.planning.layouts import Layout
-from halfstep.numerics.planning.models import Tensor, Unit, parameters_of, tensors_of
+from halfstep.numerics.planning.models import Tensor, Unit, each_tensor_of, parameters_of, tensors_of
 from halfstep.numerics.state_layout import LEAST_CODED
 
 BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
@@ -43,10 +44,16 @@ class Strategy:
     offloads: str = ""  # what `offload` moves to the host: "", "states" or "all"
     text: str = ""  # a description in one line
 
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether states are divided by whole rows of parameters, or not at all."""
-        return self.by in ("nothing", "parameters", "rows")
+    def holds(self, row: Layout) -> bool:
+        """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
+        if row.adamw is not None:
+            return self.by in ("nothing", "rows")
+        return self.by in ("nothing", "parameters", "rows") or not row.needs_rows
+
+    def releases(self, row: Layout) -> bool:
+        """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
+        matrices."""
+        return row.ours and self.by in ("nothing", "rows") and (row.adamw is None or not self.states)
 
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")
@@ -82,9 +89,18 @@ class Shards(NamedTuple):
     states: Locals
 
 
-def elements(tensors: Locals) -> int:
+def elements(tensors: Iterable[tuple[int, int, int]]) -> int:
     """The number of elements of all local tensors."""
     return sum(size * count for size, count, _ in tensors)
+
+
+class Scratch(NamedTuple):
+    """What a rank needs to orthogonalize the matrices of Muon."""
+
+    parts: int  # elements in scratch memory, of its parts
+    received: int  # elements there that others send to it
+    largest: int  # elements of the largest matrix; 0 if shapes are unknown
+    sent: int  # bytes to others in a step
 
 
 @dataclass(frozen=True)
@@ -103,20 +119,6 @@ def ring(ranks: int) -> Fraction:
     No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
     return Fraction(ranks - 1, ranks)
-
-
-def assigned(sizes: Sequence[int], divisor: int) -> list[list[int]]:
-    """The indices of the parameters, given by their sizes, that ZeroRedundancyOptimizer assigns to each rank.
-
-    Ranks after the last one that holds a parameter are left out.
-    """
-    loads = [(0, rank) for rank in range(min(divisor, len(sizes)))]
-    indices: list[list[int]] = [[] for _ in loads]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, rank = heapq.heappop(loads)
-        indices[rank].append(index)
-        heapq.heappush(loads, (load + sizes[index], rank))
-    return indices
 
 
 @dataclass(frozen=True)
@@ -147,28 +149,31 @@ class Sharding:
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
             # In the order of the model, which decides among parameters of the same size.
-            tensors = [(t.elements, 1, self._row(t)) for unit in units for _ in range(unit.count) for t in unit.tensors]
-            by_rank = [[tensors[i] for i in indices] for indices in assigned([size for size, *_ in tensors], divisor)]
+            tensors = [(tensor.elements, 1, self._row(tensor)) for tensor in each_tensor_of(units)]
+            by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(min(divisor, len(tensors)))]
+            for owner, local in zip(assigned([size for size, *_ in tensors], divisor), tensors, strict=True):
+                by_rank[owner].append(local)
             if rank is None:
-                return Shards(whole, whole, tuple(max(by_rank, key=lambda local: sum(size for size, *_ in local))))
+                return Shards(whole, whole, tuple(max(by_rank, key=elements)))
             return Shards(whole, whole, tuple(by_rank[rank]) if rank < len(by_rank) else ())
         if by in ("units", "elements"):
             sizes = [(unit.elements, unit.count) for unit in units] if by == "units" else [local[:2] for local in whole]
             parts = tuple((-(-size // divisor), count, 0) for size, count in sizes)
             return Shards(parts, parts, parts)
-        padded, states = [], []
+        evenly, states = [], []
         for (tensor, count), (*_, row) in zip(count_of, whole, strict=True):
             rows = tensor.shape[0] if tensor.shape else 1
             chunk, length = -(-rows // divisor), math.prod(tensor.shape[1:])
-            local = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
-            padded.append((length * chunk, count, row))
-            states.append((local, count, row if self.shaped else local))
-        return Shards(tuple(padded), tuple(padded), tuple(states))
+            size = length * (chunk if rank is None else max(0, min(chunk, rows - rank * chunk)))
+            evenly.append((length * chunk, count, row))
+            states.append((size, count, row if self.shaped else size))
+        return Shards(tuple(evenly), tuple(evenly), tuple(states))
 
     def _row(self, tensor: Tensor) -> int:
         if not self.shaped:
             return tensor.elements
-        return tensor.row if tensor.elements >= LEAST_CODED else 0
+        coded = len(tensor.shape) > 1 and tensor.elements >= LEAST_CODED
+        return math.prod(tensor.shape[1:]) if coded else 0
 
     def padded(self, units: Sequence[Unit]) -> int:
         """The number of elements of gathered weights and unreduced gradients: all, and the padding of shards."""
@@ -215,6 +220,38 @@ class Sharding:
         groups = ranks // divisor
         across = sent("all-reduce", "shards of gradients", 2 * ring(groups) / divisor, groups)
         return divided if groups == 1 else (*divided, across)
+
+
+@lru_cache(maxsize=64)  # `ways_to_fit` asks thousands of times
+def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, codes: bool) -> Scratch:
+    """What the matrices in `units` need, as `halfstep.Muon` groups them by whether momentum is in codes."""
+    launches = defaultdict[tuple[bool, bool], list[tuple[int, ...]]](list)
+    if not shaped:
+        shard = -(-parameters_of(units) // ranks)
+        together = min(shard, MOST)
+        return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
+    matrices, parts, received, sent = list(each_tensor_of(units)), 0, 0, 0
+    largest = max(math.prod(matrix.shape[-2:] if len(matrix.shape) == 3 else matrix.shape) for matrix in matrices)
+    ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # further ones have nothing
+    if rank >= ranks:
+        return Scratch(0, 0, largest, 0)
+    for matrix in matrices:
+        exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
+        launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
+    for (_, exchanged), shapes in launches.items():
+        cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
+        shards = [
+            math.prod(shape[1:]) * (ranges[rank][1] - ranges[rank][0])
+            for shape, (_, ranges) in zip(shapes, cuts, strict=True)
+        ]
+        least = ranks if exchanged else 1
+        for indices in in_parts([*map(math.prod, shapes)] if exchanged else shards, MOST * least, least):
+            of_part = slice(indices.start, indices.stop)
+            parts = max(parts, sum(map(padded, shards[of_part])))
+            if exchanged:
+                ownership = Ownership(shapes[of_part], cuts[of_part], rank)
+                received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
+    return Scratch(parts, received, largest, sent)
 
 
 def over_the_bus(row: Layout, strategy: Strategy, shards: Shards) -> tuple[Collective, ...]:

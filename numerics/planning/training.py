@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning.layouts import Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Sharding, Shards, Strategy
+from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Scratch, Sharding, Shards, Strategy, scratch_of
 from halfstep.numerics.planning.work import CHECKPOINTING
 
-STEPPING_IN_BACKWARD = ("single", "ddp", "fsdp", "hsdp")  # the strategies that `halfstep.integrations.release` supports
+
+class Stepped(NamedTuple):
+    """Parameters whose states have one layout."""
+
+    row: Layout
+    units: Sequence[Unit]
+    shards: Shards  # of the planned rank
+    share: Fraction  # of the parameters
 
 
 @dataclass(frozen=True)
@@ -93,16 +102,20 @@ class Training:
         """Arguments that cannot be combined: whether these are refused, argument, what is allowed, and remedy."""
         strategy, gpus, last = self.strategy, self.gpus, self.sharding.divisor - 1
         stepping, lora, no_model = self.step_in_backward is not None, self.lora is not None, self.model is None
-        offloading = [strategy.name for strategy in STRATEGIES.values() if strategy.offloads]
-        by_rows = [strategy.name for strategy in STRATEGIES.values() if strategy.keeps_rows]
-        rows = "moments in 8 bits, whose blocks lie within rows of parameters"
+        rows, muon = "moments in 8 bits, whose blocks lie within rows of parameters", self.row.adamw is not None
+        release, step_after = "step_in_backward", "leave it out, others keep all gradients"
+        if muon:
+            rows = "Muon, which needs whole matrices, or parts of rows to exchange"
+            release = "step_in_backward and Muon, whose matrices must be whole on each rank"
+            step_after = "leave step_in_backward out, and step after the backward"
         for used, able, feature, remedy in (
-            (self.offload, offloading, "offload=True", "leave offload out, or choose one of these"),
-            (self.row.needs_rows, by_rows, rows, "choose one of these, or moments 'bf16'"),
-            (stepping, STEPPING_IN_BACKWARD, "step_in_backward", "leave it out, others keep all gradients"),
-            (lora, STEPPING_IN_BACKWARD, "lora", "choose one of these"),
+            (self.offload, lambda row: row.offloads, "offload=True", "leave offload out, or choose one of these"),
+            (True, lambda row: row.holds(self.row), rows, "choose one of these" + ", or moments 'bf16'" * (not muon)),
+            (stepping and self.row.ours, lambda row: row.releases(self.row), release, step_after),
+            (lora, lambda row: row.by in ("nothing", "rows"), "lora", "choose one of these"),
         ):
-            yield used and strategy not in able, "strategy", f"{', '.join(able)} with {feature}", remedy
+            names = [row.name for row in STRATEGIES.values() if able(row)]
+            yield used and strategy not in names, "strategy", f"{', '.join(names)} with {feature}", remedy
         no_views = not self.strategy_row.buckets or gpus == 1 or stepping
         released = " and step_in_backward" if stepping else ""
         no_ddp = f"False with strategy {strategy!r} on {gpus} GPUs{released}, without DDP's buckets"
@@ -116,6 +129,7 @@ class Training:
         yield foreign, "optimizer", f"one of halfstep's with offload=True and {strategy!r}", pick
         yield self.bucket_view and no_views, "bucket_view", no_ddp, out
         yield stepping and not self.row.ours, "optimizer", "one of halfstep's with step_in_backward", pick
+        yield muon and self.offload, "offload", "False with Muon, which nothing offloads", pick
         yield lora and no_model, "model", "a Transformer with lora, whose adapters adapt its matrices", shape
         yield lora and self.offload, "offload", "False with lora", pick
         yield lora and stepping, "step_in_backward", "None with lora", pick
@@ -126,8 +140,6 @@ class Training:
         yield no_model and self.loss_chunks > 1, "loss_chunks", f"1 {unknown}", shape
         beyond = (self.seq or 0) > (positions or 0)
         yield beyond, "seq", f"from 1 to {positions}, the positions of the model", "shorten it"
-
-    # ------------------------------------------------------------------------------------------- what follows from them
 
     @property
     def strategy_row(self) -> Strategy:
@@ -153,12 +165,34 @@ class Training:
             return self.model.units() if self.lora is None else self.model.units_with_adapters(self.lora)
         if self.units is not None:
             return self.units
-        return (Unit("model", (Tensor("parameters", (whole("params", self.params),)),), root=True),)
+        return (Unit("model", (Tensor("parameters", (whole("params", self.params),), "all"),), root=True),)
 
     @cached_property
     def trained(self) -> Sequence[Unit]:
         """`weights`, but for frozen ones."""
         return self.weights if self.lora is None or self.model is None else self.model.adapters(self.lora)
+
+    @cached_property
+    def by_rule(self) -> list[Stepped]:
+        """What is trained, by the layout of its states: with Muon, the matrices and all others."""
+        units: dict[Layout, Sequence[Unit]] = {self.row: self.trained}
+        if self.row.adamw is not None:
+            for row, of_muon in ((self.row, True), (self.row.adamw, False)):
+                units[row] = [unit.of_muon(of_muon) for unit in self.trained]
+        counts = {row: Fraction(parameters_of(of_row), parameters_of(self.trained)) for row, of_row in units.items()}
+        shards = self.sharding.shards
+        return [
+            Stepped(row, units[row], shards(units[row], self.rank), share) for row, share in counts.items() if share
+        ]
+
+    @cached_property
+    def scratch(self) -> Scratch | None:
+        """What the matrices of Muon need; None without any."""
+        row, units, *_ = self.by_rule[0]
+        sharding = self.sharding
+        if row.adamw is None:
+            return None
+        return scratch_of(tuple(units), sharding.divisor, self.rank or 0, sharding.shaped, row.needs_rows)
 
     @cached_property
     def shards(self) -> Shards:

@@ -10,11 +10,12 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.numerics.owners import Ranges, cut
 from halfstep.numerics.scaling.wrappers import wrapped_by
 
 
@@ -126,7 +127,7 @@ class Sharding:
         columns = -(-self.shape[1] // cuts[1])  # of all ranks but the last
         return columns * math.prod(self.shape[2:]) % span == 0
 
-    def cut(self) -> tuple[Any, int, list[tuple[int, int]]] | None:
+    def cut(self) -> tuple[Any, int, Ranges] | None:
         """How one dimension is cut along one dimension of the mesh: the group of ranks, the dimension, and where the
         part of each of them begins and ends. None if this rank has the whole.
 
@@ -146,11 +147,8 @@ class Sharding:
             )
         if self.mesh is None or not cuts:
             return None
-        dim, ranks = self.placements[cuts[0]].dim, self.mesh.size(cuts[0])
-        size = self.shape[dim]
-        each = -(-size // ranks)
-        ends = [min(number * each, size) for number in range(ranks + 1)]
-        return self.mesh.get_group(cuts[0]), dim, list(pairwise(ends))
+        dim = self.placements[cuts[0]].dim
+        return self.mesh.get_group(cuts[0]), dim, cut(self.shape[dim], self.mesh.size(cuts[0]))
 
     def like(
         self, part: torch.Tensor, shape: torch.Size | None = None, strides: tuple[int, ...] | None = None

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ _ONE = 126  # the index of the scale 1
 _AS_DICT = ("format", "scale", "low", "high", "below", "above", "share", "headroom", "lost", "verdict", "notes")
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """The parameter that limits the interval of scales on one side."""
 
     name: str
@@ -44,8 +43,7 @@ class Limit:
     share: float  # of the parameter's finite nonzero elements that is lost at this scale
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     """The losses at every scale 2^EXPONENTS, as int64 (tensors, scales)."""
 
     flushed: np.ndarray  # elements that are flushed to zero
@@ -86,7 +84,7 @@ class ScaleAdvice:
 
     def as_dict(self) -> dict[str, Any]:
         """The recommendation as a dict that can be written as JSON."""
-        limits = {"below": self.below and asdict(self.below), "above": self.above and asdict(self.above)}
+        limits = {"below": self.below and self.below._asdict(), "above": self.above and self.above._asdict()}
         plain = {name: getattr(self, name) for name in _AS_DICT}
         return plain | {"format": self.format.name, **limits, "notes": list(self.notes)}
 

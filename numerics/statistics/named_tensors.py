@@ -39,12 +39,7 @@ def _pairs(tensors: Any, argument: str) -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors(tensors: Any, argument: str = "tensors", of: str = "parameters") -> dict[str, torch.Tensor]:
-    """The tensors in `tensors` by name or, with ``of="gradients"``, the gradients of those that have one.
-
-    Raises:
-        TypeError: an element is not a tensor.
-        ValueError: two tensors have the same name, or `of` is neither ``"parameters"`` nor ``"gradients"``.
-    """
+    """The tensors in `tensors` by name or, with ``of="gradients"``, the gradients of those that have one."""
     if of not in ("parameters", "gradients"):
         raise ValueError(f"Expected of to be 'parameters' (the tensors themselves) or 'gradients', but got {of!r}")
     named: dict[str, torch.Tensor | None] = {}

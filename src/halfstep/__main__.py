@@ -40,9 +40,7 @@ GROUPS = {
         Command("format", _LOOKUP, "range, spacing and digits of number formats"),
         Command("compare", _LOOKUP, "formats side by side, and the values that they share"),
         Command("ladder", _LOOKUP, "a picture of range, density and codes of formats"),
-        Command(
-            "explore", "halfstep.cli.pages.explore", "a page on which to click bits, type numbers, compare formats"
-        ),
+        Command("explore", _LOOKUP, "a page on which to click bits, type numbers, compare formats"),
     ),
     "Checkpoints": (
         Command("inspect", "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),

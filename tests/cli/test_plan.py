@@ -18,7 +18,7 @@ import halfstep
 from halfstep.__main__ import main as halfstep_main
 from halfstep.cli import numbers
 from halfstep.cli.pages import planner
-from halfstep.numerics.planning import MODELS, OPTIMIZERS, STRATEGIES, plan
+from halfstep.numerics.planning import MODELS, OPTIMIZERS, STRATEGIES, layout, plan
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -134,13 +134,15 @@ def test_layouts_and_strategies_compared(capsys: pytest.CaptureFixture[str]) -> 
     layouts = told(capsys, *common, "--compare", "layouts")["plans"]
     assert [one["label"] for one in layouts[:2]] == ["torch, fp32", "torch, amp-bf16"]
     named = {one["settings"]["optimizer"] for one in layouts}
-    assert named == set(OPTIMIZERS) - {"halfstep"}  # which is the split master's row
+    assert named == set(OPTIMIZERS) - {"halfstep", "halfstep-muon"}  # which are the rows of split masters
     flat = told(capsys, *common, "--compare", "layouts", "--strategy", "zero1")["plans"]
     assert named - {one["settings"]["optimizer"] for one in flat} == {
-        name for name in named if name.startswith("halfstep") and name.endswith("8bit")
+        name for name in named if name.startswith("halfstep") and (name.endswith("8bit") or "muon" in name)
     }
-    kept = told(capsys, *common, "--compare", "strategies", "--moments", "8bit")["plans"]
-    assert [one["label"] for one in kept] == ["ddp", "zero1-torch", "fsdp", "hsdp, groups of 4"]
+    for optimizer, labels in (("halfstep", ["ddp", "zero1-torch", "fsdp"]), ("halfstep-muon", ["ddp", "fsdp"])):
+        words = ("--compare", "strategies", "--moments", "8bit", "--optimizer", optimizer, "--step-in-backward")
+        plans = told(capsys, *common, *words)["plans"]
+        assert [one["label"] for one in plans] == [*labels, "hsdp, groups of 4"]
     for what in ("layouts", "strategies"):
         printed = run(capsys, *common, "--compare", what)
         assert "fits" in printed and "yes" in printed and ("no" in printed.split())
@@ -161,6 +163,11 @@ def test_steps_in_the_backward(capsys: pytest.CaptureFixture[str]) -> None:
     plans = told(capsys, "--params", "7e9", "--gpus", "8", "--step-in-backward", "--compare", "strategies")["plans"]
     stepping = {one["label"]: one["settings"]["step_in_backward"] for one in plans}
     assert {label for label, size in stepping.items() if size == 25 * 2**20} == {"ddp", "fsdp", "hsdp, groups of 4"}
+    layouts = "--params 7e9 --gpus 8 --step-in-backward --compare layouts --strategy".split()
+    assert not any(
+        one["settings"]["step_in_backward"] for one in told(capsys, *layouts, "fsdp")["plans"] if "muon" in one["label"]
+    )
+    assert halfstep_main(["plan", *layouts, "zero1"]) == 2
 
 
 def test_every_part_has_its_colour() -> None:
@@ -171,7 +178,10 @@ def test_every_part_has_its_colour() -> None:
             ("halfstep", "fp16"),
             ("torch", "amp-bf16"),
             ("halfstep-sgd", "bf16"),
+            ("halfstep-muon", "bf16"),
         ):
+            if not STRATEGIES[strategy].holds(layout(optimizer, precision)):
+                continue
             sizes = {"gpus": 1 if strategy == "single" else 8, "shard": 4 if strategy == "hsdp" else None}
             sizes |= {"batch": 2, "checkpointing": "full"}
             content = plan(model=model, strategy=strategy, optimizer=optimizer, precision=precision, **sizes).as_dict()

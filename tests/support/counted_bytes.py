@@ -90,7 +90,10 @@ class Outputs(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Message:
-    """One collective: the complete buffer, which each rank has before or after it, and the ranks that take part."""
+    """One collective: the complete buffer, which each rank has before or after it, and the ranks that take part.
+
+    Of an all-to-all, it is what this rank sends to others.
+    """
 
     name: str
     dtype: str
@@ -101,6 +104,8 @@ class Message:
     @property
     def sent(self) -> Fraction:
         """The bytes that one rank sends with ring algorithms, as the mean over ranks."""
+        if self.name == "all-to-all":
+            return Fraction(self.bytes)
         return (2 if self.name == "all-reduce" else 1) * Fraction(self.ranks - 1, self.ranks) * self.bytes
 
 
@@ -111,6 +116,7 @@ COLLECTIVES = {
     "allgather_": ("all-gather", 0),
     "_allgather_base_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
     "all_reduce": ("all-reduce", 0),
     "all_reduce_": ("all-reduce", 0),
 }
@@ -144,6 +150,9 @@ class Messages(TorchDispatchMode):
             (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in held}
             elements = sum(tensor.numel() for tensor in held)
             size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+            if name == "all-to-all":
+                group = dist.ProcessGroup.unbox(args[2])
+                size = elements = size - args[4][group.rank()] * held[0].element_size()
             self.sent.append(Message(name, dtype, elements, size, _ranks(args)))
         return func(*args, **(kwargs or {}))
 

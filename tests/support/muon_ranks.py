@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -110,21 +109,6 @@ def continued_by_shards(rank: int, ranks: int, path: str) -> list[torch.Tensor]:
     checkpoint.load(path, model=model, optimizer=optimizer)
     train(model, optimizer, range(4, 6))
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
-
-
-def sent_bytes(rank: int) -> int:
-    """What this rank sends to the other one of two in a step."""
-    counted = []
-    exchange = dist.all_to_all_single
-
-    def counting(output: Any, source: Any, received: list[int], sent: list[int], group: Any) -> None:
-        counted.append(sent[1 - rank])
-        exchange(output, source, received, sent, group=group)
-
-    dist.all_to_all_single = counting
-    model = sharded(2, "rows")
-    train(model, muon(model), range(1))
-    return sum(counted)
 
 
 def refused(rank: int) -> str:

@@ -82,10 +82,11 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
     def sharded(
         dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Any = SHAPE, **policy: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        groups = halfstep.muon_groups if getattr(make, "func", None) is halfstep.Muon else nn.Module.parameters
         model = GPT(shape).to(dtype)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **policy)
-        return fully_shard(model, mesh=mesh, **policy), make(model.parameters())
+        return fully_shard(model, mesh=mesh, **policy), make(groups(model))
 
     def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
         device, units = torch.device("cpu"), ModuleWrapPolicy({Layer})
@@ -95,7 +96,7 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         return model, ours(model.parameters())
 
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    coded = partial(ours, state_dtype="8bit")
+    coded, muon = partial(ours, state_dtype="8bit"), partial(halfstep.Muon, lr=1e-3)
     return {
         "ddp": partial(replicated, torch.bfloat16),
         "ddp, fp32": partial(replicated, torch.float32),
@@ -108,6 +109,8 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         "fsdp, torch": partial(sharded, torch.float32, torch.optim.AdamW),
         "fsdp, fp32 gathered as bf16": partial(sharded, torch.float32, mp_policy=mixed),
         "fsdp1": fsdp1,
+        "fsdp, muon": partial(sharded, torch.bfloat16, muon),
+        "fsdp, muon, 8bit": partial(sharded, torch.bfloat16, partial(muon, state_dtype="8bit"), CODED),
     }
 
 
@@ -153,6 +156,8 @@ def one_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> dic
             scaler.step(optimizer)
             scaler.update()
     held = counted(model.parameters(), getattr(optimizer, "optim", optimizer))
+    if isinstance(optimizer, halfstep.Muon):
+        held["scratch"] = storage_bytes(optimizer._plans.scratch)
     return {"held": held, "sent": seen.plain()}
 
 
@@ -177,8 +182,8 @@ def on_four() -> dict[str, Any]:
     """Trainings on four ranks: HSDP in two groups of two, and strategies for any number of ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     made = strategies(init_device_mesh("cpu", (2 * WORLD,)))
-    names = ("zero1-torch", "fsdp")
-    return {"hsdp": one_step(strategies(mesh)["fsdp"]), **{f"{name} on 4": one_step(made[name]) for name in names}}
+    results = {name.replace("fsdp", "hsdp"): one_step(strategies(mesh)[name]) for name in ("fsdp", "fsdp, muon")}
+    return results | {f"{name} on 4": one_step(made[name]) for name in ("zero1-torch", "fsdp", "fsdp, muon")}
 
 
 def run(rank: int, ports: list[int]) -> dict[str, Any]:

@@ -28,6 +28,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp, fp32 gathered as bf16": {"strategy": "fsdp", "precision": "amp-bf16"},
     "fsdp1": {"strategy": "fsdp1"},
     "hsdp": {"strategy": "hsdp", "gpus": 4, "shard": 2},
+    "fsdp, muon": {"strategy": "fsdp", "optimizer": "halfstep-muon"},
+    "fsdp, muon, 8bit": {"strategy": "fsdp", "optimizer": "halfstep-muon", "moments": "8bit", "model": CODED},
+    "hsdp, muon": {"strategy": "hsdp", "gpus": 4, "shard": 2, "optimizer": "halfstep-muon"},
+    "fsdp, muon on 4": {"strategy": "fsdp", "gpus": 4, "optimizer": "halfstep-muon"},
     "zero1-torch on 4": {"strategy": "zero1-torch", "gpus": 4},
     "fsdp on 4": {"strategy": "fsdp", "gpus": 4},
 }

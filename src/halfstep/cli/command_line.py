@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import re
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -63,11 +64,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message + remedy)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """The options and arguments of a command line, in any order.
-
-        Raises:
-            UsageError: an option or a value is not allowed. The text names the allowed ones.
-        """
+        """The options and arguments of a command line, in any order. Raises `UsageError` for what is not allowed."""
         # Unknown options are refused first; argparse would complain about the word after one instead.
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.split("=")[0] if word.startswith("--") else word[:2]
@@ -95,7 +92,6 @@ def a_path(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """An argparse type: the file that a picture is written to."""
     if Path(text).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"expected a file name ending in .png, .svg, .pdf, but got {text!r}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -118,11 +114,7 @@ def output_file(text: str) -> Path:
 
 
 def make_folder(path: Path) -> Path:
-    """Create a folder and check that files can be written to it, before time is spent on computing them.
-
-    Raises:
-        UsageError: the folder cannot be created or written to.
-    """
+    """Create a folder and check that files can be written to it, before time is spent on computing them."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -168,6 +160,23 @@ def answer(
         show(*parts(), **how)
 
 
+def typed_command(command: str, options: Iterable[tuple[str, str]]) -> str:
+    """A command line that a page shows: options by their names without ``--``, an empty text for one without a value.
+
+    The texts come from the address of the page, that is from whoever wrote the link. Characters that cannot be printed
+    are left out, since they could end a paste into a terminal. A value that begins with "-" stays the value of its
+    option.
+    """
+    words = [command]
+    for name, text in options:
+        value = "".join(filter(str.isprintable, text))
+        if value.startswith("-"):
+            words.append(shlex.quote(f"--{name}={value}"))
+        else:
+            words.append(f"--{name} {shlex.quote(value)}" if value else f"--{name}")
+    return " ".join(words)
+
+
 def with_output(prog: str, command: Callable[[], int]) -> int:
     """Run `command` and flush standard output, so that an error of the output is reported here and not at exit.
 
@@ -194,5 +203,4 @@ def with_output(prog: str, command: Callable[[], int]) -> int:
 
 
 def complain(prog: str, text: str) -> None:
-    """Print one line on standard error."""
     print(f"{prog}: error: {printable(text)}", file=sys.stderr)

@@ -40,5 +40,4 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep convert`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
     return run(_parser(), argv, _run, (OSError,))

@@ -27,7 +27,6 @@ def _parser() -> Parser:
 
 
 def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
-    """Paragraphs beside their labels."""
     return Table((), [(f"  {label}", words) for label, words in rows], wraps=1)
 
 
@@ -57,5 +56,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep doctor`` with the arguments `argv`. Returns the exit status."""
     return run(_parser(), argv, _run, (ValueError,))

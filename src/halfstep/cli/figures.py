@@ -15,11 +15,7 @@ _UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def figure(width: float, height: float, layout: Any = "constrained") -> Any:
-    """An empty figure of a size in inches. It belongs to no window and to no global state of matplotlib.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """An empty figure of a size in inches. It belongs to no window and to no global state of matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

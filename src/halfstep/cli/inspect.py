@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
 from halfstep.cli.numbers import number, whole
-from halfstep.cli.results import count, power, shortened
+from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import UnknownFormat, formats
-from halfstep.numerics.messages import percent, printable
+from halfstep.numerics.messages import printable
 
 if TYPE_CHECKING:  # imported where needed, since torch takes longer than all else
     import torch
@@ -73,9 +73,6 @@ def _parser() -> Parser:
     add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
     add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
     return parser
-
-
-# ----------------------------------------------------------------------------------------------------------- counting
 
 
 def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
@@ -134,54 +131,18 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
     return total, dict(left_out), checkpoint.as_dict(), checkpoint.lines()
 
 
-# ------------------------------------------------------------------------------------------------------------ showing
-
-
-def _magnitudes(row: Row) -> str:
-    """From the smallest exponent to the largest, without the scale."""
-    exponents = list(row.exponents)
-    shift = math.log2(row.scale)
-    if not exponents:
-        return "-"
-    low, high = (f"{exponent - shift:.0f}" for exponent in (exponents[0], exponents[-1]))
-    return f"2^{low}..2^{high}" if low != high else f"2^{low}"
-
-
-def _error(row: Row, q: float) -> str:
-    low, high = row.error_quantile(q)
-    return "-" if math.isnan(low) else f"{high:.2g}"
-
-
-def _share(number_class: str) -> Callable[[Row], str]:
-    return lambda row: percent(row.share(number_class))
-
-
-# The columns after the name, and of which there is room on a wide screen only.
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "dtype": lambda row: formats[row.dtype].name if row.dtype else "",
-    "size": lambda row: count(row.elements),
-    "zero\n%": _share("zero"),
-    "flushed\n%": _share("flushed"),
-    "subn.\n%": _share("subnormal"),
-    "normal\n%": _share("normal"),
-    "overfl.\n%": _share("overflow"),
-    "Inf": lambda row: count(row.infinite),
-    "NaN": lambda row: count(row.nan),
-    "magnitudes": _magnitudes,
-    "error\np50": lambda row: _error(row, 0.5),
-    "error\np99": lambda row: _error(row, 0.99),
-    "largest\nerror": lambda row: "-" if row.largest_error is None else f"{row.largest_error:.2g}",
-}
-ONLY_WIDE = ("dtype", "normal\n%", "Inf", "NaN", "magnitudes", "error\np50", "largest\nerror")
+# Of which there is room on a wide screen only.
+ONLY_WIDE = ("dtype", "normal", "Inf", "NaN", "magnitudes", "error\np50", "largest\nerror")
 
 
 def table(statistics: Statistics, rows: Sequence[Row], columns: int) -> Table:
     """The tensors and their total, with the cells that a screen of so many columns has room for."""
     chosen = {name: cell for name, cell in COLUMNS.items() if columns >= WIDE or name not in ONLY_WIDE}
     *cells, total = [[cell(row) for cell in chosen.values()] for row in (*rows, statistics.total)]
-    room = max(12, columns - Table([*chosen], [*cells, total]).width - 2)
+    heads = [f"{name}\n%" if name in SHARES else name for name in chosen]
+    room = max(12, columns - Table(heads, [*cells, total]).width - 2)
     named = [(shortened(row.name, room), *line) for row, line in zip(rows, cells, strict=True)]
-    return Table(["tensor", *chosen], [*named, (), ("total", *total)], range(1, 1 + len(chosen)), ruled=True)
+    return Table(["tensor", *heads], [*named, (), ("total", *total)], range(1, 1 + len(chosen)), ruled=True)
 
 
 def _caption(statistics: Statistics) -> str:
@@ -224,5 +185,4 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep inspect`` with these arguments and return its exit status (see ``halfstep.__main__``)."""
     return run(_parser(), argv, _inspect, (ImportError, TypeError, ValueError))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def processor_name() -> str:
-    """The name of the processor, as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux

@@ -24,18 +24,13 @@ from halfstep.numerics.planning.changes import ways_to_fit
 from halfstep.numerics.planning.layouts import LAYOUTS, PRECISIONS, layout
 from halfstep.numerics.planning.plans import Plan, plan
 from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES
-from halfstep.numerics.planning.training import STEPPING_IN_BACKWARD
 
 # Options of a plan that are no arguments of `plan`.
 NOT_OF_PLAN = {"card", "compare", "eager_attention", "model", "params"}
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `plan`.
-
-    Raises:
-        ValueError: there is no model, it is unknown, or no answer would depend on an option.
-    """
+    """The arguments of `plan`. Raises ValueError if there is no model, or no answer would depend on an option."""
     if options.model is None and options.params is None:
         raise ValueError("expected a model, but got none: pass --params 7e9 or --model llama-3-8b")
     shaped, out = options.model is not None, "leave one of them out"
@@ -73,10 +68,10 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
     row = layout(arguments["optimizer"], arguments["precision"], moments=arguments["moments"])
     plans = []
     for name, strategy in STRATEGIES.items():
-        if name == "single" or (row.needs_rows and not strategy.keeps_rows):
+        if name == "single" or not strategy.holds(row):
             continue
         shard = arguments["shard"] or (gpus if gpus % 2 else gpus // 2) if name == "hsdp" else None
-        released = arguments["step_in_backward"] if name in STEPPING_IN_BACKWARD else None
+        released = arguments["step_in_backward"] if strategy.releases(row) else None
         able = strategy.offloads and (name not in MIRRORED or row.ours)
         changes = {"strategy": name, "shard": shard, "step_in_backward": released}
         changes["bucket_view"] = arguments["bucket_view"] and strategy.buckets and released is None
@@ -87,10 +82,7 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
 
 
 def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
-    """Plans of all layouts of one precision, and of torch's AdamW in fp32 and under autocast, each with its label.
-
-    Only halfstep's layouts step in the backward. Moments in 8 bits are left out where the strategy cuts rows.
-    """
+    """Plans of all layouts of one precision, and of torch's AdamW in fp32 and under autocast, each with its label."""
     precision, strategy = arguments["precision"], arguments["strategy"] or "single"
     one_of("precision", precision, PRECISIONS)
     one_of("strategy", strategy, STRATEGIES)
@@ -99,12 +91,14 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         row
         for row in LAYOUTS
         if (row.precision == precision or (row.optimizer == "torch" and row.precision in of_torch))
-        and (STRATEGIES[strategy].keeps_rows or not row.needs_rows)
-        and (row.optimizer, row.precision) != ("halfstep", "bf16")  # the same as halfstep-split
+        and STRATEGIES[strategy].holds(row)
+        and not (row.adamw is not None and arguments["offload"])
+        and (row.optimizer, row.precision) not in (("halfstep", "bf16"), ("halfstep-muon", "bf16"))  # as "-split"
     ]
     plans = []
     for row in sorted(rows, key=lambda row: (*of_torch, precision).index(row.precision)):
-        released = arguments["step_in_backward"] if row.ours else None
+        keeps = not row.ours or (row.adamw is not None and not STRATEGIES[strategy].releases(row))
+        released = None if keeps else arguments["step_in_backward"]
         changes = {"optimizer": row.optimizer, "precision": row.precision, "step_in_backward": released}
         label = row.optimizer if row.precision == precision != "fp32" else row.name
         plans.append((label, plan(**{**arguments, **changes})))
@@ -124,11 +118,7 @@ def changed_options(changes: dict[str, Any]) -> dict[str, str | None]:
 
 
 def planned(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of ``--json``, which docs/planning.md describes.
-
-    Raises:
-        ValueError: an option is refused.
-    """
+    """The content of ``--json``, which docs/planning.md describes. Raises ValueError for an option that is refused."""
     arguments = _arguments(options)
     gpu = None if options.card is None else card(options.card)
     solutions = []
@@ -173,5 +163,4 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep plan`` with the arguments `argv`. Returns the exit status."""
     return run(parser(), argv, _plan, (ValueError, ImportError))

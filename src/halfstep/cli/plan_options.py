@@ -33,7 +33,6 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """The name of its value among the parsed ones."""
         return self.name.replace("-", "_")
 
     @property
@@ -119,7 +118,6 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
 
 @cache
 def parser() -> Parser:
-    """The parser of the command line."""
     result = Parser(
         "plan",
         usage="halfstep plan MODEL [OPTIONS]",

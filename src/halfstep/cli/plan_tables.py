@@ -13,7 +13,6 @@ STATES = {"master", "remainder", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 
 
 def digits(value: float) -> str:
-    """A number with at least three digits."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -44,12 +43,7 @@ def _several(count: int) -> str:
     return f"{count:,}" if count > 1 else ""
 
 
-def _each(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
 def headline(plan: dict[str, Any]) -> str:
-    """Model, layout, strategy and batch in one line."""
     settings, total, active = plan["settings"], plan["parameters"], plan["active_parameters"]
     groups = f", groups of {settings['shard']}" if settings["shard"] else ""
     gpus = f"{settings['gpus']} GPU{'s' * (settings['gpus'] > 1)}"
@@ -63,7 +57,9 @@ def part_rows(plan: dict[str, Any]) -> list[list[str]]:
     """Name, bytes per parameter, divisor, bytes, phase and note of each part."""
     return [
         [
-            *(part["name"], _each(part["per_parameter"]), _several(part["divisor"])),
+            part["name"],
+            "" if part["per_parameter"] is None else f"{part['per_parameter']:.4g}",
+            _several(part["divisor"]),
             ("" if part["exact"] else "≈ ") + size(part["bytes"]),
             *(_PHASES[part["phase"]] if part["place"] == "gpu" else "on the host", part["note"]),
         ]
@@ -149,7 +145,7 @@ def comparison(content: dict[str, Any]) -> tuple[str, list[str], list[list[str]]
         sizes += [*[totals["state"]] * (not layouts), totals["peak"], plan["bytes_sent"], *[totals["host"]] * hosted]
         cells = [digits(size / unit) if size else "0" for size in sizes]
         fits = ["yes" if plan["card"]["fits"] else "no"] if carded else []
-        rows.append([plan["label"], *[_each(per_parameter)] * layouts, *cells, *fits])
+        rows.append([plan["label"], *[f"{per_parameter:.4g}"] * layouts, *cells, *fits])
     settings = plans[0]["settings"]
     gpus = f"{settings['gpus']:,} GPU{'s' * (settings['gpus'] > 1)}"
     shared = settings["strategy"] if layouts else plans[0]["layout"]["name"]

@@ -7,10 +7,12 @@ text, at most 80 columns.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.terminal import UNBROKEN, Table, rendered
+from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 
 if TYPE_CHECKING:  # `halfstep inspect` does not import torch for its texts
@@ -53,17 +55,44 @@ def power(scale: float) -> str:
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
-# ---------------------------------------------------------------------------------------------------------- statistics
+def _magnitudes(row: Row) -> str:
+    """From the smallest exponent to the largest, without the scale."""
+    exponents, shift = list(row.exponents), math.log2(row.scale)
+    ends = (f"2^{exponent - shift:.0f}" for exponent in (exponents[:1] + exponents[-1:]))
+    return "..".join(dict.fromkeys(ends)) or "-"
+
+
+def _error(row: Row, q: float) -> str:
+    low, high = (math.nan, math.nan) if row.errors is None else row.error_quantile(q)
+    return "-" if math.isnan(low) else f"{high:.2g}"
+
+
+# The columns of tables of tensors, after the name.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "dtype": lambda row: formats[row.dtype].name if row.dtype else "",
+    "size": lambda row: count(row.elements),
+    "zero": lambda row: percent(row.share("zero")),
+    "flushed": lambda row: percent(row.share("flushed")),
+    "subn.": lambda row: percent(row.share("subnormal")),
+    "normal": lambda row: percent(row.share("normal")),
+    "overfl.": lambda row: percent(row.share("overflow")),
+    "Inf": lambda row: count(row.infinite),
+    "NaN": lambda row: count(row.nan),
+    "magnitudes": _magnitudes,
+    "error\np50": lambda row: _error(row, 0.5),
+    "error\np99": lambda row: _error(row, 0.99),
+    "largest\nerror": lambda row: "-" if row.largest_error is None else f"{row.largest_error:.2g}",
+}
+SHARES = ("zero", "flushed", "subn.", "normal", "overfl.")
 
 
 def statistics_table(statistics: Statistics, limit: int | None) -> str:
-    """The result of `Statistics.table`."""
     rows, total = statistics.worst(limit), statistics.total
-    head = ("tensor", "size", "zero", "flushed", "subn.", "normal", "overfl.", "err p99")
-    lines = [head, *(_cells(row) for row in rows), _cells(total)]
-    if not any(row.errors is not None for row in [*rows, total]):
-        lines = [line[:-1] for line in lines]
-    text = rendered([Table(lines[0], lines[1:], range(1, len(lines[0])))], UNBROKEN)
+    heads = {"size": "size", **{name: name for name in SHARES}, "error\np99": "err p99"}
+    if total.errors is None:
+        del heads["error\np99"]
+    lines = [[shortened(row.name, 23), *(COLUMNS[name](row) for name in heads)] for row in (*rows, total)]
+    text = rendered([Table(["tensor", *heads.values()], lines, range(1, len(heads) + 1))], UNBROKEN)
     if len(rows) < len(statistics):
         text.insert(-1, f"... and {len(statistics) - len(rows)} more that lose no more")
     if total.infinite or total.nan:
@@ -71,23 +100,11 @@ def statistics_table(statistics: Statistics, limit: int | None) -> str:
     return "\n".join([f"{statistics.format.name} at scale {statistics.scale:g}, shares in %", *text])
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    error = "-"
-    if row.errors is not None:
-        low, high = row.error_quantile(0.99)
-        error = "-" if math.isnan(low) else f"{high:.2g}"
-    shares = (percent(row.share(name)) for name in ("zero", "flushed", "subnormal", "normal", "overflow"))
-    return shortened(row.name, 23), count(row.elements), *shares, error
-
-
 def picture(statistics: Statistics, advice: ScaleAdvice | None, path: str | Path) -> None:
-    """Draw `Statistics.picture` or, with advice, `ScaleAdvice.picture`."""
     from halfstep.cli import figures, results_picture
 
     figures.save(results_picture.figure_of(statistics, advice), path)
 
-
-# -------------------------------------------------------------------------------------------------------------- advice
 
 _VERDICTS = {
     "unscaled": "{name} suffices without loss scaling",
@@ -98,7 +115,6 @@ _VERDICTS = {
 
 
 def advice_text(advice: ScaleAdvice) -> str:
-    """The result of ``str(advice)``."""
     name, acceptable, best = advice.format.name, percent(advice.share), power(advice.scale)
     lines = [f"{name}: no scale is good enough; {best} loses least"]
     if advice.interval:
@@ -120,11 +136,7 @@ def advice_text(advice: ScaleAdvice) -> str:
     return "\n".join([*lines, *advice.notes])
 
 
-# ----------------------------------------------------------------------------------------------------------- overflows
-
-
 def overflow_text(report: OverflowReport) -> str:
-    """The result of ``str(report)``."""
     head = f"{report.skipped} of {report.steps} steps skipped"
     if not report.parameters:
         return head

@@ -33,7 +33,6 @@ def _at(scale: float) -> str:
 
 
 def _powers(axes: Any, ticks: int) -> None:
-    """Label the horizontal axis, of exponents, with powers of two."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=ticks, integer=True, steps=[1, 2, 4, 5, 10]))
@@ -61,15 +60,7 @@ def zones(exponents: dict[int, int], form: Format, scale: float) -> tuple[dict[s
 
 
 def draw_exponents(axes: Any, exponents: dict[int, int], total: int, form: Format, scale: float, noun: str) -> None:
-    """The share of elements of each exponent, as they were before scaling, coloured by what becomes of them.
-
-    Args:
-        axes: matplotlib's.
-        exponents: how many numbers have each exponent, scale included: `Row.exponents`.
-        total: how many elements there are.
-        form, scale: the format that holds them, multiplied by the scale.
-        noun: the elements' name, for the axis, such as ``"gradients"``.
-    """
+    """The share of elements (`noun`) of each exponent, which includes the scale, coloured by what becomes of them."""
     shift, total = math.log2(scale), total or 1
     limits, low, high = zones(exponents, form, scale)
     for name, (start, end) in limits.items():

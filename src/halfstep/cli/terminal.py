@@ -47,7 +47,6 @@ def text(words: str, style: str = "") -> Text:
 
 
 def joined(*parts: str | Text, by: str = "") -> Text:
-    """Texts one after the other."""
     return text(by).join([text(part) if isinstance(part, str) else part for part in parts])
 
 
@@ -158,13 +157,7 @@ def say(words: str | Text, stream: TextIO | None = None) -> None:
 
 
 class Progress:
-    """A bar on a terminal that shows how far work has come, and that is removed at the end.
-
-    Args:
-        total: units of work.
-        patience: seconds before the bar appears.
-        stream: where it is shown; standard error if None.
-    """
+    """A bar on a terminal for `total` units of work, from `patience` seconds on, which is removed at the end."""
 
     def __init__(self, total: float, patience: float = 0.0, stream: TextIO | None = None) -> None:
         from rich import progress

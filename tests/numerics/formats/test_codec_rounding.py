@@ -1,6 +1,6 @@
 """Every code and every threshold of every format, in every mode, against an oracle of rational numbers.
 
-Three implementations that share no code meet here: `arrays.py` (float64, whole arrays), `exact.py` (rational numbers,
+Three implementations that share no code meet here: `codec.py` (float64, whole arrays), `exact.py` (rational numbers,
 one at a time) and tests/support/codec_oracle.py (a sorted table).
 """
 
@@ -21,7 +21,7 @@ from implementations import using
 
 import halfstep
 from halfstep.numerics.formats import codec, exact, philox_words
-from halfstep.numerics.formats.arrays import BLOCK_ELEMENTS
+from halfstep.numerics.formats.codec import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
 pytestmark = pytest.mark.sample(3)

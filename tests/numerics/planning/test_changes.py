@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("t4", {"model": MODELS["gpt2-xl"], "precision": "fp16", "batch": 8}),
     ("a100-80", {"model": MODELS["mixtral-8x7b"], "batch": 1, "gpus": 8, "strategy": "fsdp"}),
     ("l4", {"params": 3e9}),
+    ("a6000", LLAMA | {"seq": 2048, "optimizer": "halfstep-muon"}),
 ]
 
 ONE_CHANGE = (("gpus", "strategy"), ("precision", "optimizer", "moments"))  # options that change together
@@ -74,6 +75,11 @@ def test_ways_differ_in_more_than_what_costs_nothing() -> None:
         {"strategy": "fsdp", "bucket_view": False},
         {"optimizer": "halfstep-split24-8bit", "checkpointing": "full"},
     ]
+
+
+def test_muon_stays_muon() -> None:
+    (way, *_) = _ways("80GiB", **LLAMA | {"seq": 2048}, optimizer="halfstep-muon")
+    assert way.options["optimizer"].startswith("halfstep-muon-split")
 
 
 def test_what_a_way_costs() -> None:

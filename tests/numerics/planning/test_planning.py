@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from halfstep.numerics.owners import assigned
 from halfstep.numerics.planning import (
     CARDS,
     LAYOUTS,
@@ -25,7 +26,6 @@ from halfstep.numerics.planning import (
     work,
 )
 from halfstep.numerics.planning.models import parameters_of
-from halfstep.numerics.planning.sharding import assigned
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -172,6 +172,25 @@ def test_hybrid_sharding_sends_shards_across_groups() -> None:
     assert plan(BILLION, precision="fp32", gpus=16, strategy="hsdp", shard=8).totals.state == 2 * BILLION
 
 
+def test_ranks_exchange_parts_of_the_matrices_of_muon() -> None:
+    """All ranks together send 4 (N - 1) / N bytes per element; whole experts are not sent."""
+    model = MODELS["llama-3-8b"]
+    matrices = sum(tensor.elements for tensor in model.units()[0].tensors if tensor.kind == "matrix") * 32
+    for options in ({"gpus": 8, "strategy": "fsdp"}, {"gpus": 16, "strategy": "hsdp", "shard": 8}):
+        plans = (plan(model=model, optimizer="halfstep-muon", rank=rank, **options) for rank in range(8))
+        messages = [planned.communication[-1] for planned in plans]
+        assert {(message.name, message.ranks) for message in messages} == {("all-to-all", 8)}
+        assert sum(message.bytes for message in messages) == 4 * matrices * 7 / 8
+    units = [unit("all", {"experts": (8, 64, 64), "router": (8, 64), "embed.tokens": (64, 64)})]
+    exchange = plan(units=units, gpus=4, strategy="fsdp", optimizer="halfstep-muon", rank=1).communication[-1]
+    assert exchange.bytes == 2 * 2 * 64  # two rows of the router, whose owner is rank 0
+    options = {"units": units, "gpus": 2**40, "strategy": "fsdp", "optimizer": "halfstep-muon"}
+    assert [plan(**options, rank=rank).part("scratch").bytes for rank in (1, 7, 2**39)] == [8192, 8192, 0]
+    assert plan(24 * BILLION, gpus=8, strategy="fsdp", optimizer="halfstep-muon").communication[-1].bytes == (
+        4 * 24 * BILLION // 8 * 7 // 8
+    )
+
+
 def test_shards_are_padded() -> None:
     """Seven rows of five and three elements over four ranks: one flat tensor of 38 to 40, parameters to 36 and 4."""
     for strategy in ("zero1", "zero2", "zero3"):
@@ -183,7 +202,7 @@ def test_shards_are_padded() -> None:
 
 
 def test_whole_parameters_are_assigned_to_the_rank_with_least() -> None:
-    assert assigned([5, 1, 9, 4, 4], 2) == [[2, 4], [0, 3, 1]]
+    assert assigned([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
     # The rank that holds most is not always the first, and ranks beyond the parameters hold none.
     options: dict[str, Any] = {"units": [unit("all", [(5,), (4,), (3,)])], "strategy": "zero1-torch"}
     for gpus, rank, states in ((2, None, 7), (2, 0, 5), (2**40, None, 5), (2**40, 2, 3), (2**40, 3, 0)):
@@ -234,7 +253,9 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
     assert plan(100, step_in_backward=2**20).part("gradients").bytes == 200
     assert plan(BILLION, gpus=2, precision="fp16", step_in_backward=2**20).part("gradients").bytes == 2 * 2**20
     units = [unit("root", [(10, 8)], root=True), unit("block", [(16, 8), (7,)], count=6)]
-    assert plan(units=units, step_in_backward=100).part("gradients").bytes == 99 + 2 * 16 * 8
+    for optimizer in ("halfstep", "halfstep-muon"):
+        released = plan(units=units, optimizer=optimizer, step_in_backward=100)
+        assert released.part("gradients").bytes == 99 + 2 * 16 * 8
     replicas = plan(units=units, gpus=4, step_in_backward=100)
     assert replicas.part("gradients").bytes == 2 * (99 + 2 * 16 * 8) + 16 * 13
     assert "buckets" not in [part.name for part in replicas.parts]
@@ -284,10 +305,11 @@ def test_a_plan_is_plain_json_and_always_the_same() -> None:
 def test_every_row_plans_under_every_strategy(row: Layout) -> None:
     each = row.per_parameter() * 64 * BILLION
     for name, strategy in STRATEGIES.items():
-        if strategy.keeps_rows or not row.needs_rows:
+        if strategy.holds(row):
             sizes = {"gpus": 1 if name == "single" else 8, "shard": 4 if name == "hsdp" else None}
             planned = plan(64 * BILLION, precision=row.precision, optimizer=row.optimizer, strategy=name, **sizes)
-            counted = [part for part in planned.parts if part.phase == "always" and part.name != "buckets"]
+            parts = (part for part in planned.parts if part.phase == "always")
+            counted = [part for part in parts if part.name not in ("buckets", "scratch")]
             assert sum(part.bytes for part in counted) <= each, name
             assert sum((part.per_parameter or 0) for part in counted) * 64 * BILLION == each, name
 
@@ -341,6 +363,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for strategy in ("zero1", "zero1-torch", "zero2", "zero3", "fsdp1")
     ),
     (ONE | {"step_in_backward": 0}, "Expected step_in_backward to be an integer of at least 1, but got 0"),
+    (TWO | {"optimizer": "halfstep-muon", "strategy": "zero1"}, "single, ddp, fsdp, hsdp with Muon, which needs whole"),
+    (ONE | {"optimizer": "halfstep-muon", "offload": True}, "Expected offload to be False with Muon, which"),
+    (
+        STEPPING | {"gpus": 2, "strategy": "fsdp", "optimizer": "halfstep-muon"},
+        "single, ddp with step_in_backward and Muon, whose matrices must be whole on each rank, but got 'fsdp'",
+    ),
     (STEPPING | {"optimizer": "torch"}, "one of halfstep's with step_in_backward, but got 'torch': leave one"),
     (
         ONE | {"lora": 4},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from counted_bytes import Outputs, counted, storage_bytes
+from counted_bytes import Outputs, Peak, counted, storage_bytes
 from gpt import DTYPES, GPT, SIZES, Precision
 from torch import nn
 
@@ -26,17 +26,17 @@ class Tied(nn.Module):
 
     def __init__(self, vocab: int = 33, hidden: int = 12, layers: int = 2, heads: int = 3, seq: int = 9) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, hidden)
-        self.positions = nn.Embedding(seq, hidden)
+        self.embed = nn.Embedding(vocab, hidden)
+        self.embed_positions = nn.Embedding(seq, hidden)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, dropout=0.0, batch_first=True) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
-        self.head.weight = self.embedding.weight
+        self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens) + self.embed_positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -63,16 +63,20 @@ BF16 = torch.bfloat16
 
 # How each row of halfstep and torch is made.
 MASTERS: dict[str, dict[str, Any]] = {
-    "halfstep-split": {"master_weights": "split"},
-    "halfstep-split24": {"master_weights": "split24"},
-    "halfstep-stochastic": {"master_weights": None, "rounding": "stochastic"},
+    "-split": {"master_weights": "split"},
+    "-split24": {"master_weights": "split24"},
+    "-stochastic": {"master_weights": None, "rounding": "stochastic"},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-full": {"master_weights": "full"},
+    **MASTERS,
+    **{f"{name}-bf16": {**options, "state_dtype": BF16} for name, options in MASTERS.items()},
+    **{f"{name}-8bit": {**options, "state_dtype": "8bit"} for name, options in MASTERS.items()},
 }
 MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "halfstep": (halfstep.AdamW, {}),
-    "halfstep-full": (halfstep.AdamW, {"master_weights": "full"}),
-    **{name: (halfstep.AdamW, options) for name, options in MASTERS.items()},
-    **{f"{name}-bf16": (halfstep.AdamW, {**options, "state_dtype": BF16}) for name, options in MASTERS.items()},
-    **{f"{name}-8bit": (halfstep.AdamW, {**options, "state_dtype": "8bit"}) for name, options in MASTERS.items()},
+    **{f"halfstep{name}": (halfstep.AdamW, options) for name, options in OPTIONS.items()},
+    **{f"halfstep-muon{name}": (halfstep.Muon, options) for name, options in OPTIONS.items()},
     "halfstep-sgd": (halfstep.SGD, {"momentum": 0.9}),
     "torch": (torch.optim.AdamW, {"foreach": True}),
     "torch-fused": (torch.optim.AdamW, {"fused": True}),
@@ -80,12 +84,24 @@ MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 ROWS = [row for row in LAYOUTS if row.optimizer in MADE and not row.autocast]
 
 
+def optimizer_of(model: nn.Module, name: str, **more: Any) -> Any:
+    kind, options = MADE[name]
+    parameters = halfstep.muon_groups(model) if kind is halfstep.Muon else model.parameters()
+    return kind(parameters, **{"lr": 1e-3, **options, **more})  # type: ignore[arg-type]
+
+
+def allocated(model: nn.Module, optimizer: Any) -> dict[str, int]:
+    scratch = optimizer._plans.scratch if isinstance(optimizer, halfstep.Muon) else {}
+    sizes = {"scratch": storage_bytes(scratch)} if scratch else {}
+    return counted(model.parameters(), optimizer) | sizes
+
+
 def planned(made: Plan) -> dict[str, int]:
     return {part.name: part.bytes for part in made.parts if part.phase == "always"}
 
 
 def plan_of(model: nn.Module, **options: Any) -> Plan:
-    return plan(units=[unit("all", [p.shape for p in model.parameters()])], **options)
+    return plan(units=[unit("all", {name: p.shape for name, p in model.named_parameters()})], **options)
 
 
 def test_every_row_of_ours_and_of_torch_is_made_here() -> None:
@@ -98,42 +114,57 @@ def test_every_row_of_ours_and_of_torch_is_made_here() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_weights_gradients_and_states(row: Any, builder: str) -> None:
     model, loss = BUILDERS[builder](row.precision)
-    kind, options = MADE[row.optimizer]
-    optimizer = kind(model.parameters(), lr=1e-3, **options)
+    optimizer = optimizer_of(model, row.optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
-    found = counted(model.parameters(), optimizer)
+    found = allocated(model, optimizer)
     # foreach's step counts lie on the CPU whatever the device, so they are not planned: four bytes each.
     if row.optimizer == "torch":
         assert found.pop("scalars") == 4 * len(list(model.parameters()))
     expected = planned(plan_of(model, precision=row.precision, optimizer=row.optimizer))
     assert found == expected
+    if row.ours:
+        states = sum(size for name, size in expected.items() if name not in ("weights", "gradients", "scratch"))
+        assert storage_bytes(optimizer.state_dict()["state"]) == states
 
 
-@pytest.mark.parametrize("name", ["halfstep", "halfstep-sgd"])
+@pytest.mark.parametrize("name", ["halfstep", "halfstep-sgd", "halfstep-muon"])
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_moments_by_option(precision: str, moments: str, name: str) -> None:
     model, loss = rows(precision)
-    make, options = MADE[name]
-    optimizer = make(model.parameters(), state_dtype=BF16 if moments == "bf16" else moments, **options)  # type: ignore[call-arg]
+    optimizer = optimizer_of(model, name, state_dtype=BF16 if moments == "bf16" else moments)
     loss(model).backward()
     optimizer.step()
     made = plan_of(model, precision=precision, moments=moments, optimizer=name)
-    found = counted(model.parameters(), optimizer)
+    found = allocated(model, optimizer)
     assert found == planned(made)
     # The step reads the gradient, and reads and writes all else but the weight of a full master, which it only writes.
-    other = sum(size for name, size in found.items() if name not in ("weights", "gradients", "scalars"))
+    other = sum(size for name, size in found.items() if name not in ("weights", "gradients", "scalars", "scratch"))
     writes_only = precision == "fp16"
-    assert made.step_traffic == found["gradients"] + (2 - writes_only) * found["weights"] + 2 * other
+    # Muon writes matrices in bf16, and reads them.
+    matrices = sum(p.numel() for _, p in halfstep.muon_groups(model)[0]["params"]) if name == "halfstep-muon" else 0
+    moved = found["gradients"] + (2 - writes_only) * found["weights"] + 2 * other + 4 * matrices
+    assert made.step_traffic == moved
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64), (2, 64, 96), (64, 2, 6, 8)])
+def test_copies_of_a_matrix_while_it_is_orthogonalized(shape: tuple[int, ...]) -> None:
+    model = nn.ParameterList([torch.randn(shape).bfloat16()])
+    optimizer = optimizer_of(model, "halfstep-muon")
+    for _ in range(2):
+        model[0].grad = torch.randn(shape).bfloat16()
+        with Peak() as peak:
+            optimizer.step()
+    assert 0 <= peak.peak - plan_of(model, optimizer="halfstep-muon").totals.step < 1024
 
 
 def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:
     for name in ("torch", "torch-fused"):
         model, loss = tied("fp32")
-        optimizer = torch.optim.AdamW(model.parameters(), **MADE[name][1])
+        optimizer = optimizer_of(model, name)
         loss(model).backward()
         optimizer.step()
         with Outputs() as outputs:

@@ -40,7 +40,7 @@ def test_every_strategy_holds_and_sends_what_is_planned(ranks: list[dict[str, An
         assert sent == planned_strategies.planned_messages(made)
         # Under DDP and ZeRO-1 every rank has the whole reduced gradient; among four 16 bytes take 2 · 3/4 · 16.
         whole = made.settings["strategy"] in ("ddp", "zero1-torch")
-        reductions = 0 if whole else 1 if made.layout.optimizer == "halfstep" else 2  # torch's: to unscale, to clip
+        reductions = 0 if whole else 1 if made.layout.ours else 2  # torch's: to unscale, to clip
         assert scaler == reductions * {2: 16, 4: 24}[len(found)]
 
 

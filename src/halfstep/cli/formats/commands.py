@@ -1,4 +1,4 @@
-"""``halfstep format, encode, decode, why, compare, ladder``: what a format can hold, what a number becomes in it.
+"""``halfstep format, encode, decode, why, compare, ladder, explore``: what a format holds, what a number becomes in it.
 
 Each command is a function above its entry in `_LOOKUPS`. What it returns is printed as JSON or drawn on the screen.
 """
@@ -18,26 +18,9 @@ from rich.text import Text
 from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.figures import INSTALL
-from halfstep.cli.formats import compare
-from halfstep.cli.formats.values import (
-    Encoded,
-    Stored,
-    among,
-    conversions,
-    double_rounding_words,
-    double_roundings,
-    encoded,
-    finite,
-    fitting,
-    number_dict,
-    overflow_threshold,
-    overflows,
-    reasons,
-    rounded,
-    roundings,
-    short,
-)
-from halfstep.cli.terminal import Table, joined, text, width
+from halfstep.cli.formats import compare, values
+from halfstep.cli.formats.values import Encoded, Stored
+from halfstep.cli.terminal import Table, joined, say, text, width
 from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
@@ -59,15 +42,17 @@ class Typed(NamedTuple):
     number: Number
 
     def as_dict(self) -> dict[str, str | None]:
-        return {"text": self.text, **number_dict(self.number)}
+        return {"text": self.text, **values.number_dict(self.number)}
 
     @property
     def notations(self) -> str:
         """The number in every notation that adds information."""
-        exact = [words for words in number_dict(self.number).values() if words and len(words) <= 40]
+        exact = [words for words in values.number_dict(self.number).values() if words and len(words) <= 40]
         if isinstance(self.number, float):
             exact = exact[:1]
-        return " = ".join(dict.fromkeys((self.text, *(exact or [fitting(self.number, 0, 17)])))).replace("= ≈", "≈ ")
+        return " = ".join(dict.fromkeys((self.text, *(exact or [values.fitting(self.number, 0, 17)])))).replace(
+            "= ≈", "≈ "
+        )
 
 
 class Code(NamedTuple):
@@ -138,7 +123,6 @@ def formats_option(help: str) -> Option:
 
 
 def rounding_option(modes: Sequence[str]) -> Option:
-    """The option --rounding."""
     listed = f"{', '.join(modes)} (default: nearest, ties to even)"
     return _option("--rounding", choices=modes, default="nearest", metavar="MODE", help=listed)
 
@@ -150,7 +134,6 @@ OVERFLOW = _option(
 
 
 def named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
-    """Names of formats without an option before them."""
     return _option("named", nargs=nargs, type=_family, metavar=metavar, help=help)
 
 
@@ -162,8 +145,9 @@ def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows.
-Answer = tuple[list[Format], list[Any]]
+# The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows. Or the
+# exit status of a command that has shown them.
+Answer = tuple[list[Format], list[Any]] | int
 _LOOKUPS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str, str, Sequence[Option]]] = {}
 
 
@@ -184,18 +168,21 @@ def main(argv: Sequence[str], command: str) -> int:
     for names, settings in options:
         parser.add_argument(*names, **settings)
 
-    def carry_out(options: argparse.Namespace) -> None:
-        chosen, results = lookup(options)
+    def carry_out(options: argparse.Namespace) -> int:
+        answer = lookup(options)
+        if isinstance(answer, int):
+            return answer
+        chosen, results = answer
         about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
         about["formats"] = _names(chosen)
         content = {"command": command, "input": about, "results": results}
         command_line.answer(options, lambda: content, lambda: results)
+        return 0
 
     return command_line.run(parser, argv, carry_out)
 
 
 def _plain(value: Any) -> Any:
-    """An option in JSON."""
     match value:
         case Typed() | Code():  # which are sequences too
             return value.text
@@ -216,29 +203,26 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
 
 
 def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
-    stored = conversions(result.number, result.format)
-    return [{"value": None if value is None else number_dict(value), "who": names} for value, names in stored]
+    stored = values.conversions(result.number, result.format)
+    return [{"value": None if value is None else values.number_dict(value), "who": names} for value, names in stored]
 
 
 def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
-    """The implementations that store another value."""
     cells = []
     for result in results:
-        for index, (value, names) in enumerate(conversions(result.number, result.format)):
+        for index, (value, names) in enumerate(values.conversions(result.number, result.format)):
             further = [name for name in names if not name.startswith("torch")]
             who = ", ".join(["torch", *further] if len(names) - len(further) == 2 else names)
-            shown = "undefined" if value is None else fitting(value, 20, 9)
+            shown = "undefined" if value is None else values.fitting(value, 20, 9)
             cells.append(("" if index else result.format.name, shown, who))
     return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
 
 
 def _bits(stored: Stored) -> Text:
-    """The bits of the fields, coloured and separated by spaces."""
     return joined(*(text(digits, name) for name, digits in stored.fields.items()), by=" ")
 
 
 def _coloured(words: str) -> Text:
-    """An outcome or a class in its colour."""
     return text(words, _COLOURS.get(words, ""))
 
 
@@ -266,10 +250,9 @@ def _format(options: argparse.Namespace) -> Answer:
 
 
 def _limits(chosen: Sequence[Format]) -> Table:
-    """One row per format."""
     header, rows = ("format", "s/e/m", "largest", "min normal", "least", "eps", "digits", "has", "torch"), []
     for format in chosen:
-        figures = map(short, (format.max, format.min_normal, format.min_subnormal, format.eps))
+        figures = map(values.short, (format.max, format.min_normal, format.min_subnormal, format.eps))
         digits = f"{format.digits10}-{format.max_digits10}"
         rows.append(
             (format.name, compare.fields(format), *figures, digits, compare.specials(format), format.torch or "-")
@@ -300,7 +283,7 @@ def _encode(options: argparse.Namespace) -> Answer:
         noise = (
             philox_words.word(0, random.getrandbits(63) if seed is None else seed) if rounding == "stochastic" else 0
         )
-        return encoded(number, format, rounding, overflow, noise)
+        return values.encoded(number, format, rounding, overflow, noise)
 
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
     usual = (rounding, overflow) == ("nearest", "inf")
@@ -327,7 +310,7 @@ def _encodings(row: Sequence[Encoded], digits: int, bits: int = 0, hexadecimal: 
         cells: list[str | Text] = [result.format.name, "-", "", "", ""]
         if stored := result.stored:
             fields = _bits(stored) if stored.format.bits <= bits else ""
-            cells[1:] = [stored.hex, fields, stored.text(digits), number_dict(stored.value)["hex"] or ""]
+            cells[1:] = [stored.hex, fields, stored.text(digits), values.number_dict(stored.value)["hex"] or ""]
         rows.append([*itertools.compress([*cells, result.ulps_text, _coloured(result.outcome_text)], shown)])
     header = ("format", "code", "bits", "stored", "hex float", "ulps", "outcome")
     return Table([*itertools.compress(header, shown)], rows, {sum(shown) - 2})
@@ -337,10 +320,10 @@ def _all_digits(result: Encoded) -> list[str]:
     """A line with all digits of a number that is not exact."""
     if result.stored is None or not result.error:
         return []
-    exact = number_dict(result.stored.value)
+    exact = values.number_dict(result.stored.value)
     value = " = ".join(digits for digits in (exact["decimal"], exact["hex"]) if digits and len(digits) <= 60)
-    relative = "" if result.relative is None else f", {rounded(result.relative * 100, 3)} %"
-    error = fitting(result.error, 30, 6)
+    relative = "" if result.relative is None else f", {values.rounded(result.relative * 100, 3)} %"
+    error = values.fitting(result.error, 30, 6)
     return [f"{result.format.name}: {value}, shortest {result.stored.shortest}; error {error}{relative}"]
 
 
@@ -367,20 +350,15 @@ def _decode(options: argparse.Namespace) -> Answer:
 
 
 def _decodings(row: Sequence[Stored], digits: int) -> Table:
-    """A row for each format, with values of at most so many digits."""
     cells = []
     for stored in row:
-        value = stored.text(digits), number_dict(stored.value)["hex"] or ""
+        value = stored.text(digits), values.number_dict(stored.value)["hex"] or ""
         cells.append((stored.format.name, _bits(stored), *value, _coloured(stored.category)))
     return Table(("format", "bits", "value", "hex float", "class"), cells)
 
 
 def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
-    """A code in the chosen formats.
-
-    Raises:
-        UsageError: it is not a code of one of them.
-    """
+    """A code in the chosen formats. Raises `UsageError` if it is not a code of one of them."""
     chosen, bits = _distinct(options.formats) if options.formats else [], options.width
     for format in chosen:
         if bits not in (None, format.bits):
@@ -408,7 +386,7 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
 def _why(options: argparse.Namespace) -> Answer:
     chosen, typed = _distinct([*options.named, *options.formats]), options.number
     modes = options.rounding, options.overflow
-    rows = [encoded(typed.number, format, *modes) for format in chosen]
+    rows = [values.encoded(typed.number, format, *modes) for format in chosen]
     if options.json:
         return chosen, [_why_dict(typed, result, *modes) for result in rows]
     return chosen, _apart((_explanation(typed, result, *modes) for result in rows), "", "")
@@ -420,13 +398,13 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
     def code(result: Encoded) -> str | None:
         return None if result.stored is None else result.stored.hex
 
-    twice = double_roundings(number, format) if rounding == "nearest" else []
-    ends = roundings(number, format, lambda number, mode: encoded(number, format, mode, overflow))
+    twice = values.double_roundings(number, format) if rounding == "nearest" else []
+    ends = values.roundings(number, format, lambda number, mode: values.encoded(number, format, mode, overflow))
     return {
         "input": typed.as_dict(),
         **result.as_dict(),
         "rule": result.rule,
-        "explanation": reasons(result, rounding),
+        "explanation": values.reasons(result, rounding),
         **_neighbours(number, format),
         "roundings": {mode: code(end) for end, mode, chance in ends if chance is None},
         "stochastic": [
@@ -444,19 +422,19 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
     middle is then the threshold of overflow.
     """
     answer: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
-    if not finite(number):
+    if not values.finite(number):
         return answer
-    result, sign = encoded(number, format), -1 if number < 0 else 1
+    result, sign = values.encoded(number, format), -1 if number < 0 else 1
     for name, mode, side in (("below", "down", 1), ("above", "up", -1)):
         above_all = mode == "up" and result.rule == "sign"  # the least number lies above all negative ones
-        stored = Stored(0, format) if above_all else encoded(number, format, mode).stored
+        stored = Stored(0, format) if above_all else values.encoded(number, format, mode).stored
         if stored and not stored.value * side > number * side:
             answer[name] = stored.as_dict()
     if result.rule not in ("exact", "sign", "least"):
-        beyond = overflows(result.ends[number < 0], format)
-        middle = sign * overflow_threshold(format, number < 0) if beyond else sum(result.ends) / 2
-        answer["midpoint"] = number_dict(Fraction(middle))
-    return answer | {"ulp": number_dict(result.ends[1] - result.ends[0])}
+        beyond = values.overflows(result.ends[number < 0], format)
+        middle = sign * values.overflow_threshold(format, number < 0) if beyond else sum(result.ends) / 2
+        answer["midpoint"] = values.number_dict(Fraction(middle))
+    return answer | {"ulp": values.number_dict(result.ends[1] - result.ends[0])}
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
@@ -466,25 +444,24 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
     if stored is None:
         title.append("nothing")
     else:
-        title = joined(title, f"{among(stored.value, format)}, {stored.hex} = ", _bits(stored))
+        title = joined(title, f"{values.among(stored.value, format)}, {stored.hex} = ", _bits(stored))
     error = f", {result.ulps_text} ulp" if result.error else ""
     parts: list[Any] = [joined(title, ": ", _coloured(result.outcome_text), error), ""]
-    parts += reasons(result, rounding)
+    parts += values.reasons(result, rounding)
     if result.rule not in ("special", "exact", "sign", "least"):
         parts += ["", _roundings(result, overflow)]
-    for via, twice in double_roundings(result.number, format) if rounding == "nearest" else []:
-        parts += ["", joined(text("note", "note"), f" {double_rounding_words(via, twice, result)}")]
+    for via, twice in values.double_roundings(result.number, format) if rounding == "nearest" else []:
+        parts += ["", joined(text("note", "note"), f" {values.double_rounding_words(via, twice, result)}")]
     elsewhere = _elsewhere_shown([result]) if (rounding, overflow) == ("nearest", "inf") else []
     return [*parts, *([""] if elsewhere else []), *elsewhere]
 
 
 def _roundings(result: Encoded, overflow: str) -> Table:
-    """The value that each rounding mode stores."""
     format, rows = result.format, []
-    ends = roundings(result.number, format, lambda number, mode: encoded(number, format, mode, overflow))
+    ends = values.roundings(result.number, format, lambda number, mode: values.encoded(number, format, mode, overflow))
     for (end, mode, chance), (_, before, _) in zip(ends, [ends[-1], *ends], strict=False):
-        shown = ("", "") if end.stored is None else (end.stored.hex, among(end.stored.value, format))
-        outcome = _coloured(end.outcome_text) if chance is None else f"with {rounded(chance * 100, 6)} %"
+        shown = ("", "") if end.stored is None else (end.stored.hex, values.among(end.stored.value, format))
+        outcome = _coloured(end.outcome_text) if chance is None else f"with {values.rounded(chance * 100, 6)} %"
         rows.append(("" if mode == before and chance else mode, *shown, end.ulps_text, outcome))
     return Table(("rounding", "code", "stored", "ulps", "outcome"), rows, {3})
 
@@ -504,7 +481,7 @@ def _compare(options: argparse.Namespace) -> Answer:
         )
     pairs = list(itertools.combinations(chosen, 2))
     examples = [
-        (Typed(number, parse_number(number)), [encoded(parse_number(number), format) for format in chosen])
+        (Typed(number, parse_number(number)), [values.encoded(parse_number(number), format) for format in chosen])
         for number in compare.examples(chosen)
     ]
 
@@ -516,21 +493,21 @@ def _compare(options: argparse.Namespace) -> Answer:
         ]
     figures = []
     for (name, value), *following in zip(*map(compare.figures, chosen), strict=True):
-        values = [value, *(value for _, value in following)]
+        texts = [value, *(value for _, value in following)]
         if name != "codes":
-            style = "strong" if len(set(values)) > 1 else ""
-            figures.append([text(name, "faint"), *(text(value, style) for value in values)])
+            style = "strong" if len(set(texts)) > 1 else ""
+            figures.append([text(name, "faint"), *(text(value, style) for value in texts)])
     words = [
         joined(text(f"{first.name}, {second.name}", "strong"), f": {' '.join(compare.pair_words(first, second))}")
         for first, second in pairs
     ]
-    numbers = Table(("number", *_names(chosen)), [(typed.text, *map(_example, row)) for typed, row in examples])
+    cells = []
+    for typed, row in examples:
+        stored = (result.stored.text(15) if result.stored else "-" for result in row)
+        outcomes = (_coloured(result.outcome_text) for result in row)
+        cells.append([typed.text, *(joined(*pair, by=" ") for pair in zip(stored, outcomes, strict=True))])
+    numbers = Table(("number", *_names(chosen)), cells)
     return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
-
-
-def _example(result: Encoded) -> Text:
-    """A stored value and its outcome."""
-    return joined("-" if result.stored is None else result.stored.text(15), " ", _coloured(result.outcome_text))
 
 
 _PANELS = ("range", "codes", "all")
@@ -558,3 +535,49 @@ def _ladder(options: argparse.Namespace) -> Answer:
         return chosen, [f"{out}: {', '.join(panels)}"]
     drawn = ((panel, [codes] if panel == "codes" else chosen) for panel in panels)
     return chosen, [{"file": out, "kind": panel, "formats": _names(shown)} for panel, shown in drawn]
+
+
+@_command(
+    "explore",
+    "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and two "
+    "formats compared. The page is served to this machine only, until Ctrl-C.",
+    "example: halfstep explore 0.1 bf16 fp16",
+    _option(
+        *("begin",), nargs="?", type=number("the number comes first"), metavar="NUMBER",
+        help="the number to begin with, as in halfstep encode: 0.1",
+    ),
+    named("*", "the format to begin with (default: bf16), and the one to compare it with (default: fp16)"),
+    formats_option("the same, as in halfstep encode"),
+    rounding_option(ENCODE_ROUNDINGS[:-1]),
+    OVERFLOW,
+    _option(
+        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to begin with, too"
+    ),
+    _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
+    _option("--no-open", action="store_true", help="do not open the page in the browser"),
+    _option(
+        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to a file, and serve no page"
+    ),
+)  # fmt: skip
+def _explore(options: argparse.Namespace) -> int:
+    from halfstep.cli.pages.server import serve, write
+
+    names = [family[0].name for family in (*options.named, *options.formats)]  # to a page, fp8 is its first format
+    if len(names) > 2:
+        raise UsageError(
+            f"argument FORMAT: expected at most two formats, the second to compare with, but got {', '.join(names)}; "
+            f"leave out {len(names) - 2}"
+        )
+    if options.begin and options.number:
+        raise UsageError(
+            f"--number {options.number.text} is a second number beside {options.begin.text}; leave one out"
+        )
+    first, *second = names or ["bf16"]
+    state = {"f": first, "g": second[0] if second else "bf16" if first == "fp16" else "fp16"}
+    state |= {"r": options.rounding, "o": options.overflow}
+    if typed := options.begin or options.number:
+        state = {"x": typed.text, **state}
+    if options.out is None:
+        return serve("explorer", state, options.port, not options.no_open)
+    say(write(options.out, "explorer", state))
+    return 0

@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from halfstep.cli.formats.values import (
-    code_text,
-    decimal,
-    encoded,
-    number_dict,
-    overflow_threshold,
-    overflows,
-    rounded,
-    short,
-)
+from halfstep.cli.formats import values
 from halfstep.numerics.formats.exact import parse_number, power_of_two
 from halfstep.numerics.formats.table import FORMAT_KINDS, Format
 
@@ -27,12 +18,10 @@ _EXAMPLES = ("0.1", "1.0001", "1e-7")
 
 
 def fields(format: Format) -> str:
-    """The bits of sign, exponent and mantissa."""
     return f"{int(format.signed)}/{format.exponent}/{format.mantissa}"
 
 
 def specials(format: Format) -> str:
-    """The special values of a format."""
     return " ".join(["inf"] * format.has_infinity + ["nan"] * format.has_nan) or "neither"
 
 
@@ -42,21 +31,20 @@ def count_text(count: int, text: str = "") -> str:
 
 
 def figures(format: Format) -> list[tuple[str, str]]:
-    """The names of properties and their texts."""
     named = (("inf", format.infinity_code), ("nan", format.nan_code), ("max", format.largest_code))
-    codes = [f"{name} {code_text(code, format)}" for name, code in named if code is not None]
+    codes = [f"{name} {values.code_text(code, format)}" for name, code in named if code is not None]
     size = f"{format.bits} bits" + (f" in {format.container}" if format.container else "")
-    threshold = overflow_threshold(format)
+    threshold = values.overflow_threshold(format)
     least_normal, smallest, eps = (
-        f"2^{power_of_two(Fraction(value))} = {short(value)}"
+        f"2^{power_of_two(Fraction(value))} = {values.short(value)}"
         for value in (format.min_normal, format.min_subnormal, format.eps)
     )
     return [
         ("sign/exponent/mantissa", f"{fields(format)}, {size}"),
         ("bias", str(format.bias)),
-        ("largest", short(format.max)),
-        ("lowest", short(format.lowest)),
-        ("overflow", f"{'from' if overflows(threshold, format) else 'beyond'} {short(threshold)}"),
+        ("largest", values.short(format.max)),
+        ("lowest", values.short(format.lowest)),
+        ("overflow", f"{'from' if values.overflows(threshold, format) else 'beyond'} {values.short(threshold)}"),
         ("least normal", least_normal),
         ("least above 0", smallest),
         ("eps, 1 to next", eps),
@@ -72,7 +60,6 @@ def figures(format: Format) -> list[tuple[str, str]]:
 
 
 def names(format: Format) -> list[tuple[str, str]]:
-    """The kind of a format, its aliases, and the dtypes and hardware that support it."""
     packages = ("torch", "numpy", "ml_dtypes")
     dtypes = [f"{package}.{getattr(format, package)}" for package in packages if getattr(format, package)]
     rows = (("also called", format.aliases), ("dtypes", dtypes), ("multiplied by", format.hardware))
@@ -83,14 +70,11 @@ def format_dict(format: Format) -> dict[str, Any]:
     """`Format.as_dict` with numbers in the form of all JSON of the lookup, and codes in hexadecimal."""
     row = format.as_dict()
     for name in ("max", "lowest", "min_normal", "min_subnormal", "eps"):
-        row[name] = number_dict(Fraction(row[name]))
-    row["overflow"] = number_dict(overflow_threshold(format))
+        row[name] = values.number_dict(Fraction(row[name]))
+    row["overflow"] = values.number_dict(values.overflow_threshold(format))
     for name in ("infinity_code", "nan_code", "largest_code"):
-        row[name] = None if row[name] is None else code_text(row[name], format)
+        row[name] = None if row[name] is None else values.code_text(row[name], format)
     return row
-
-
-# -------------------------------------------------------------------------------------------------------- two formats
 
 
 def lowest_exponent(format: Format) -> int:
@@ -129,10 +113,10 @@ def examples(chosen: Sequence[Format]) -> list[str]:
     numbers = list(_EXAMPLES)
     for format in chosen:
         smallest = f"2^{power_of_two(Fraction(format.min_subnormal))}"
-        numbers += [decimal(overflow_threshold(format)) or "", smallest, str(format.integer_range + 1)]
+        numbers += [values.decimal(values.overflow_threshold(format)) or "", smallest, str(format.integer_range + 1)]
 
     def differs(text: str) -> bool:
-        results = [encoded(parse_number(text), format) for format in chosen]
+        results = [values.encoded(parse_number(text), format) for format in chosen]
         return len({(result.outcome, result.stored and str(result.stored.value)) for result in results}) > 1
 
     return [text for text in dict.fromkeys(numbers) if text in _EXAMPLES or (len(text) <= 12 and differs(text))]
@@ -142,11 +126,10 @@ def _percent(count: int, total: int) -> str:
     """A share in percent, which shows 0 and 100 only if they are exact."""
     if count in (0, total):
         return "none" if count == 0 else "all"
-    return f"{rounded(Fraction(100 * count, total), 3)} %"
+    return f"{values.rounded(Fraction(100 * count, total), 3)} %"
 
 
 def pair_words(first: Format, second: Format) -> list[str]:
-    """The comparison of two formats in sentences."""
     shared, words = shared_values(first, second), []
     down = lowest_exponent(second) - lowest_exponent(first)
     for direction, powers in (("up", first.emax - second.emax), ("down", down)):
@@ -169,7 +152,9 @@ def pair_words(first: Format, second: Format) -> list[str]:
 def pair_dict(first: Format, second: Format) -> dict[str, Any]:
     shared = shared_values(first, second)
     ratios = {
-        f"{name.split('_')[0]}_ratio": number_dict(Fraction(getattr(first, name)) / Fraction(getattr(second, name)))
+        f"{name.split('_')[0]}_ratio": values.number_dict(
+            Fraction(getattr(first, name)) / Fraction(getattr(second, name))
+        )
         for name in ("eps", "max", "min_subnormal")
     }
     only = {format.name: format.values - shared for format in (first, second)}

@@ -52,7 +52,6 @@ def draw_range(axes: Any, formats: Sequence[Format]) -> None:
 
 
 def draw_codes(axes: Any, format: Format) -> None:
-    """Draw every code with its value, coloured by class."""
     columns = min(16, format.codes)
     rows = format.codes // columns
     for code in range(format.codes):
@@ -80,18 +79,7 @@ def draw_codes(axes: Any, format: Format) -> None:
 
 
 def draw(panels: Sequence[str], formats: Sequence[Format], small: Format, out: Path) -> None:
-    """Draw panels beneath one another, 1200 pixels wide, and write them.
-
-    Args:
-        panels: ``"range"`` and ``"codes"``, from top to bottom.
-        formats: the formats whose range is drawn.
-        small: the format whose codes are drawn; at most 8 bits.
-        out: the file. Its suffix decides the format of the picture.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Draw the panels ``"range"``, of `formats`, and ``"codes"``, of the `small` one, 1200 pixels wide, to a file."""
     codes_height = 1.6 + 0.36 * max(1, small.codes // 16)
     heights = [codes_height if panel == "codes" else 1.3 + 0.32 * len(formats) for panel in panels]
     picture = figure(12, sum(heights))

@@ -11,19 +11,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from halfstep.numerics.formats.exact import (
-    ENCODE_ROUNDINGS,
-    Number,
-    code_of,
-    decode_exact,
-    largest_magnitude,
-    moves_away,
-    next_exact,
-    power_of_two,
-    stops_at_the_end,
-    unit_exponent,
-    unlimited_code,
-)
+from halfstep.numerics.formats import exact
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Number
 from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
 
 # ------------------------------------------------------------------------------------------------------ numbers as text
@@ -53,10 +42,10 @@ def decimal(x: Fraction) -> str | None:
     if max(x.numerator.bit_length(), x.denominator.bit_length()) > 4 * _LONGEST:
         return None
     try:
-        exact = _quotient(x, _EXACT)
+        every_digit = _quotient(x, _EXACT)
     except arithmetic.Inexact:
         return None
-    return _placed(exact) if -int(exact.as_tuple().exponent) <= _LONGEST else None
+    return _placed(every_digit) if -int(every_digit.as_tuple().exponent) <= _LONGEST else None
 
 
 def rounded(x: Fraction, digits: int) -> str:
@@ -66,7 +55,6 @@ def rounded(x: Fraction, digits: int) -> str:
 
 
 def special(number: float) -> str:
-    """An infinity, NaN or -0.0."""
     return "nan" if number != number else "-0" if number == 0 else "inf" if number > 0 else "-inf"
 
 
@@ -96,7 +84,7 @@ def all_digits(number: Number) -> str:
 def power(number: float | Fraction) -> str:
     """A number as a power of two and in decimal."""
     text = fitting(Fraction(number), 24, 4)
-    return f"2^{power_of_two(Fraction(number))} " + (f"≈ {text[1:]}" if text.startswith("≈") else f"= {text}")
+    return f"2^{exact.power_of_two(Fraction(number))} " + (f"≈ {text[1:]}" if text.startswith("≈") else f"= {text}")
 
 
 def hex_float(x: Fraction) -> str | None:
@@ -105,7 +93,7 @@ def hex_float(x: Fraction) -> str | None:
         return "0x0p+0"
     if x.denominator & (x.denominator - 1):
         return None
-    exponent = power_of_two(x)
+    exponent = exact.power_of_two(x)
     mantissa = abs(x) / Fraction(2) ** exponent - 1
     digits = -(-(mantissa.denominator.bit_length() - 1) // 4)
     text = f".{int(mantissa * 16**digits):0{digits}x}" if digits else ""
@@ -122,7 +110,6 @@ def number_dict(number: Number) -> dict[str, str | None]:
 
 
 def code_text(code: int, format: Format) -> str:
-    """A code in hexadecimal, with leading zeros."""
     return f"0x{code:0{-(-format.bits // 4)}x}"
 
 
@@ -139,11 +126,10 @@ class Stored:
     @cached_property
     def value(self) -> Number:
         """The exact value: a Fraction, or a float for an infinity, NaN or -0.0."""
-        return decode_exact(self.code, self.format)
+        return exact.decode_exact(self.code, self.format)
 
     @cached_property
     def hex(self) -> str:
-        """The code in hexadecimal, with leading zeros."""
         return code_text(self.code, self.format)
 
     @cached_property
@@ -175,7 +161,7 @@ class Stored:
         for digits in range(1, 800):
             contexts = (arithmetic.Context(prec=digits, rounding=mode) for mode in ("ROUND_FLOOR", "ROUND_CEILING"))
             sides = (_quotient(value, context) for context in contexts)
-            near = [side for side in sides if code_of(Fraction(side), self.format) == self.code]
+            near = [side for side in sides if exact.code_of(Fraction(side), self.format) == self.code]
             if near:
                 return _placed(min(near, key=lambda side: abs(Fraction(side) - value)))
         raise AssertionError("a decimal of 800 digits tells any two numbers apart")
@@ -197,10 +183,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The result of rounding a number to a format.
-
-    `stored` is None if the format has no code for the result.
-    """
+    """A number rounded to a format; `stored` is None if the format has no code for the result."""
 
     number: Number
     format: Format
@@ -251,9 +234,9 @@ class Encoded:
     @cached_property
     def ends(self) -> tuple[Fraction, Fraction]:
         """The values on both sides of a finite number, one ulp apart, as if the exponent had no upper limit."""
-        exact = Fraction(self.number)
-        step = Fraction(2) ** unit_exponent(exact, self.format)
-        low = exact // step * step
+        number = Fraction(self.number)
+        step = Fraction(2) ** exact.unit_exponent(number, self.format)
+        low = number // step * step
         return low, low + step
 
     @cached_property
@@ -294,17 +277,18 @@ def distance(ulps: Fraction) -> str:
 def overflow_threshold(format: Format, negative: bool = False) -> Fraction:
     """The magnitude from or beyond which rounding to nearest overflows: the exact value of `Format.overflow`."""
     largest = Fraction(-format.lowest if negative and format.kind == "integer" else format.max)
-    return largest + Fraction(2) ** unit_exponent(largest, format) / 2
+    return largest + Fraction(2) ** exact.unit_exponent(largest, format) / 2
 
 
 def overflows(number: Number, format: Format) -> bool:
-    """Whether rounding to nearest overflows."""
     if not finite(number):
         return number == number
     if format.kind == "scale" and number < 0:
         return True
     magnitude, negative = abs(Fraction(number)), number < 0
-    return magnitude > format.max and unlimited_code(magnitude, negative, format) > largest_magnitude(negative, format)
+    return magnitude > format.max and exact.unlimited_code(magnitude, negative, format) > exact.largest_magnitude(
+        negative, format
+    )
 
 
 def encoded(number: Number, format: Format, rounding: str = "nearest", overflow: str = "inf", word: int = 0) -> Encoded:
@@ -312,7 +296,7 @@ def encoded(number: Number, format: Format, rounding: str = "nearest", overflow:
     if number != number and not format.has_nan:
         return Encoded(number, format, None)
     refuses = overflow == "nan" and not format.has_nan
-    code = code_of(number, format, rounding, "inf" if refuses else overflow, word=word)
+    code = exact.code_of(number, format, rounding, "inf" if refuses else overflow, word=word)
     result = Encoded(number, format, Stored(code, format))
     return Encoded(number, format, None) if refuses and result.outcome == "saturated" else result
 
@@ -321,12 +305,12 @@ def double_roundings(number: Number, format: Format) -> list[tuple[list[Format],
     """The wider formats, in which numbers are held before a cast, that change the result of rounding to nearest."""
     if not finite(number):
         return []
-    direct, changed, via = str(decode_exact(code_of(number, format), format)), [], []
+    direct, changed, via = str(exact.decode_exact(exact.code_of(number, format), format)), [], []
     for wide in (formats["fp64"], formats["fp32"]):
         if wide.bits <= format.bits:
             break
         via.append(wide)
-        number = decode_exact(code_of(number, wide), wide)
+        number = exact.decode_exact(exact.code_of(number, wide), wide)
         result = encoded(number, format)
         if result.stored is not None and str(result.stored.value) != direct:
             changed.append(([*via], result))
@@ -353,9 +337,9 @@ def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
     """
     if not finite(number) or number == 0 or (format.kind == "scale" and number < format.min_normal):
         return [(number, Fraction(1))]
-    exact, step = abs(Fraction(number)), Fraction(2) ** unit_exponent(Fraction(number), format)
-    units, part = divmod(exact / step, 1)
-    coarse = format.has_subnormals and format.emin > -126 and exact < format.min_normal
+    magnitude, step = abs(Fraction(number)), Fraction(2) ** exact.unit_exponent(Fraction(number), format)
+    units, part = divmod(magnitude / step, 1)
+    coarse = format.has_subnormals and format.emin > -126 and magnitude < format.min_normal
     steps = 2**31 if coarse else 2**32
     share = Fraction(part * steps // 1, steps)
     sides: list[Number] = [units * step, (units + 1) * step]
@@ -382,7 +366,7 @@ class Implementation(NamedTuple):
             wide = formats[name]
             if wide.bits <= format.bits and name != "fp64":
                 break  # from float64 to float64 nothing is rounded
-            number = decode_exact(code_of(number, wide), wide)
+            number = exact.decode_exact(exact.code_of(number, wide), wide)
         if format.kind == "integer":  # C's conversion: toward zero, and undefined outside the range
             integer = Fraction(math.trunc(number)) if finite(number) else None
             return integer if integer is not None and format.lowest <= integer <= format.max else None
@@ -394,8 +378,8 @@ class Implementation(NamedTuple):
             number = -number if number < 0 else number
             if format.min_normal < number < 2 * format.min_normal:
                 return Fraction(2 * format.min_normal)  # fp32's subnormals go up whatever is beyond their first bit
-        code = code_of(number, format, overflow="saturate" if format.name in self.saturates else "inf")
-        return decode_exact(code, format)
+        code = exact.code_of(number, format, overflow="saturate" if format.name in self.saturates else "inf")
+        return exact.decode_exact(code, format)
 
 
 # The rules of torch, ml_dtypes and numpy are tested against what is installed; OCP's are those of the OFP8
@@ -420,7 +404,9 @@ def conversions(number: Number, format: Format) -> list[tuple[Number | None, lis
         if format.name in implementation.formats:
             value = implementation.cast(number, format)
             stored.setdefault(str(value), (value, []))[1].append(implementation.name)
-    nearest = None if number != number and not format.has_nan else decode_exact(code_of(number, format), format)
+    nearest = (
+        None if number != number and not format.has_nan else exact.decode_exact(exact.code_of(number, format), format)
+    )
     agree = all(key == str(nearest) or value == nearest for key, (value, _) in stored.items())
     return [] if agree else list(stored.values())
 
@@ -434,17 +420,12 @@ _WORDS = {  # of a mode: its name in a sentence, and which of two numbers it tak
 
 
 def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
-    """The explanation of a number rounded in any mode but ``"stochastic"``, as a list of one or two sentences each.
-
-    Args:
-        result: the number rounded in this mode, subnormal results kept.
-        rounding: the mode.
-    """
+    """Why a number is rounded so in any mode but ``"stochastic"``, in sentences; subnormal results are kept."""
     format, number, rule = result.format, result.number, result.rule
     if rule == "special":
         return ["An infinity is not rounded." if number == number else "NaN is not rounded.", _instead(result)]
     if rule == "exact":
-        below, above = (among(next_exact(number, format, up=up), format) for up in (False, True))
+        below, above = (among(exact.next_exact(number, format, up=up), format) for up in (False, True))
         nothing = f"It is a number of {format.name}: nothing is rounded."
         return [nothing, f"The next ones are {below} below and {above} above."]
     if rule == "sign":
@@ -460,12 +441,12 @@ def reasons(result: Encoded, rounding: str = "nearest") -> list[str]:
         sentences, end = [f"The number lies beyond {limit}."], outer
     else:
         part = (abs(Fraction(number)) - inner) / (outer - inner)
-        end = outer if moves_away(int(inner / (outer - inner)), part, rounding, negative, 0, format) else inner
+        end = outer if exact.moves_away(int(inner / (outer - inner)), part, rounding, negative, 0, format) else inner
         value = among(result.stored.value if result.stored and end <= abs(last) else -end if negative else end, format)
         sentences = [*_obstacle(result), _step(result), _where(result), _decision(result, rounding, part, value)]
     if end > abs(last):
         beyond = "It" if inner > abs(last) else f"That is beyond {limit}: it"
-        if stops_at_the_end(rounding, negative, format) and result.stored is not None:
+        if exact.stops_at_the_end(rounding, negative, format) and result.stored is not None:
             kept = f"{among(last, format)} is stored, {result.stored.hex}"
             return [*sentences, f"Rounding {_WORDS[rounding][0]} does not overflow: {kept}."]
         threshold = overflow_threshold(format, negative) * (-1 if negative else 1)
@@ -496,11 +477,10 @@ def _decision(result: Encoded, rounding: str, part: Fraction, value: str) -> str
 
 
 def double_rounding_words(via: list[Format], twice: Encoded, result: Encoded) -> str:
-    """What comes of rounding `result` to wider formats first."""
     if twice.stored is None:
         return ""
     format, wide = result.format, " and ".join(format.name for format in via)
-    direct = decode_exact(code_of(result.number, format), format)
+    direct = exact.decode_exact(exact.code_of(result.number, format), format)
     becomes = f"and that becomes {among(twice.stored.value, format)} instead of {among(direct, format)}."
     return f"Rounded twice: first to {wide}, the number is {all_digits(twice.number)}, {becomes}"
 
@@ -522,13 +502,12 @@ def _obstacle(result: Encoded) -> list[str]:
 
 
 def _step(result: Encoded) -> str:
-    """The distance between the numbers."""
     format, step = result.format, result.ends[1] - result.ends[0]
     if format.kind == "integer":
         return f"The numbers of {format.name} are 1 apart: 1 ulp."
     if format.kind == "scale":
         return f"The numbers of {format.name} are powers of two."
-    low = power_of_two(Fraction(result.number))
+    low = exact.power_of_two(Fraction(result.number))
     if low >= format.emin:
         return f"From 2^{low} to 2^{low + 1} the numbers of {format.name} are {power(step)} apart: 1 ulp."
     left = max(low - (format.emin - format.mantissa) + 1, 0)
@@ -539,7 +518,6 @@ def _step(result: Encoded) -> str:
 
 
 def _where(result: Encoded) -> str:
-    """Where the number lies between its neighbours."""
     (low, high), number = result.ends, Fraction(result.number)
     first, second, middle = (among(value, result.format) for value in (low, high, (low + high) / 2))
     if 2 * number == low + high:

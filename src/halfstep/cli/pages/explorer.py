@@ -12,38 +12,12 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from halfstep.cli.command_line import typed_command
+from halfstep.cli.formats import values
 from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
-from halfstep.cli.formats.values import (
-    Encoded,
-    Stored,
-    all_digits,
-    among,
-    code_text,
-    double_rounding_words,
-    double_roundings,
-    finite,
-    fitting,
-    hex_float,
-    overflows,
-    power,
-    reasons,
-    rounded,
-    roundings,
-    short,
-    special,
-)
-from halfstep.cli.pages.shell import command_line
-from halfstep.numerics.formats.exact import (
-    ENCODE_ROUNDINGS,
-    NANS,
-    OVERFLOWS,
-    Number,
-    code_of,
-    decode_exact,
-    encode_exact,
-    next_exact,
-    parse_number,
-)
+from halfstep.cli.formats.values import Encoded, Stored
+from halfstep.numerics.formats import exact
+from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, Number
 from halfstep.numerics.formats.table import Format, formats
 
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
@@ -73,7 +47,7 @@ class _Question(NamedTuple):
         code, error = self.code, ""
         if code is None or format.name != self.format.name:
             try:
-                code = encode_exact(self.number, format, rounding or self.rounding, **{**self.options, **options})
+                code = exact.encode_exact(self.number, format, rounding or self.rounding, **{**self.options, **options})
             except ValueError as refusal:
                 code, error = None, str(refusal)
         return Encoded(self.number, format, None if code is None else Stored(code, format)), error
@@ -97,7 +71,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
                 return explorer({**state, "c": _moved(result.stored, move)}, {})
             except ValueError as error:
                 answer["error"] = str(error)
-        answer["fields"]["x"] = state.get("x", all_digits(question.number))
+        answer["fields"]["x"] = state.get("x", values.all_digits(question.number))
         if result.stored is not None:
             answer["fields"]["c"] = result.stored.hex
             answer["chosen"] = _chosen(question, result, result.stored)
@@ -111,7 +85,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
         answer["pair"] = _pair(question, format, state["g"])
     options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
     options += [("rounding", state["r"]), ("overflow", state["o"])]
-    return {**answer, "command": command_line("halfstep explore", options)}
+    return {**answer, "command": typed_command("halfstep explore", options)}
 
 
 def _format(name: str) -> Format:
@@ -124,13 +98,14 @@ def _format(name: str) -> Format:
 def _question(state: dict[str, str], format: Format) -> _Question:
     options = {"overflow": state["o"], "nan": state["n"], "subnormals": state["s"] == "1"}
     if not (typed := state.get("c")):
-        return _Question(parse_number(state["x"]), format, None, state["x"].strip(), state["r"], options)
+        return _Question(exact.parse_number(state["x"]), format, None, state["x"].strip(), state["r"], options)
     code = _integer(typed, "a code")
-    return _Question(decode_exact(code, format), format, code, code_text(code, format), state["r"], options)
+    return _Question(
+        exact.decode_exact(code, format), format, code, values.code_text(code, format), state["r"], options
+    )
 
 
 def _integer(typed: str, expected: str) -> int:
-    """An integer in hexadecimal, binary or decimal."""
     if not (match := _INTEGER.fullmatch(typed)):
         raise ValueError(f"Expected {expected} such as 0x3dcd, 0b101 or 61, but got {typed!r}")
     digits = match[1].replace("_", "").lower()
@@ -153,8 +128,8 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
         case _ if stored.category == "nan":
             code = (code + step) % format.codes
         case _:
-            code = encode_exact(next_exact(stored.value, format, up=step > 0), format)
-    return code_text(code, format)
+            code = exact.encode_exact(exact.next_exact(stored.value, format, up=step > 0), format)
+    return values.code_text(code, format)
 
 
 # -------------------------------------------------------------------------------------------------------- one format
@@ -177,11 +152,10 @@ def _row(name: str, result: Encoded, refusal: str) -> list[str]:
 
 
 def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
-    """The number in the chosen format."""
-    error, value = f", {result.ulps_text} ulp" if result.error else "", all_digits(stored.value)
+    error, value = f", {result.ulps_text} ulp" if result.error else "", values.all_digits(stored.value)
     integer = result.format.kind == "integer"
     return {
-        "value": [fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
+        "value": [values.fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
         "title": f"{_cut(question.name, 40)} in {result.format.name} is {stored.text(24)}: {_outcome(result)}{error}",
         "bits": [[name, digits, "" if integer else str(int(digits, 2))] for name, digits in stored.fields.items()],
         "line": _line(question, result),
@@ -192,38 +166,38 @@ def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, A
 
 
 def _why(question: _Question, result: Encoded) -> list[str]:
-    if question.code is not None and not finite(question.number):
-        return [f"The code is that of {special(float(question.number))}."]
+    if question.code is not None and not values.finite(question.number):
+        return [f"The code is that of {values.special(float(question.number))}."]
     kept, _ = question.result(result.format, subnormals=True)
-    sentences = reasons(kept, question.rounding)
+    sentences = values.reasons(kept, question.rounding)
     if result.stored is not None and kept.stored != result.stored:
         sentences.append(f"Subnormal results are flushed to zero: {result.stored.hex} is stored.")
     elif question.rounding == "nearest":
-        doubles = double_roundings(question.number, result.format)
-        sentences += [double_rounding_words(via, twice, result) for via, twice in doubles]
+        doubles = values.double_roundings(question.number, result.format)
+        sentences += [values.double_rounding_words(via, twice, result) for via, twice in doubles]
     return sentences
 
 
 def _line(question: _Question, result: Encoded) -> dict[str, Any] | None:
     """Where the number lies between its neighbours; None where nothing is rounded or both of them overflow."""
     number, format = result.number, result.format
-    if result.rule in ("special", "exact", "sign", "least") or overflows(result.ends[number < 0], format):
+    if result.rule in ("special", "exact", "sign", "least") or values.overflows(result.ends[number < 0], format):
         return None
     ends, (low, high) = [], result.ends
     for value in (low, high):
-        code = code_text(code_of(value if value or number > 0 else -0.0, format), format)
-        ends.append((among(value, format), f"not in {format.name}" if overflows(value, format) else code))
+        code = values.code_text(exact.code_of(value if value or number > 0 else -0.0, format), format)
+        ends.append((values.among(value, format), f"not in {format.name}" if values.overflows(value, format) else code))
     stored = [result.stored is not None and result.stored.value == value for value in (low, high)]
     percent = float(100 * (Fraction(number) - low) / (high - low))
-    where, halfway = f"{percent:.2f}".rstrip("0").rstrip("."), among((low + high) / 2, format)
+    where, halfway = f"{percent:.2f}".rstrip("0").rstrip("."), values.among((low + high) / 2, format)
     label = f"{_cut(question.name, 24)} lies {where} % of the way; halfway is {halfway}"
     return {"ends": ends, "at": percent, "taken": stored, "label": label}
 
 
 def _code_in(value: Number, format: Format) -> str:
     """The code of a number of the format; empty if it is none."""
-    code = encode_exact(value, format)
-    return code_text(code, format) if decode_exact(code, format) == value else ""
+    code = exact.encode_exact(value, format)
+    return values.code_text(code, format) if exact.decode_exact(code, format) == value else ""
 
 
 def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
@@ -235,17 +209,17 @@ def _facts(result: Encoded, stored: Stored) -> list[list[str]]:
     if isinstance(value, Fraction) and value:
         under = value.denominator
         fraction = f"{value.numerator}/2^{under.bit_length() - 1}" if under > 2**30 else str(value)
-        rows += [("shortest", stored.shortest), ("hexadecimal", hex_float(value) or ""), ("fraction", fraction)]
+        rows += [("shortest", stored.shortest), ("hexadecimal", values.hex_float(value) or ""), ("fraction", fraction)]
     if result.error is not None:
         ulps = f" = {result.ulps_text} ulp" if result.error else ""
-        rows.append(("error", _cut(all_digits(result.error), 60) + ulps))
-    if finite(value):
+        rows.append(("error", _cut(values.all_digits(result.error), 60) + ulps))
+    if values.finite(value):
         low, high = Encoded(value, format, stored).ends
-        rows.append(("ulp", power(high - low)))
+        rows.append(("ulp", values.power(high - low)))
     for name, up in (("previous", False), ("next", True)):
-        near = next_exact(value, format, up=up)
-        code = code_text(encode_exact(near, format), format)
-        rows.append((name, "none" if stored.category == "nan" else f"{among(near, format)} ({code})"))
+        near = exact.next_exact(value, format, up=up)
+        code = values.code_text(exact.encode_exact(near, format), format)
+        rows.append((name, "none" if stored.category == "nan" else f"{values.among(near, format)} ({code})"))
     return [list(row) for row in [*rows, ("class", stored.category)]]
 
 
@@ -255,8 +229,10 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
     def encode(number: Number, mode: str) -> Encoded:
         return question._replace(number=number).result(format, mode)[0]
 
-    rows = [(_row(mode, end, ""), chance) for end, mode, chance in roundings(question.number, format, encode)]
-    return [cells if chance is None else [*cells[:4], f"with {rounded(100 * chance, 6)} %"] for cells, chance in rows]
+    rows = [(_row(mode, end, ""), chance) for end, mode, chance in values.roundings(question.number, format, encode)]
+    return [
+        cells if chance is None else [*cells[:4], f"with {values.rounded(100 * chance, 6)} %"] for cells, chance in rows
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- all formats
@@ -264,7 +240,7 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
 
 def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, Any]:
     """Where the number lies in the range of each format, in percent of the axis of fp32 or a wider one."""
-    magnitude = abs(Fraction(number)) if finite(number) else Fraction(0)
+    magnitude = abs(Fraction(number)) if values.finite(number) else Fraction(0)
     at = math.log2(magnitude.numerator) - math.log2(magnitude.denominator) if magnitude else None
     low = min(lowest_exponent(formats["fp32"]), lowest_exponent(format)) - 4
     high = max(128, format.emax) + 5
@@ -275,7 +251,9 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
     rows: list[list[Any]] = []
     for row in listed:
         limits = (row.min_subnormal, row.min_normal, row.max)
-        rows.append([row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(short, limits[::2]))])
+        rows.append(
+            [row.name, *(percent(math.log2(limit)) for limit in limits), " to ".join(map(values.short, limits[::2]))]
+        )
     words = "It is not on this axis." if at is None else f"The magnitude is 2^{at:.2f}."
     step = next(2**n for n in range(12) if (high - low) / 2**n <= 7)
     ticks = [[percent(e), f"2^{e}"] for e in range(-(-low // step) * step, high + 1, step)]
@@ -299,7 +277,7 @@ def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any
         "names": [first.name, second.name],
         "words": pair_words(first, second),
         "figures": [[name, left, right] for (name, left), (_, right) in pairs],
-        "around": _around(question, (first, second)) if question and finite(question.number) else None,
+        "around": _around(question, (first, second)) if question and values.finite(question.number) else None,
         **_density(first, second),
     }
 
@@ -307,28 +285,28 @@ def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any
 def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
     """The numbers of both formats around the number, from the least, with their codes; and the number itself."""
     number = Fraction(question.number)
-    values = {number}
+    shown = {number}
     for format, up in itertools.product(pair, (False, True)):
         near: Number = number
         for _ in range(_NEAR - (not up and bool(_code_in(number, format)))):
-            near = next_exact(near, format, up=up)
-            if not finite(near):
+            near = exact.next_exact(near, format, up=up)
+            if not values.finite(near):
                 break
-            values.add(Fraction(near))
+            shown.add(Fraction(near))
     digits = max(format.max_digits10 for format in pair) + 2
     rows = []
-    for value in sorted(values):
+    for value in sorted(shown):
         codes = [_code_in(value, format) for format in pair]
         if any(codes):
             has = "both" if all(codes) else f"only {pair[codes[0] == ''].name}"
-            rows.append([fitting(value, 24, digits), has, *(code or "-" for code in codes)])
+            rows.append([values.fitting(value, 24, digits), has, *(code or "-" for code in codes)])
         else:
             results = (question.result(format)[0].stored for format in pair)
             cells = ("refused" if stored is None else f"→ {stored.text(20)}" for stored in results)
             rows.append([_cut(question.name, 24), "neither", *cells])
         if value == number:
             label = rows[-1][0]
-    name = _cut(question.name, 40) if question.code is None else among(number, question.format)
+    name = _cut(question.name, 40) if question.code is None else values.among(number, question.format)
     return {"title": f"Numbers around {name}", "rows": rows, "here": label}
 
 

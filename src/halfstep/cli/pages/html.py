@@ -14,13 +14,7 @@ MODES = ("local", "site", "file")  # who answers: the local server, Pyodide, nob
 
 
 def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
-    """The page ``"explorer"`` or ``"planner"`` with the answer to `state`, by default its example.
-
-    Args:
-        page: name of the page.
-        mode: one of `MODES`.
-        state: texts by the keys of the page's address.
-    """
+    """The page ``"explorer"`` or ``"planner"`` in one of `MODES` with the answer to `state`, by default its example."""
     first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state)})
     if "refused" in first:
         raise ValueError(first["refused"])

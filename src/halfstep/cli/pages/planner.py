@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from halfstep.cli import plan as command
-from halfstep.cli.command_line import UsageError
-from halfstep.cli.pages.shell import command_line
-from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, Option, parser
+from halfstep.cli.command_line import UsageError, typed_command
+from halfstep.cli.plan_options import OF_A_PLAN, OPTIONS, parser
 from halfstep.cli.plan_tables import comparison, headline, message_rows, part_rows, sentences, size, typed, verdict
 from halfstep.numerics.planning import CARDS, LAYOUTS, MODELS, OPTIMIZERS, STRATEGIES
 
@@ -31,7 +30,7 @@ COLOURS = {
         (("cast weights",), "#f0e442", "#f0e442"),
         (("activations", "recomputed", "outer activations"), "#d55e00", "#ec7a45"),
         (("logits", "loss"), "#999999", "#a8a8a8"),
-        (("step temporaries",), "#000000", "#ffffff"),
+        (("step temporaries", "scratch"), "#000000", "#ffffff"),
     )
     for part in parts
 }
@@ -44,11 +43,7 @@ State = dict[str, str]
 
 
 def _content(state: State) -> dict[str, Any]:
-    """The JSON of ``halfstep plan`` for a state.
-
-    Raises:
-        ValueError: an option or its value is refused.
-    """
+    """The JSON of ``halfstep plan`` for a state. Raises ValueError for an option or value that is refused."""
     for name in state:
         if name not in OF_A_PLAN:
             raise ValueError(f"unknown option --{name}")
@@ -64,21 +59,15 @@ def _chosen(state: State, name: str) -> str:
     return state.get(name) or option.text(option.default)
 
 
-# ----------------------------------------------------------------------------------------------------------- the form
-
-
 def form() -> list[dict[str, Any]]:
     """The fields of the form, which never change."""
-    return [
-        {"title": title, "fields": [_field(option) for option in options if option.label]}
-        for title, options in OPTIONS.items()
-        if options[0].label
-    ]
-
-
-def _field(option: Option) -> dict[str, Any]:
-    wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
-    return {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
+    titled: dict[str, list[dict[str, Any]]] = {}
+    for title, options in OPTIONS.items():
+        for option in (option for option in options if option.label):
+            wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
+            field = {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
+            titled.setdefault(title, []).append(field)
+    return [{"title": title, "fields": fields} for title, fields in titled.items()]
 
 
 def _same(names: Any, default: str = "") -> list[list[str]]:
@@ -86,7 +75,6 @@ def _same(names: Any, default: str = "") -> list[list[str]]:
 
 
 def _choices(state: State) -> dict[str, list[list[str]]]:
-    """The choices of each select: values and texts."""
     card, precision = state.get("card", ""), _chosen(state, "precision")
     rows = {row.optimizer: f"{float(row.per_parameter()):g} B/param" for row in LAYOUTS if row.precision == precision}
     cards = [[gpu.name, f"{gpu.name}, {gpu.memory / 2**30:g} GiB"] for gpu in CARDS.values()]
@@ -124,16 +112,13 @@ def _controls(state: State) -> dict[str, dict[str, Any]]:
     return controls
 
 
-# ---------------------------------------------------------------------------------------------------------- the answer
-
-
 def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     """The answer to a state. The planner has no moves: the page changes the state itself."""
     state = {OF_A_PLAN[name].name if name in OF_A_PLAN else name: text for name, text in state.items()}
     allowed = [(name, text) for name, text in _compared(state).items() if name in OF_A_PLAN]
     answer: dict[str, Any] = {
         **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
-        **{"command": command_line("halfstep plan", allowed), "error": "", "plan": None},
+        **{"command": typed_command("halfstep plan", allowed), "error": "", "plan": None},
     }
     try:
         answer["plan"] = _plan({name: text for name, text in state.items() if name != "compare"})
@@ -176,7 +161,6 @@ def _bar(plan: dict[str, Any], whole: int) -> dict[str, Any]:
 
 
 def _plan(state: State) -> dict[str, Any]:
-    """A plan as texts, and widths and colours of its bar."""
     content = _content(state)
     (plan,) = content["plans"]
     card, whole = plan["card"], _scale(content["plans"])
@@ -215,21 +199,16 @@ def _comparison(state: State) -> dict[str, Any]:
     whole, card, rows = _scale(plans), plans[0]["card"], []
     for plan, (label, *cells) in zip(plans, table, strict=True):
         selected = all(plan["settings"][name] == _chosen(state, name) for name in names)
-        leading = _row(state, layouts, plan["settings"])
+        changes = {name: plan["settings"][name] for name in (*names, *(() if layouts else ("shard",)))}
+        if layouts:
+            changes = {name: None if value == _chosen({}, name) else value for name, value in changes.items()}
+            stepping = state.get("step-in-backward") if plan["settings"]["step_in_backward"] else None
+            changes = {**dict.fromkeys(_SET_BY_LAYOUTS), **changes, "step-in-backward": stepping}
+        leading = _without_none({**state, **changes})
         rows.append({"cells": [label, "", *cells], "bar": _bar(plan, whole), "here": selected, "state": leading})
     shown = f"the {size(whole)} of the {card['name']}" if card and whole == card["memory"] else ""
     note = f"{title}. Bars are of {shown or f'{size(whole)}, the largest peak'}. Choose a row to plan it."
     return {"head": [header[0], "picture", *header[1:]], "rows": rows, "note": note}
-
-
-def _row(state: State, layouts: bool, settings: dict[str, Any]) -> State:
-    """The state in which a row of the comparison is the plan."""
-    if not layouts:
-        return _without_none({**state, **{name: settings[name] for name in ("strategy", "shard")}})
-    row = {name: settings[name] for name in ("optimizer", "precision")}
-    changes = {name: None if value == _chosen({}, name) else value for name, value in row.items()}
-    changes |= {"step-in-backward": state.get("step-in-backward") if settings["step_in_backward"] else None}
-    return _without_none({**state, **dict.fromkeys(_SET_BY_LAYOUTS), **changes})
 
 
 def _without_none(options: dict[str, Any]) -> State:

@@ -1,0 +1,105 @@
+"""Which parameters are matrices of Muon, which ranks orthogonalize them, and in how much memory and how many messages.
+
+The optimizer allocates and sends by this, and the planner counts it. Importing this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+
+MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
+ALIGNMENT = 64  # elements that matrices there begin at multiples of
+FOR_ADAMW = ("embed", "head")
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def is_matrix(name: str, shape: Sequence[int], adamw: Sequence[str] = FOR_ADAMW) -> bool:
+    """Whether Muon steps a parameter of this name and shape: not vectors, and no word of `adamw` is in the name."""
+    words = rf"(?:^|[._])(?:{'|'.join(map(re.escape, adamw)) or '(?!)'})(?:[._]|$)"
+    return len(shape) > 1 and prod(shape[1:]) > 1 and re.search(words, name) is None
+
+
+@lru_cache(maxsize=1024)
+def cut(size: int, ranks: int) -> Ranges:
+    """Where the part of each rank begins and ends in a dimension, as DTensors and `torch.chunk` cut it."""
+    chunk = -(-size // ranks)
+    return list(pairwise(min(rank * chunk, size) for rank in range(ranks + 1)))
+
+
+def cuts_matrices(shape: Sequence[int], dim: int, ranges: Ranges, blocks: int = 1) -> bool:
+    """Whether ranks have parts of matrices: of a batch for three dimensions, else of `blocks` of rows."""
+    rows = 1 if len(shape) == 3 else max(shape[0] // blocks, 1)
+    return dim > 0 or any(begin % rows for begin, _ in ranges)
+
+
+def padded(elements: int) -> int:
+    """The elements that a matrix, or a part of it, takes in scratch memory."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def in_parts(sizes: Sequence[int], most: float, least: int = 1) -> Iterator[range]:
+    """The indices of matrices that are updated together: of up to `most` elements, or of `least` matrices."""
+    start, elements = 0, 0
+    for index, size in enumerate(sizes):
+        if index - start >= least and elements + size > most:
+            yield range(start, index)
+            start, elements = index, 0
+        elements += size
+    yield range(start, len(sizes))
+
+
+def assigned(work: Sequence[int], ranks: int) -> list[int]:
+    """A rank for each item: the largest one first, each to the rank with the least work so far."""
+    loads, owners = [(0, rank) for rank in range(min(ranks, len(work)))], [0] * len(work)
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + work[index], owners[index]))
+    return owners
+
+
+def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """The rank that orthogonalizes each matrix."""
+    return assigned([min(shape[0], prod(shape[1:])) * prod(shape) for shape in shapes], ranks)
+
+
+class Ownership:
+    """Matrices whose parts are on several ranks, and their owners, which follow from shapes and number of ranks.
+
+    Args:
+        shapes: those of the whole matrices.
+        cuts: for each, the dimension that is cut, and where the parts of the ranks begin and end in it.
+        rank: this rank.
+
+    Attributes:
+        order: the indices of the matrices in the order of their parts in memory.
+        owned: those that this rank orthogonalizes.
+        sent: the elements that this rank sends to each rank, itself included, before the iteration.
+        received: those that it receives from each rank. After the iteration, they go back.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], cuts: Sequence[tuple[int, Ranges]], rank: int) -> None:
+        self.shapes, self.cuts, self.rank, ranks = shapes, cuts, rank, len(cuts[0][1])
+        owners = owners_of(shapes, ranks)
+        self.order = sorted(range(len(shapes)), key=lambda index: (owners[index], index))
+        self.owned = [index for index in self.order if owners[index] == rank]
+        self.sent = [0] * ranks
+        for index, owner in enumerate(owners):
+            self.sent[owner] += self.elements(index, rank)
+        self.received = [sum(self.elements(index, origin) for index in self.owned) for origin in range(ranks)]
+
+    def elements(self, index: int, rank: int) -> int:
+        """Those that the part of a rank takes in memory."""
+        dim, ranges = self.cuts[index]
+        begin, end = ranges[rank]
+        return padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank sends to others in a step, in bf16: parts to their owners, and results back."""
+        return 2 * (sum(self.sent) + sum(self.received) - 2 * self.sent[self.rank])
