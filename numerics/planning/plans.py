@@ -261,7 +261,7 @@ def _temporaries(training: Training) -> Iterator[Part]:
         size, memory = width * elements(training.shards.states), HOST if training.offload else GPU
         yield Part("step temporaries", size, width, divisor, STEP, place=memory, note="square root of exp_avg_sq")
     if training.scratch is not None and training.scratch.largest:
-        size = training.scratch.largest * (14 if training.scratch.received else 12)
+        size = training.scratch.largest * (10 if training.scratch.received else 8)
         yield Part("step temporaries", size, phase=STEP, note="copies of the largest matrix")
 
 
