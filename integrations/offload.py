@@ -38,6 +38,7 @@ from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_a
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
+from halfstep.integrations.optim.masters import Agreed
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import moved
@@ -160,11 +161,8 @@ class _Mirror:
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
         self._stand_in: HostGradient | None = None
-        self._seen = self._now()
+        self._seen = Agreed.now(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
-
-    def _now(self) -> tuple[int, int]:
-        return self.parameter._version, self.parameter.data_ptr()
 
     def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         """Begin to copy a gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
@@ -210,7 +208,7 @@ class _Mirror:
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
-        return self._now() != self._seen
+        return Agreed.now(self.parameter) != self._seen
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -223,7 +221,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
-        mirror._seen = mirror._now()
+        mirror._seen = Agreed.now(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:

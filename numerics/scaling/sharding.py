@@ -157,18 +157,19 @@ class Sharding:
     ) -> torch.Tensor:
         """A tensor that lies on the ranks as this one, with another part of this rank; the part if there is no mesh.
 
-        The whole has the shape and the strides of this tensor, or another `shape`, in row-major order by default.
+        The whole has the shape and the strides of this tensor, or another `shape`, in row-major order by default. The
+        part may be on another device than the mesh.
         """
-        if self.mesh is None:
+        if self._spec is None:
             return part
         from torch.distributed.tensor import DTensor
 
         if shape is None:
             shape, strides = self.shape, self._strides
         strides = strides or torch.empty(shape, dtype=part.dtype, device="meta").stride()
-        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
-        whole._local_tensor = part  # instead of a view
-        return whole
+        # `DTensor.from_local` would move the part to the device of the mesh, and keep a view of it.
+        meta = self._spec.tensor_meta._replace(shape=torch.Size(shape), stride=tuple(strides), dtype=part.dtype)
+        return DTensor(part, replace(self._spec, tensor_meta=meta), requires_grad=False)
 
     def distributed(self, whole: torch.Tensor) -> torch.Tensor:
         """A tensor that every rank has whole, cut as this one. Nothing is sent."""
@@ -177,15 +178,6 @@ class Sharding:
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
-
-    def moved(self, part: torch.Tensor) -> torch.Tensor:
-        """As `like` in the same shape, for a part on another device, which `DTensor.from_local` would move back."""
-        if self._spec is None:
-            return part
-        from torch.distributed.tensor import DTensor
-
-        meta = self._spec.tensor_meta._replace(dtype=part.dtype)
-        return DTensor(part, replace(self._spec, tensor_meta=meta), requires_grad=False)
 
     def ranks(self) -> Ranks | None:
         """The ranks that hold the other parts of a DTensor; None if it is on one rank only, or not on this one."""
