@@ -41,12 +41,12 @@ from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
 from halfstep.integrations.optim.masters import Agreed
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
-from halfstep.integrations.optim.state import moved
+from halfstep.integrations.optim.state import like, moved
 from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
-from halfstep.numerics.scaling.sharding import is_sharded
-from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
+from halfstep.numerics.scaling.sharding import is_flat, local, settled
+from halfstep.numerics.scaling.stand_ins import FreedGradient, StandIn, is_stand_in, is_zeroed, remove_stand_in
 from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
@@ -148,19 +148,24 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _Mirror:
-    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives."""
+    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives.
+
+    The copy of a DTensor is one too, of this rank's shard, and so is the copy's gradient.
+    """
 
     def __init__(self, parameter: torch.Tensor, owner: weakref.ref[_Offloaded]) -> None:
         self.parameter, self.owner = parameter, owner
-        values = parameter.detach()
-        self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
+        shard = local(parameter.detach())
+        copy = like(parameter, _on_host(shard).copy_(shard))
+        self.host = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+        self.host.grad_dtype = None  # any, as `keep_reduced_gradients` has it
         self.bucket = 0  # the number of the parameters that are stepped together with it
         self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
-        self.weight = self.host.data  # writes to it do not count as writes of the copy
+        self.weight = local(self.host.detach()).data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
-        self._stand_in: HostGradient | None = None
+        self._stand_in: torch.Tensor | None = None
         self._seen = Agreed.now(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
@@ -174,12 +179,12 @@ class _Mirror:
                 f"{grad.layout}: use sparse=False in the embedding"
             )
         if self._staging is None or self._staging is self.host.grad or self._staging.dtype != grad.dtype:
-            self._staging = _on_host(self.host, grad.dtype, like=grad)
+            self._staging = like(self.host, _on_host(self.weight, grad.dtype, like=grad))
         if stream is None:
-            self._staging.copy_(grad)
+            local(self._staging).copy_(local(grad))
         else:
             with torch.cuda.stream(stream):
-                self._staging.copy_(grad, non_blocking=True)
+                local(self._staging).copy_(local(grad), non_blocking=True)
                 self._arriving = stream.record_event()
         return self._arriving
 
@@ -187,12 +192,13 @@ class _Mirror:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
         _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
 
-    def stand_in(self) -> HostGradient:
+    def stand_in(self) -> torch.Tensor:
         """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            stand_in = self._stand_in = HostGradient(self._staging, device, of=weakref.ref(self))
+            gradient = HostGradient(local(self._staging), device, of=weakref.ref(self))
+            stand_in = self._stand_in = like(self.parameter, gradient)
         return stand_in
 
     def attach(self) -> None:
@@ -218,6 +224,12 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
         remove_stand_in(alive)
 
 
+def _read(mirrors: Iterable[_Mirror]) -> None:
+    """Begin to copy weights to the host."""
+    for mirror in mirrors:
+        mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
+
+
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
@@ -229,17 +241,19 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
     full = [mirror for mirror in mirrors if mirror._full]
     for mirror in full:
         mirror.attach()
-    later = [mirror for mirror in full if mirror.host.grad is not mirror._staging]
+    later: list[Any] = [
+        (mirror.host.grad, mirror._staging) for mirror in full if mirror.host.grad is not mirror._staging
+    ]
     return [
         _each(methodcaller("synchronize"), [mirror._arriving for mirror in full if mirror._arriving is not None]),
-        _each(torch.Tensor.add_, [mirror.host.grad for mirror in later], [mirror._staging for mirror in later]),
+        _each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
         _each(setattr, full, repeat("_full"), repeat(False)),
     ]
 
 
 def _copies(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> partial[Any]:
     """One call that copies tensors, from and to the host without waiting."""
-    return _each(torch.Tensor.copy_, targets, sources, repeat(True))
+    return _each(torch.Tensor.copy_, list(targets), list(sources), repeat(True))
 
 
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
@@ -328,10 +342,10 @@ class _Offloaded(LayoutOptimizer):
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
                 "must be scaled: use in_backward='copy' with a scaler, or train in bf16"
             )
-        if is_sharded(member) or getattr(member, "_fsdp_flattened", False):
+        if is_flat(member):
             raise TypeError(
-                f"Expected a parameter that is not sharded, but got one of shape {tuple(member.shape)} under FSDP: use "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()) with halfstep.AdamW, which steps on the host too"
+                "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape "
+                f"{tuple(member.shape)}, whose memory it replaces in forward and backward: use fully_shard"
             )
         if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
             raise TypeError(
@@ -378,7 +392,7 @@ class _Offloaded(LayoutOptimizer):
                 size = 0
             mirror.bucket = len(self._of_bucket) - 1
             self._of_bucket[-1].append(mirror)
-            size += mirror.host.numel() * mirror.host.element_size()
+            size += mirror.weight.nbytes
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
     def _all(self) -> list[_Mirror]:
@@ -411,11 +425,13 @@ class _Offloaded(LayoutOptimizer):
                 _refuse_limit(self.max_grad_norm)
                 self._follow_groups()
             self._record.refuse_second_gradient(parameter)
-            if parameter.grad is None or is_stand_in(parameter.grad):  # a hook has dropped or set it
+            grad = parameter.grad
+            if grad is None or isinstance(local(grad), FreedGradient):  # a hook has dropped or set it
                 return
-            if not self._record.was_removed(parameter):
-                mirror.forget()
-            self._copy_out(mirror, parameter.grad)
+            if not is_stand_in(grad):  # FSDP2 has added it to one on the host otherwise
+                if not self._record.was_removed(parameter):
+                    mirror.forget()
+                self._copy_out(mirror, grad)
             self._arrived[mirror.bucket].add(id(parameter))
             trained = sum(member.parameter.requires_grad for member in self._of_bucket[mirror.bucket])
             if len(self._arrived[mirror.bucket]) == trained:
@@ -426,6 +442,8 @@ class _Offloaded(LayoutOptimizer):
         mirrors = [member for member in self._of_bucket[number] if id(member.parameter) in self._arrived[number]]
         parameters = [member.parameter for member in mirrors]
         self._arrived[number] = set()
+        for parameter in parameters:
+            parameter.grad = self._record.stand_in(parameter)
         with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
             self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
 
@@ -465,15 +483,14 @@ class _Offloaded(LayoutOptimizer):
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
-        parameter, stream = mirror.parameter, None
+        parameter, stream, grad = mirror.parameter, None, settled(mirror.parameter, grad)
         if parameter.device.type == "cuda":
             stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
         ended = mirror.take(grad, stream)
         if ended is not None:
             self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        steps = self._record.has_hook(parameter)
-        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
+        mirror.taken(mirror.stand_in())
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -497,7 +514,7 @@ class _Offloaded(LayoutOptimizer):
                 f"Expected the gradient of a parameter of shape {tuple(mirror.host.shape)} to be on the host, but it "
                 "was discarded by zero_grad(): do not keep .grad of an offloaded parameter, or copy it with .clone()"
             )
-        return mirror.host.grad
+        return local(mirror.host.grad)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -510,14 +527,13 @@ class _Offloaded(LayoutOptimizer):
         for device in {mirror.parameter.device for mirror in mirrors}:
             of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
             if device.type != "cuda":
-                _copies([mirror.weight for mirror in of_device], [mirror.parameter for mirror in of_device])()
+                _read(of_device)
                 continue
             streams = self._streams_of(device)
             streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
             with torch.cuda.stream(streams.weights):
                 for bucket, members in groupby(of_device, attrgetter("bucket")):
-                    of_bucket = list(members)
-                    _copies([mirror.weight for mirror in of_bucket], [mirror.parameter for mirror in of_bucket])()
+                    _read(members)
                     self._weights_arriving.setdefault(bucket, []).append(streams.weights.record_event())
         written = [mirror.host for mirror in mirrors if mirror.is_written()]
         if written:
@@ -548,8 +564,6 @@ class _Offloaded(LayoutOptimizer):
             if self.in_backward == "step"
             else []
         )
-        for mirror in used:  # a backward that failed has left them
-            mirror.parameter.grad = mirror.stand_in()
         # A step takes the writes into parameters without a gradient, too.
         read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
         self._read_weights(read)
@@ -595,7 +609,7 @@ class _Offloaded(LayoutOptimizer):
             mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
             calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches]
-            calls.append(_copies(parameters, [mirror.host for mirror in mirrors]))
+            calls.append(_copies(map(local, parameters), [mirror.weight for mirror in mirrors]))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
@@ -672,8 +686,7 @@ _DOCS = """
     several. ``param_groups`` holds these, as in every optimizer. `halfstep.GradScaler` and torch's work with it.
 
     Args:
-        params: as for `halfstep.{name}`. Parameters must be on their device and must not be sharded; for FSDP2 use its
-            ``CPUOffloadPolicy``.
+        params: as for `halfstep.{name}`. Parameters must be on their device, and sharded by FSDP2, if at all, before.
         in_backward: what happens to a gradient as soon as it is complete. ``"copy"``: it is copied to the host and
             freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
             while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
@@ -683,7 +696,7 @@ _DOCS = """
             are on their way to the host.
 
     Raises:
-        TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.
+        TypeError: a parameter is on the meta device, flattened by FSDP1, or not a leaf in fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
             ``max_grad_norm``; and as `halfstep.{name}`.
 

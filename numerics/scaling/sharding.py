@@ -191,18 +191,23 @@ class Sharding:
         return Ranks(members, tuple(map(_members, groups)), groups, not any(copies))
 
 
-def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Redistribute DTensor gradients to the placements of their parameters.
+def settled(parameter: Any, grad: Any) -> Any:
+    """A gradient with the placements of its parameter.
 
     Sequence parallelism leaves gradients of replicated parameters as partial sums (``Partial``). Neither their norm nor
     their overflow can be derived from the summand of one rank.
     """
+    if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
+        return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad
+
+
+def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Redistribute DTensor gradients to the placements of their parameters."""
     for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is not None and is_sharded(grad) and is_sharded(parameter):
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            if grad.placements != placements:
-                parameter.grad = grad.redistribute(mesh, placements)
+        grad = settled(parameter, parameter.grad)
+        if grad is not parameter.grad:
+            parameter.grad = grad
 
 
 def _members(group: Any) -> frozenset[int]:

@@ -438,6 +438,12 @@ def test_errors() -> None:
             f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
             "its device first"
         )
+    flat = torch.nn.Parameter(torch.ones(6))
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    assert error_of(TypeError, lambda: OffloadedAdamW([flat])) == (
+        "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory "
+        "it replaces in forward and backward: use fully_shard"
+    )
     optimizer = OffloadedAdamW(net.parameters())
     assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):

@@ -1,0 +1,25 @@
+"""Optimizers on the host under FSDP2 and HSDP: the bits of a step on the device, and of one process."""
+
+from __future__ import annotations
+
+import offload_ranks
+import pytest
+import rank_processes
+import torch
+from offload_ranks import LAYOUTS
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(2, "rows"), (4, "rows"), (4, "hsdp"), (2, "columns")])
+def test_shards_have_the_bits_of_the_device_and_of_one_process(ranks: int, cut: str) -> None:
+    layouts = list(LAYOUTS) if (ranks, cut) == (2, "rows") else ["split24, 8 bits", "full, bf16"]
+    assert rank_processes.run(offload_ranks.of_shards, ranks, ranks, cut, layouts) == [[]] * ranks
+
+
+def test_what_users_do_has_the_bits_of_the_device() -> None:
+    for different in rank_processes.run(offload_ranks.programs, 2):
+        assert different == {name: [] for name in offload_ranks.PROGRAMS}
+
+
+def test_partial_sums_of_gradients_are_added_before_they_leave() -> None:
+    weights = [weight for weights in rank_processes.run(offload_ranks.partial_sums, 2) for weight in weights]
+    assert not torch.equal(weights[0], torch.ones(4, 4)) and all(torch.equal(weights[0], other) for other in weights)

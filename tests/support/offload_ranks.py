@@ -1,0 +1,222 @@
+"""Optimizers on the host whose parameters are DTensors, and what ranks compare for test_offload_sharded.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from muon_ranks import loss_of, net, sharded
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import halfstep
+from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.numerics.scaling.sharding import local
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "split24, 8 bits": {"master_weights": "split24", "state_dtype": "8bit"},
+    "full, bf16": {"master_weights": "full", "state_dtype": torch.bfloat16},
+    "no master, stochastic": {"master_weights": None, "rounding": "stochastic"},
+}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
+
+
+def adamw(model: torch.nn.Module, layout: str = "split", where: Any = "device", **options: Any) -> Any:
+    options = {**OPTIONS, **LAYOUTS[layout], **options}
+    if where == "device":
+        return halfstep.AdamW(model.parameters(), **options)
+    return OffloadedAdamW(model.parameters(), in_backward=where, bucket_bytes=8000, **options)
+
+
+def backward(model: torch.nn.Module, scaler: Any, step: int, last: bool = True) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    scaler.scale(loss_of(model, step)).backward()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scaler: Any = None) -> None:
+    """The second step has two micro-batches, the third one overflows on a rank and is skipped, and before the fourth
+    one other code writes a weight."""
+    scaler = scaler or halfstep.GradScaler("cpu", init_scale=256.0)
+    for step in steps:
+        model.zero_grad()
+        if step == 1:
+            backward(model, scaler, 7, last=False)
+        backward(model, scaler, step)
+        if step == 2:
+            next(model.parameters()).grad.mul_(torch.inf)  # type: ignore[union-attr]
+        if step == 3:
+            with torch.no_grad():
+                model.up.bias.fill_(0.5)  # type: ignore[operator, union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Weights and states. Collective."""
+    states = optimizer.canonical_state_dict()["state"]
+    tensors = [
+        *model.parameters(),
+        *(states[number][key] for number in sorted(states) for key in sorted(states[number])),
+    ]
+    return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in tensors]
+
+
+def of_shards(rank: int, ranks: int, cut: str, layouts: list[str]) -> list[str]:
+    """What differs between shards on the host, shards on the device and one process, without and with clipping.
+
+    The sum of squares is rounded to fp32 in each chunk, and chunks depend on shards, so that norms of one process
+    differ in the last bit.
+    """
+    different = []
+    for layout in layouts:
+        for limit in (None, 0.5):
+            results = []
+            for model, where in ((net(), "device"), (sharded(ranks, cut), "device"), (sharded(ranks, cut), "copy")):
+                optimizer = adamw(model, layout, where, max_grad_norm=limit)
+                train(model, optimizer)
+                results.append(whole(model, optimizer))
+            expected = results[:2] if limit is None else results[1:2]
+            different += [f"{layout}, {limit}" for one in expected if not all(map(torch.equal, one, results[2]))]
+    return different
+
+
+class Net(torch.nn.Module):
+    """A block that is used twice, one that odd steps use, and one that fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 64)
+        self.block, self.sometimes = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 33)
+        self.step, self.fails = 0, False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.fails and x.requires_grad:
+            x.register_hook(_raise)
+        x = torch.tanh(self.block(torch.tanh(self.block(x))))
+        return self.head(self.sometimes(x) if self.step % 2 else x)  # type: ignore[no-any-return]
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise RuntimeError("in the backward")
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def made(dtype: torch.dtype = torch.bfloat16, keeps: bool = False, recomputes: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    if recomputes:
+        apply_activation_checkpointing(model, check_fn=lambda module: module is model.block)
+    for module in (model.block, model.sometimes, model):
+        fully_shard(module, mp_policy=POLICY)
+    if keeps:
+        keep_reduced_gradients(model)
+    return model
+
+
+def loss(model: Any, step: int) -> torch.Tensor:
+    """Of another batch on each rank."""
+    model.step = step
+    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return model(tokens).float().square().mean()  # type: ignore[no-any-return]
+
+
+def plain(model: Any, optimizer: Any) -> None:
+    for step in range(4):
+        model.set_requires_gradient_sync(step != 1)
+        loss(model, step).backward()
+        if step != 1:
+            optimizer.step()
+            model.zero_grad()
+
+
+def clipped_by_torch(model: Any, optimizer: Any) -> None:
+    """With torch's scaler, gradients set to 0 and weights that are written without a trace."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    for step in range(5):
+        scaler.scale(loss(model, step)).backward()
+        if step == 1 and dist.get_rank() == 1:
+            local(model.head.weight.grad).view(-1)[:1] = torch.inf
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        local(model.head.weight).data.mul_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert scaler.get_scale() == 2.0**7
+
+
+def interrupted(model: Any, optimizer: Any) -> None:
+    """By a state that is saved and loaded before the step, an exception in a backward, and gradients that one rank
+    does not have."""
+    for step in range(4):
+        loss(model, step).backward()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 2:
+            optimizer.zero_grad()
+            model.fails = True
+            with suppress(RuntimeError):
+                loss(model, 2).backward()
+            model.fails = False
+            optimizer.zero_grad()
+            loss(model, 3).backward()
+        if step == 3 and dist.get_rank() == 1:
+            model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# What is trained, the arguments of `made`, options of the optimizer, and values of in_backward.
+PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
+    "steps in the backward": (plain, {}, {"state_dtype": "8bit"}, ("step",)),
+    "recomputed": (plain, {"recomputes": True}, {}, ("copy", "step", None)),
+    "fp32": (plain, {"dtype": torch.float32}, {"max_grad_norm": 0.02}, ("copy",)),
+    "kept fp32 gradients": (plain, {"keeps": True}, {"max_grad_norm": 0.02}, ("copy",)),
+    "clipped by torch": (clipped_by_torch, {}, {"master_weights": "full"}, ("copy", None)),
+    "interrupted": (interrupted, {}, {"max_grad_norm": 0.02}, ("copy", None)),
+}
+
+
+def programs(rank: int) -> dict[str, list[Any]]:
+    """For each program, the values of in_backward with which weights and states differ from those on the device."""
+    different: dict[str, list[Any]] = {}
+    for name, (program, options, of_optimizer, modes) in PROGRAMS.items():
+        results = []
+        for where in ("device", *modes):
+            model = made(**options)
+            optimizer = adamw(model, "split", where, **of_optimizer)
+            program(model, optimizer)
+            results.append(whole(model, optimizer))
+        different[name] = [
+            mode for mode, other in zip(modes, results[1:], strict=True) if not all(map(torch.equal, results[0], other))
+        ]
+    return different
+
+
+def partial_sums(rank: int) -> list[torch.Tensor]:
+    """A replicated weight after steps with gradients that are sums over the ranks, on the device and on the host."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = []
+    for cls in (halfstep.AdamW, OffloadedAdamW):
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+        optimizer = cls([weight], lr=0.5, max_grad_norm=1.0)
+        for micro in range(4):
+            rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+            (DTensor.from_local(rows, mesh, [Shard(0)]) @ weight).square().sum().backward()
+            if micro % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(local(weight.detach()))
+    return weights
