@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import offload_ranks
 import pytest
 import rank_processes
@@ -23,3 +25,15 @@ def test_what_users_do_has_the_bits_of_the_device() -> None:
 def test_partial_sums_of_gradients_are_added_before_they_leave() -> None:
     weights = [weight for weights in rank_processes.run(offload_ranks.partial_sums, 2) for weight in weights]
     assert not torch.equal(weights[0], torch.ones(4, 4)) and all(torch.equal(weights[0], other) for other in weights)
+
+
+def test_checkpoints_continue_on_other_ranks_and_on_the_device(tmp_path: Path) -> None:
+    (paths, expected), _ = rank_processes.run(offload_ranks.saved, 2, 2, tmp_path)
+    for ranks, wheres in ((1, ["device", "copy"]), (4, ["copy"])):
+        for results in rank_processes.run(offload_ranks.continued, ranks, ranks, paths, wheres):
+            assert all(torch.equal(*pair) for tensors in results for pair in zip(expected, tensors, strict=True))
+
+
+def test_a_state_is_saved_while_a_first_backward_is_stepped() -> None:
+    for device, host in rank_processes.run(offload_ranks.stepping, 2):
+        assert all(map(torch.equal, device, host))

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from muon_ranks import loss_of, net, sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import halfstep
+from halfstep.integrations import checkpoint
 from halfstep.integrations.fsdp import keep_reduced_gradients
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.numerics.scaling.sharding import local
@@ -220,3 +231,58 @@ def partial_sums(rank: int) -> list[torch.Tensor]:
                 optimizer.zero_grad()
         weights.append(local(weight.detach()))
     return weights
+
+
+def saved(rank: int, ranks: int, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
+    """Checkpoints after three steps, as held and canonical, and weights and states after two more steps."""
+    model = sharded(ranks, "rows")
+    optimizer = adamw(model, "split24, 8 bits", "copy")
+    train(model, optimizer, range(3))
+    forms: tuple[Any, ...] = ("held", "canonical")
+    paths = [
+        checkpoint.save(folder / form, 3, model=model, optimizer=optimizer, optimizer_state=form) for form in forms
+    ]
+    train(model, optimizer, range(3, 5))
+    return list(map(str, paths)), whole(model, optimizer)
+
+
+def continued(rank: int, ranks: int, paths: list[str], wheres: list[str]) -> list[list[torch.Tensor]]:
+    """Weights and states after two more steps from each checkpoint, which replaces another state."""
+    results = []
+    for path, where in product(paths, wheres):
+        model = sharded(ranks, "rows") if ranks > 1 else net(1)
+        optimizer = adamw(model, "split24, 8 bits", where, lr=0.5)
+        train(model, optimizer, range(1))
+        checkpoint.load(path, model=model, optimizer=optimizer)
+        train(model, optimizer, range(3, 5))
+        results.append(whole(model, optimizer))
+    return results
+
+
+def stepping(rank: int) -> list[list[torch.Tensor]]:
+    """Weights and states of a step on the device, and those that are saved and loaded while the first step in a
+    backward runs."""
+    results = []
+    for where in ("device", "step"):
+        model = made()
+        optimizer = adamw(model, "split24, 8 bits", where)
+        if where == "step":
+            submit = optimizer._submit
+            optimizer._submit = lambda call, submit=submit: submit(partial(_later, call))
+        loss(model, 1).backward()
+        if where == "device":
+            optimizer.step()
+        else:
+            state = get_optimizer_state_dict(model, optimizer)
+            weights = get_model_state_dict(model)
+            model = made()
+            optimizer = adamw(model, "split24, 8 bits", "copy")
+            set_model_state_dict(model, weights)
+            set_optimizer_state_dict(model, optimizer, state)
+        results.append(whole(model, optimizer))
+    return results
+
+
+def _later(call: Callable[[], None]) -> None:
+    time.sleep(0.05)
+    call()
