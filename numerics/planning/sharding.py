@@ -51,6 +51,7 @@ class Strategy:
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")
 MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
+MIRRORING = (*MIRRORED, "fsdp", "hsdp")  # those where they may
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -217,15 +218,16 @@ class Sharding:
         return divided if groups == 1 else (*divided, across)
 
 
-def over_the_bus(row: Layout, strategy: Strategy, shards: Shards) -> tuple[Collective, ...]:
+def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool) -> tuple[Collective, ...]:
     """The copies between a GPU and its host if states, or everything, are offloaded."""
-    # One GPU copies whole gradients to the host, and strategies that divide weights gather them twice.
-    whole = strategy.gradients or strategy.name == "single"
-    gradients = elements(shards.gradients if whole else shards.states) * row.gradients.width
-    weights = elements(shards.states) if strategy.offloads == "states" else 2 * elements(shards.weights)
+    # Strategies that divide weights gather them twice, from the host unless they stay on the GPU.
+    padded = strategy.gradients and not mirrored
+    gradients = elements(shards.gradients if padded else shards.states) * row.gradients.width
+    all_offloaded = strategy.offloads == "all" and not mirrored
+    weights = 2 * elements(shards.weights) if all_offloaded else elements(shards.states)
     to_host = Collective("copy to the host", "gradients", gradients, 1)
     from_host = Collective("copy from the host", "weights", weights * row.weights.width, 1)
-    if strategy.name not in MIRRORED:
+    if not mirrored:
         return to_host, from_host
     # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
     return to_host, replace(from_host, name="copy to the host"), from_host

@@ -37,3 +37,10 @@ def test_checkpoints_continue_on_other_ranks_and_on_the_device(tmp_path: Path) -
 def test_a_state_is_saved_while_a_first_backward_is_stepped() -> None:
     for device, host in rank_processes.run(offload_ranks.stepping, 2):
         assert all(map(torch.equal, device, host))
+
+
+def test_the_bytes_are_those_planned() -> None:
+    for counted in rank_processes.run(offload_ranks.memory, 2):
+        assert {name: held for name, (held, _) in counted.items()} == {
+            name: plan for name, (_, plan) in counted.items()
+        }

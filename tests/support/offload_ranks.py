@@ -28,6 +28,7 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.fsdp import keep_reduced_gradients
 from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import local
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -286,3 +287,34 @@ def stepping(rank: int) -> list[list[torch.Tensor]]:
 def _later(call: Callable[[], None]) -> None:
     time.sleep(0.05)
     call()
+
+
+def memory(rank: int) -> dict[str, tuple[int, int]]:
+    """Bytes after a step of two ranks, counted and planned."""
+    model = made()
+    optimizer = adamw(model, "split", "copy")
+    loss(model, 1).backward()
+    optimizer.step()
+    mirrors = list(optimizer._mirrors.values())
+    on_host = [local(tensor) for mirror in mirrors for tensor in (mirror.host, mirror.host.grad)]
+    on_host += [local(value) for state in optimizer.state.values() for value in state.values()]
+    inner = (model.block, model.sometimes)
+    root = [shape for shape in map(_shape, model.parameters()) if shape not in {(64, 64), (64,)}]
+    units = [unit("block", [*map(_shape, module.parameters())]) for module in inner] + [unit("root", root, root=True)]
+    planned = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=rank)
+    copied = [message.bytes for message in planned.communication if message.ranks == 1]
+    return {
+        "host": (_storages(on_host), planned.totals.host),
+        "weights": (_storages([local(p.detach()) for p in model.parameters()]), planned.part("weights").bytes),
+        "gradients": (_storages([local(p.grad) for p in model.parameters()]), 0),
+        "copied": (3 * sum(mirror.weight.nbytes for mirror in mirrors), sum(copied)),
+    }
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+def _storages(tensors: list[torch.Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
