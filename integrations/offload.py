@@ -8,10 +8,11 @@ norm, where it is needed, waits for all gradients. Weights and state have the bi
 All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
 sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
 
-``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. Inside is another optimizer,
-of their copies on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the
-host, in the dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an
-optimizer on the CPU, for our scaler and torch's.
+``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. What is stepped are copies of
+them on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the host, in the
+dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an optimizer on the
+CPU, for our scaler and torch's. The copy of a DTensor is a DTensor with the same placements whose local tensor is on
+the host, as under FSDP2's ``CPUOffloadPolicy``: sharded gradients, states and checkpoints are those of `AdamW` there.
 
 Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
 the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
