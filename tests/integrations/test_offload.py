@@ -15,14 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import error_of
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
 from halfstep.kernels import adam
 from halfstep.numerics.planning import plan, unit
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 FP16 = torch.float16
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -58,23 +62,38 @@ cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 @contextmanager
 def on_a_gpu(
-    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, **options: Any
+    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, mesh: Any = None, **options: Any
 ) -> Iterator[tuple[Model, list[Any], OffloadedAdam]]:
-    """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient."""
+    """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient.
+
+    With a mesh they are DTensors, sharded by rows.
+    """
+    sharding = None if mesh is None else Sharding(distribute_tensor(torch.zeros(size), mesh, [Shard(0)]))
     with Model(order, seed=seed) as model:
-        parameters = [torch.nn.Parameter(torch.zeros(size, device=model.device)) for _ in range(count)]
+        shards = [torch.zeros(size, device=model.device) for _ in range(count)]
+        parameters = [torch.nn.Parameter(shard if sharding is None else sharding.like(shard)) for shard in shards]
         options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
         yield model, parameters, OffloadedAdam(parameters, **options)
 
 
 def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """A complete gradient, as autograd gives it: it is added to the one of an earlier backward."""
+    """A complete gradient, as autograd or FSDP2 gives it: it is added to the one of an earlier backward."""
     if parameter.grad is None:
-        parameter.grad = grad
+        parameter.grad = Sharding(parameter).like(grad)
+    elif is_sharded(parameter):
+        parameter.grad._local_tensor += grad  # type: ignore[attr-defined]
     else:
         optimizer._add(optimizer._mirrors[id(parameter)], grad)
     if optimizer.in_backward is not None:
         optimizer._take(parameter)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Of this rank alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 orders = pytest.mark.parametrize("order", ["late", "random", "at once"])
@@ -230,9 +249,11 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
 @orders
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
-def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int, sharded: bool, mesh: Any) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
-    with on_a_gpu(order, seed=seed, in_backward=mode) as (model, parameters, optimizer):
+    mesh = mesh if sharded else None
+    with on_a_gpu(order, seed=seed, in_backward=mode, mesh=mesh) as (model, parameters, optimizer):
         for step in range(4):
             for factor in (-1.0, 2.0)[-micro:]:
                 for number, parameter in enumerate(parameters):
@@ -242,8 +263,8 @@ def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> N
             assert all((one.host.grad is None) == (micro == 1) for one in optimizer._mirrors.values())
             optimizer.step()
             optimizer.zero_grad()
-            read = [parameter.detach() * 1.0 for parameter in parameters]  # before the next weights return
-        for number, (parameter, before) in enumerate(zip(parameters, read, strict=True)):
+            read = [local(parameter.detach()) * 1.0 for parameter in parameters]  # before the next weights return
+        for number, (parameter, before) in enumerate(zip(map(local, parameters), read, strict=True)):
             moves = sum(1.0 if number == step % 3 else -1.0 for step in range(4))
             assert parameter.tolist() == [0.5 * moves] * 5 and before.tolist() == parameter.tolist()
         assert model.pageable == [] or set(model.pageable) == {"a copy from the device"}  # tolist

@@ -44,7 +44,8 @@ def adamw(model: torch.nn.Module, layout: str = "split", where: Any = "device", 
     options = {**OPTIONS, **LAYOUTS[layout], **options}
     if where == "device":
         return halfstep.AdamW(model.parameters(), **options)
-    return OffloadedAdamW(model.parameters(), in_backward=where, bucket_bytes=8000, **options)
+    size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
+    return OffloadedAdamW(model.parameters(), in_backward=where, bucket_bytes=2 * size // 3, **options)
 
 
 def backward(model: torch.nn.Module, scaler: Any, step: int, last: bool = True) -> None:
@@ -71,14 +72,16 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scale
         scaler.update()
 
 
-def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    """Weights and states. Collective."""
+def shards(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Weights and states, whose order is not that of the steps."""
     states = optimizer.canonical_state_dict()["state"]
-    tensors = [
-        *model.parameters(),
-        *(states[number][key] for number in sorted(states) for key in sorted(states[number])),
-    ]
-    return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in tensors]
+    numbers = sorted(states)
+    return [*model.parameters(), *(states[number][key] for number in numbers for key in sorted(states[number]))]
+
+
+def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """The same, not sharded. Collective."""
+    return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in shards(model, optimizer)]
 
 
 def of_shards(rank: int, ranks: int, cut: str, layouts: list[str]) -> list[str]:
@@ -125,13 +128,16 @@ def _raise(grad: torch.Tensor) -> None:
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def made(dtype: torch.dtype = torch.bfloat16, keeps: bool = False, recomputes: bool = False) -> Any:
+def made(
+    dtype: torch.dtype = torch.bfloat16, keeps: bool = False, recomputes: bool = False, device: str = "cpu"
+) -> Any:
     torch.manual_seed(0)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = Net().to(dtype)
     if recomputes:
         apply_activation_checkpointing(model, check_fn=lambda module: module is model.block)
     for module in (model.block, model.sometimes, model):
-        fully_shard(module, mp_policy=POLICY)
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
     if keeps:
         keep_reduced_gradients(model)
     return model
@@ -141,7 +147,7 @@ def loss(model: Any, step: int) -> torch.Tensor:
     """Of another batch on each rank."""
     model.step = step
     tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-    return model(tokens).float().square().mean()  # type: ignore[no-any-return]
+    return model(tokens.to(model.head.weight.device)).float().square().mean()  # type: ignore[no-any-return]
 
 
 def plain(model: Any, optimizer: Any) -> None:
@@ -155,10 +161,10 @@ def plain(model: Any, optimizer: Any) -> None:
 
 def clipped_by_torch(model: Any, optimizer: Any) -> None:
     """With torch's scaler, gradients set to 0 and weights that are written without a trace."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    scaler = torch.amp.GradScaler(model.head.weight.device.type, init_scale=2.0**8)
     for step in range(5):
         scaler.scale(loss(model, step)).backward()
-        if step == 1 and dist.get_rank() == 1:
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
             local(model.head.weight.grad).view(-1)[:1] = torch.inf
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
