@@ -343,6 +343,13 @@ class _Offloaded(LayoutOptimizer):
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
                 "must be scaled: use in_backward='copy' with a scaler, or train in bf16"
             )
+        mesh = getattr(member, "device_mesh", None)
+        if mesh is not None and mesh.device_type != "cpu" == member.device.type:
+            raise TypeError(
+                f"Expected a shard on a {mesh.device_type} device, as its mesh, but got a parameter of shape "
+                f"{tuple(member.shape)} on {member.device}: with CPUOffloadPolicy use "
+                f"halfstep.{type(self).__name__.removeprefix('Offloaded')}, which steps on the host too"
+            )
         if is_flat(member):
             raise TypeError(
                 "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape "
@@ -697,7 +704,8 @@ _DOCS = """
             are on their way to the host.
 
     Raises:
-        TypeError: a parameter is on the meta device, flattened by FSDP1, or not a leaf in fp32, fp16 or bf16.
+        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not a
+            leaf in fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
             ``max_grad_norm``; and as `halfstep.{name}`.
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from errors import error_of
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
@@ -68,10 +69,9 @@ def on_a_gpu(
 
     With a mesh they are DTensors, sharded by rows.
     """
-    sharding = None if mesh is None else Sharding(distribute_tensor(torch.zeros(size), mesh, [Shard(0)]))
     with Model(order, seed=seed) as model:
-        shards = [torch.zeros(size, device=model.device) for _ in range(count)]
-        parameters = [torch.nn.Parameter(shard if sharding is None else sharding.like(shard)) for shard in shards]
+        weights = [torch.zeros(size, device=model.device) for _ in range(count)]
+        parameters = [torch.nn.Parameter(w) if mesh is None else _sharded(w, mesh) for w in weights]
         options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
         yield model, parameters, OffloadedAdam(parameters, **options)
 
@@ -90,10 +90,15 @@ def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Any]:
-    """Of this rank alone."""
+    """Of GPUs, with this rank alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield DeviceMesh("cuda", [0], _init_backend=False)
     dist.destroy_process_group()
+
+
+def _sharded(values: torch.Tensor, mesh: Any) -> torch.nn.Parameter:
+    meta = TensorMeta(values.shape, values.stride(), values.dtype)
+    return torch.nn.Parameter(DTensor(values, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False))
 
 
 orders = pytest.mark.parametrize("order", ["late", "random", "at once"])
@@ -432,7 +437,7 @@ def test_masters_are_those_of_weights_that_other_code_wrote() -> None:
     assert (optimizer.masters()[weight].bfloat16() == 3.0).all()
 
 
-def test_errors() -> None:
+def test_errors(mesh: Any) -> None:
     net = made()
     assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
         "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
@@ -459,6 +464,10 @@ def test_errors() -> None:
             f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
             "its device first"
         )
+    assert error_of(TypeError, lambda: OffloadedAdam([_sharded(torch.ones(6), mesh)])) == (
+        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with "
+        "CPUOffloadPolicy use halfstep.Adam, which steps on the host too"
+    )
     flat = torch.nn.Parameter(torch.ones(6))
     flat._fsdp_flattened = True  # type: ignore[attr-defined]
     assert error_of(TypeError, lambda: OffloadedAdamW([flat])) == (
