@@ -25,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, methodcaller
@@ -171,7 +171,7 @@ class _Mirror:
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy a gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
+        """Begin to copy a local gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
         if self._full:  # of an earlier backward
             apply(_arrivals([self]))
         if grad.layout != torch.strided:
@@ -181,17 +181,14 @@ class _Mirror:
             )
         if self._staging is None or self._staging is self.host.grad or self._staging.dtype != grad.dtype:
             self._staging = like(self.host, _on_host(self.weight, grad.dtype, like=grad))
-        if stream is None:
-            local(self._staging).copy_(local(grad))
-        else:
-            with torch.cuda.stream(stream):
-                local(self._staging).copy_(local(grad), non_blocking=True)
-                self._arriving = stream.record_event()
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            local(self._staging).copy_(grad, non_blocking=stream is not None)
+            self._arriving = None if stream is None else stream.record_event()
         return self._arriving
 
-    def taken(self, stand_in: torch.Tensor) -> None:
+    def taken(self) -> None:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, self.stand_in()))()
 
     def stand_in(self) -> torch.Tensor:
         """What replaces the gradient of the parameter, which is on the host."""
@@ -225,12 +222,6 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
         remove_stand_in(alive)
 
 
-def _read(mirrors: Iterable[_Mirror]) -> None:
-    """Begin to copy weights to the host."""
-    for mirror in mirrors:
-        mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
-
-
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
@@ -250,11 +241,6 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
         _each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
         _each(setattr, full, repeat("_full"), repeat(False)),
     ]
-
-
-def _copies(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> partial[Any]:
-    """One call that copies tensors, from and to the host without waiting."""
-    return _each(torch.Tensor.copy_, list(targets), list(sources), repeat(True))
 
 
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
@@ -491,14 +477,14 @@ class _Offloaded(LayoutOptimizer):
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
-        parameter, stream, grad = mirror.parameter, None, settled(mirror.parameter, grad)
+        parameter, stream, grad = mirror.parameter, None, local(settled(mirror.parameter, grad))
         if parameter.device.type == "cuda":
             stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
         ended = mirror.take(grad, stream)
         if ended is not None:
-            self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        mirror.taken(mirror.stand_in())
+            self._in_flight.append(_InFlight(ended, grad, grad.nbytes))
+        mirror.taken()
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -533,16 +519,16 @@ class _Offloaded(LayoutOptimizer):
         """
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
-            of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
-            if device.type != "cuda":
-                _read(of_device)
-                continue
-            streams = self._streams_of(device)
-            streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
-            with torch.cuda.stream(streams.weights):
+            of_device, stream = [mirror for mirror in mirrors if mirror.parameter.device == device], None
+            if device.type == "cuda":
+                _, stream, back = self._streams_of(device)
+                stream.wait_stream(back if last_step_returns else torch.cuda.current_stream(device))
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 for bucket, members in groupby(of_device, attrgetter("bucket")):
-                    _read(members)
-                    self._weights_arriving.setdefault(bucket, []).append(streams.weights.record_event())
+                    for mirror in members:
+                        mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
+                    if stream is not None:
+                        self._weights_arriving.setdefault(bucket, []).append(stream.record_event())
         written = [mirror.host for mirror in mirrors if mirror.is_written()]
         if written:
             self._finish_reading()  # full masters are compared before the first launch
@@ -617,7 +603,8 @@ class _Offloaded(LayoutOptimizer):
             mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
             calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches]
-            calls.append(_copies(map(local, parameters), [mirror.weight for mirror in mirrors]))
+            weights = [mirror.weight for mirror in mirrors]
+            calls.append(_each(torch.Tensor.copy_, list(map(local, parameters)), weights, repeat(True)))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
