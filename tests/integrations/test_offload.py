@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+from halfstep.integrations.release import step_in_backward
 from halfstep.kernels import adam
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
@@ -393,6 +394,18 @@ def test_what_is_computed_before_a_step_reads_the_weights_before_it() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert [one.tolist() for one in read] == [[-0.5 * step] * 5 for step in range(3)]
+
+
+def test_a_step_in_the_backward_waits_for_what_fsdp2_copies_to_the_host(mesh: Any) -> None:
+    """With torch's `CPUOffloadPolicy`, it calls hooks before the gradient has arrived."""
+    with Model("late") as model:
+        parameters = torch.nn.ParameterList([_sharded(torch.zeros(5), mesh)])
+        optimizer = halfstep.Adam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0)
+        handle = step_in_backward(parameters, optimizer, bucket_bytes=1)
+        grad = torch.full((5,), 3.0, device=model.device)
+        parameters[0].grad = Sharding(parameters[0]).like(grad.to("cpu", non_blocking=True))
+        handle._take(parameters[0])
+        assert local(parameters[0].detach()).tolist() == [-0.5] * 5
 
 
 def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
