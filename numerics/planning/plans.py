@@ -158,8 +158,8 @@ def _stored(training: Training) -> Iterator[Part]:
         divisor = training.sharding.divisor if divided else 1
         part = Part(name, size, float(stored.per_parameter), divisor, ALWAYS, True, memory, stored.name)
         if name in ("weights", "gradients") and training.mirrored:
-            held = sum(count * stored.bytes(numel, length) for numel, count, length in shards.states)  # without padding
-            yield replace(part, name=f"{name} on the host", bytes=held, place=HOST)
+            unpadded = sum(count * stored.bytes(numel, length) for numel, count, length in shards.states)
+            yield replace(part, name=f"{name} on the host", bytes=unpadded, place=HOST)
         if name == "gradients" and training.mirrored and not strategy.buckets:
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + _largest(training))
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
