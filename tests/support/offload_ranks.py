@@ -295,8 +295,9 @@ def _later(call: Callable[[], None]) -> None:
     call()
 
 
-def memory(rank: int) -> dict[str, tuple[int, int]]:
-    """Bytes after a step of two ranks, counted and planned."""
+def memory(rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes after a step of two ranks, counted and planned: on the host, of weights and gradients on the device, and
+    copied in a step."""
     model = made()
     optimizer = adamw(model, "split", "copy")
     loss(model, 1).backward()
@@ -304,17 +305,19 @@ def memory(rank: int) -> dict[str, tuple[int, int]]:
     mirrors = list(optimizer._mirrors.values())
     on_host = [local(tensor) for mirror in mirrors for tensor in (mirror.host, mirror.host.grad)]
     on_host += [local(value) for state in optimizer.state.values() for value in state.values()]
+    counted = {
+        "host": _storages(on_host),
+        "weights": _storages([local(parameter.detach()) for parameter in model.parameters()]),
+        "gradients": _storages([local(parameter.grad) for parameter in model.parameters()]),
+        "copied": 3 * sum(mirror.weight.nbytes for mirror in mirrors),
+    }
     inner = (model.block, model.sometimes)
     root = [shape for shape in map(_shape, model.parameters()) if shape not in {(64, 64), (64,)}]
     units = [unit("block", [*map(_shape, module.parameters())]) for module in inner] + [unit("root", root, root=True)]
-    planned = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=rank)
-    copied = [message.bytes for message in planned.communication if message.ranks == 1]
-    return {
-        "host": (_storages(on_host), planned.totals.host),
-        "weights": (_storages([local(p.detach()) for p in model.parameters()]), planned.part("weights").bytes),
-        "gradients": (_storages([local(p.grad) for p in model.parameters()]), 0),
-        "copied": (3 * sum(mirror.weight.nbytes for mirror in mirrors), sum(copied)),
-    }
+    result = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=rank)
+    copied = sum(message.bytes for message in result.communication if message.ranks == 1)
+    weights = result.part("weights").bytes
+    return counted, {"host": result.totals.host, "weights": weights, "gradients": 0, "copied": copied}
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
