@@ -192,6 +192,7 @@ def interrupted(model: Any, optimizer: Any) -> None:
             loss(model, 3).backward()
         if step == 3 and dist.get_rank() == 1:
             model.zero_grad()
+        halfstep.GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 0.03)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -280,6 +281,7 @@ def stepping(rank: int) -> list[list[torch.Tensor]]:
         if where == "device":
             optimizer.step()
         else:
+            assert optimizer.clip_grad_norm_(torch.inf).isnan()  # which trainers log
             state = get_optimizer_state_dict(model, optimizer)
             weights = get_model_state_dict(model)
             model = made()
