@@ -65,7 +65,7 @@ class Combination:
         """
         present = [*flags, *map(local, topology.parameters[:1])]
         home = present[0].device if present else torch.device("cpu")
-        device = topology.device_for(home)
+        device = topology.device_for(present[-1].device if present else home)  # the same on all ranks
         numbers, verdict = self._on(device)
         numbers.zero_()
         for index, value in enumerate(all_to_device([*flags, *squares], device)):
