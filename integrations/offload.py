@@ -96,7 +96,8 @@ class HostGradient(StandIn):
             return args[0]
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
-        if written and not any(isinstance(tensor, cls) for tensor in written):
+        collective = func.namespace == "_c10d_functional"  # NCCL needs tensors on the device
+        if collective or (written and not any(isinstance(tensor, cls) for tensor in written)):
             args, kwargs = tree_map_only(cls, lambda leaf: leaf.gradient().to(leaf.device), (args, kwargs))
             return func(*args, **kwargs)
         device = next(leaf.device for leaf in leaves if isinstance(leaf, cls))

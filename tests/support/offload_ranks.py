@@ -160,13 +160,14 @@ def plain(model: Any, optimizer: Any) -> None:
 
 
 def clipped_by_torch(model: Any, optimizer: Any) -> None:
-    """With torch's scaler, gradients set to 0 and weights that are written without a trace."""
+    """With torch's scaler, gradients set to 0, gathered ones, and weights that are written without a trace."""
     scaler = torch.amp.GradScaler(model.head.weight.device.type, init_scale=2.0**8)
     for step in range(5):
         scaler.scale(loss(model, step)).backward()
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
             local(model.head.weight.grad).view(-1)[:1] = torch.inf
         scaler.unscale_(optimizer)
+        optimizer.param_groups[0]["lr"] = 0.01 + float(model.head.weight.grad.full_tensor().isfinite().sum()) / 1e6
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         local(model.head.weight).data.mul_(0.5)
         scaler.step(optimizer)
