@@ -131,6 +131,7 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/support/interrupts.py --tries 2000
 	$(BIN)/python tests/support/interrupts.py --tries 2000 --backend reference
 	$(BIN)/python tests/support/interrupts.py --tries 2000 --offloaded
+	$(BIN)/python tests/support/interrupts.py --tries 2000 --offloaded --sharded
 	$(BIN)/python tests/support/interrupts.py --tries 2000 --muon
 	$(BIN)/python tests/support/interrupt_checkpoints.py --tries 2000
 	$(BIN)/python tests/support/fuzz_checkpoints.py --tries 10000

@@ -8,10 +8,11 @@ norm, where it is needed, waits for all gradients. Weights and state have the bi
 All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
 sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
 
-``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. Inside is another optimizer,
-of their copies on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the
-host, in the dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an
-optimizer on the CPU, for our scaler and torch's.
+``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. What is stepped are copies of
+them on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the host, in the
+dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an optimizer on the
+CPU, for our scaler and torch's. The copy of a DTensor is a DTensor with the same placements whose local tensor is on
+the host, as under FSDP2's ``CPUOffloadPolicy``: sharded gradients, states and checkpoints are those of `AdamW` there.
 
 Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
 the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
@@ -24,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import attrgetter, is_, methodcaller
@@ -38,14 +39,15 @@ from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_a
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
+from halfstep.integrations.optim.masters import Agreed
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
-from halfstep.integrations.optim.state import moved
+from halfstep.integrations.optim.state import like, moved
 from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
-from halfstep.numerics.scaling.sharding import is_sharded
-from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, is_zeroed, remove_stand_in
+from halfstep.numerics.scaling.sharding import is_flat, local, settled
+from halfstep.numerics.scaling.stand_ins import FreedGradient, StandIn, is_stand_in, is_zeroed, remove_stand_in
 from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
@@ -94,7 +96,8 @@ class HostGradient(StandIn):
             return args[0]
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = _written(func, args, kwargs)
-        if written and not any(isinstance(tensor, cls) for tensor in written):
+        collective = func.namespace == "_c10d_functional"  # NCCL needs tensors on the device
+        if collective or (written and not any(isinstance(tensor, cls) for tensor in written)):
             args, kwargs = tree_map_only(cls, lambda leaf: leaf.gradient().to(leaf.device), (args, kwargs))
             return func(*args, **kwargs)
         device = next(leaf.device for leaf in leaves if isinstance(leaf, cls))
@@ -147,27 +150,29 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _Mirror:
-    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives."""
+    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives.
+
+    The copy of a DTensor is one too, of this rank's shard, and so is the copy's gradient.
+    """
 
     def __init__(self, parameter: torch.Tensor, owner: weakref.ref[_Offloaded]) -> None:
         self.parameter, self.owner = parameter, owner
-        values = parameter.detach()
-        self.host = torch.nn.Parameter(_on_host(values).copy_(values), requires_grad=parameter.requires_grad)
+        shard = local(parameter.detach())
+        copy = like(parameter, _on_host(shard).copy_(shard))
+        self.host = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+        self.host.grad_dtype = None  # any, as `keep_reduced_gradients` has it
         self.bucket = 0  # the number of the parameters that are stepped together with it
         self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
-        self.weight = self.host.data  # writes to it do not count as writes of the copy
+        self.weight = local(self.host.detach()).data  # writes to it do not count as writes of the copy
         self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
-        self._stand_in: HostGradient | None = None
-        self._seen = self._now()
+        self._stand_in: torch.Tensor | None = None
+        self._seen = Agreed.now(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
-    def _now(self) -> tuple[int, int]:
-        return self.parameter._version, self.parameter.data_ptr()
-
     def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy a gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
+        """Begin to copy a local gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
         if self._full:  # of an earlier backward
             apply(_arrivals([self]))
         if grad.layout != torch.strided:
@@ -176,25 +181,23 @@ class _Mirror:
                 f"{grad.layout}: use sparse=False in the embedding"
             )
         if self._staging is None or self._staging is self.host.grad or self._staging.dtype != grad.dtype:
-            self._staging = _on_host(self.host, grad.dtype, like=grad)
-        if stream is None:
-            self._staging.copy_(grad)
-        else:
-            with torch.cuda.stream(stream):
-                self._staging.copy_(grad, non_blocking=True)
-                self._arriving = stream.record_event()
+            self._staging = like(self.host, _on_host(self.weight, grad.dtype, like=grad))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            local(self._staging).copy_(grad, non_blocking=stream is not None)
+            self._arriving = None if stream is None else stream.record_event()
         return self._arriving
 
-    def taken(self, stand_in: torch.Tensor) -> None:
+    def taken(self) -> None:
         """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, stand_in))()
+        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, self.stand_in()))()
 
-    def stand_in(self) -> HostGradient:
+    def stand_in(self) -> torch.Tensor:
         """What replaces the gradient of the parameter, which is on the host."""
         assert self._staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            stand_in = self._stand_in = HostGradient(self._staging, device, of=weakref.ref(self))
+            gradient = HostGradient(local(self._staging), device, of=weakref.ref(self))
+            stand_in = self._stand_in = like(self.parameter, gradient)
         return stand_in
 
     def attach(self) -> None:
@@ -210,7 +213,7 @@ class _Mirror:
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
-        return self._now() != self._seen
+        return Agreed.now(self.parameter) != self._seen
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -223,7 +226,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
-        mirror._seen = mirror._now()
+        mirror._seen = Agreed.now(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -231,17 +234,14 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
     full = [mirror for mirror in mirrors if mirror._full]
     for mirror in full:
         mirror.attach()
-    later = [mirror for mirror in full if mirror.host.grad is not mirror._staging]
+    later: list[Any] = [
+        (mirror.host.grad, mirror._staging) for mirror in full if mirror.host.grad is not mirror._staging
+    ]
     return [
         _each(methodcaller("synchronize"), [mirror._arriving for mirror in full if mirror._arriving is not None]),
-        _each(torch.Tensor.add_, [mirror.host.grad for mirror in later], [mirror._staging for mirror in later]),
+        _each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
         _each(setattr, full, repeat("_full"), repeat(False)),
     ]
-
-
-def _copies(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> partial[Any]:
-    """One call that copies tensors, from and to the host without waiting."""
-    return _each(torch.Tensor.copy_, targets, sources, repeat(True))
 
 
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
@@ -330,10 +330,17 @@ class _Offloaded(LayoutOptimizer):
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
                 "must be scaled: use in_backward='copy' with a scaler, or train in bf16"
             )
-        if is_sharded(member) or getattr(member, "_fsdp_flattened", False):
+        mesh = getattr(member, "device_mesh", None)
+        if mesh is not None and mesh.device_type != "cpu" == member.device.type:
             raise TypeError(
-                f"Expected a parameter that is not sharded, but got one of shape {tuple(member.shape)} under FSDP: use "
-                "fully_shard(..., offload_policy=CPUOffloadPolicy()) with halfstep.AdamW, which steps on the host too"
+                f"Expected a shard on a {mesh.device_type} device, as its mesh, but got a parameter of shape "
+                f"{tuple(member.shape)} on {member.device}: with CPUOffloadPolicy use "
+                f"halfstep.{type(self).__name__.removeprefix('Offloaded')}, which steps on the host too"
+            )
+        if is_flat(member):
+            raise TypeError(
+                "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape "
+                f"{tuple(member.shape)}, whose memory it replaces in forward and backward: use fully_shard"
             )
         if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
             raise TypeError(
@@ -380,7 +387,7 @@ class _Offloaded(LayoutOptimizer):
                 size = 0
             mirror.bucket = len(self._of_bucket) - 1
             self._of_bucket[-1].append(mirror)
-            size += mirror.host.numel() * mirror.host.element_size()
+            size += mirror.weight.nbytes
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
     def _all(self) -> list[_Mirror]:
@@ -413,11 +420,13 @@ class _Offloaded(LayoutOptimizer):
                 _refuse_limit(self.max_grad_norm)
                 self._follow_groups()
             self._record.refuse_second_gradient(parameter)
-            if parameter.grad is None or is_stand_in(parameter.grad):  # a hook has dropped or set it
+            grad = parameter.grad
+            if grad is None or isinstance(local(grad), FreedGradient):  # a hook has dropped or set it
                 return
-            if not self._record.was_removed(parameter):
-                mirror.forget()
-            self._copy_out(mirror, parameter.grad)
+            if not is_stand_in(grad):  # FSDP2 has added it to one on the host otherwise
+                if not self._record.was_removed(parameter):
+                    mirror.forget()
+                self._copy_out(mirror, grad)
             self._arrived[mirror.bucket].add(id(parameter))
             trained = sum(member.parameter.requires_grad for member in self._of_bucket[mirror.bucket])
             if len(self._arrived[mirror.bucket]) == trained:
@@ -428,6 +437,8 @@ class _Offloaded(LayoutOptimizer):
         mirrors = [member for member in self._of_bucket[number] if id(member.parameter) in self._arrived[number]]
         parameters = [member.parameter for member in mirrors]
         self._arrived[number] = set()
+        for parameter in parameters:
+            parameter.grad = self._record.stand_in(parameter)
         with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
             self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
 
@@ -467,15 +478,14 @@ class _Offloaded(LayoutOptimizer):
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
         """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
-        parameter, stream = mirror.parameter, None
+        parameter, stream, grad = mirror.parameter, None, local(settled(mirror.parameter, grad))
         if parameter.device.type == "cuda":
             stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
         ended = mirror.take(grad, stream)
         if ended is not None:
-            self._in_flight.append(_InFlight(ended, grad, grad.numel() * grad.element_size()))
-        steps = self._record.has_hook(parameter)
-        mirror.taken(self._record.stand_in(parameter) if steps else mirror.stand_in())
+            self._in_flight.append(_InFlight(ended, grad, grad.nbytes))
+        mirror.taken()
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
             sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
@@ -499,7 +509,7 @@ class _Offloaded(LayoutOptimizer):
                 f"Expected the gradient of a parameter of shape {tuple(mirror.host.shape)} to be on the host, but it "
                 "was discarded by zero_grad(): do not keep .grad of an offloaded parameter, or copy it with .clone()"
             )
-        return mirror.host.grad
+        return local(mirror.host.grad)
 
     # ---------------------------------------------------------------------------------------------------------- step
 
@@ -510,17 +520,16 @@ class _Offloaded(LayoutOptimizer):
         """
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
-            of_device = [mirror for mirror in mirrors if mirror.parameter.device == device]
-            if device.type != "cuda":
-                _copies([mirror.weight for mirror in of_device], [mirror.parameter for mirror in of_device])()
-                continue
-            streams = self._streams_of(device)
-            streams.weights.wait_stream(streams.back if last_step_returns else torch.cuda.current_stream(device))
-            with torch.cuda.stream(streams.weights):
+            of_device, stream = [mirror for mirror in mirrors if mirror.parameter.device == device], None
+            if device.type == "cuda":
+                _, stream, back = self._streams_of(device)
+                stream.wait_stream(back if last_step_returns else torch.cuda.current_stream(device))
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 for bucket, members in groupby(of_device, attrgetter("bucket")):
-                    of_bucket = list(members)
-                    _copies([mirror.weight for mirror in of_bucket], [mirror.parameter for mirror in of_bucket])()
-                    self._weights_arriving.setdefault(bucket, []).append(streams.weights.record_event())
+                    for mirror in members:
+                        mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
+                    if stream is not None:
+                        self._weights_arriving.setdefault(bucket, []).append(stream.record_event())
         written = [mirror.host for mirror in mirrors if mirror.is_written()]
         if written:
             self._finish_reading()  # full masters are compared before the first launch
@@ -550,8 +559,6 @@ class _Offloaded(LayoutOptimizer):
             if self.in_backward == "step"
             else []
         )
-        for mirror in used:  # a backward that failed has left them
-            mirror.parameter.grad = mirror.stand_in()
         # A step takes the writes into parameters without a gradient, too.
         read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
         self._read_weights(read)
@@ -597,7 +604,8 @@ class _Offloaded(LayoutOptimizer):
             mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
             calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches]
-            calls.append(_copies(parameters, [mirror.host for mirror in mirrors]))
+            weights = [mirror.weight for mirror in mirrors]
+            calls.append(_each(torch.Tensor.copy_, list(map(local, parameters)), weights, repeat(True)))
             written += mirrors
         with ExitStack() as stack:
             for device in self._gpus(written):
@@ -674,8 +682,7 @@ _DOCS = """
     several. ``param_groups`` holds these, as in every optimizer. `halfstep.GradScaler` and torch's work with it.
 
     Args:
-        params: as for `halfstep.{name}`. Parameters must be on their device and must not be sharded; for FSDP2 use its
-            ``CPUOffloadPolicy``.
+        params: as for `halfstep.{name}`. Parameters must be on their device, and sharded by FSDP2, if at all, before.
         in_backward: what happens to a gradient as soon as it is complete. ``"copy"``: it is copied to the host and
             freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
             while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
@@ -685,7 +692,8 @@ _DOCS = """
             are on their way to the host.
 
     Raises:
-        TypeError: a parameter is sharded, on the meta device, or not a leaf in fp32, fp16 or bf16.
+        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not a
+            leaf in fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
             ``max_grad_norm``; and as `halfstep.{name}`.
 

@@ -223,6 +223,9 @@ class StepInBackward:
             if self._steps.begin():
                 self._refuse_without_check()
             self._steps.refuse_second_gradient(parameter)
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and mesh.device_type == "cuda" and parameter.device.type == "cpu":
+                torch.cuda.current_stream().synchronize()  # on it, FSDP2's CPUOffloadPolicy still copies the gradient
             bucket = self._bucket_of.get(id(parameter))
             if bucket is None:
                 assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient

@@ -194,11 +194,16 @@ def decode_linear(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return _in_rows(_in_blocks(codes).float() * _power(exponents.to(torch.int32)).unsqueeze(-1), codes.shape[1])
 
 
+def _columns(x: torch.Tensor, rows: int) -> int:
+    """How many elements each row has; those of a shard without rows are as long as on other ranks."""
+    return x.numel() // rows if rows else prod(x.shape[1:])
+
+
 def encode(
     x: torch.Tensor, rows: int, signed: bool, noise: torch.Tensor | int = HALF, linear: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of the shape of `x`, whose elements are those of `rows` rows, and scales of shape ``(rows, blocks)``."""
-    matrix = x.reshape(rows, x.numel() // max(rows, 1))
+    matrix = x.reshape(rows, _columns(x, rows))
     if isinstance(noise, torch.Tensor):
         noise = noise.reshape(matrix.shape)
     codes, scales = (encode_linear if linear else encode_signed if signed else encode_positive)(matrix, noise)
@@ -208,7 +213,7 @@ def encode(
 def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
     """The fp32 numbers that `encode` encoded, of the shape of `codes`. Linear codes are those of dtype int8."""
     rows = len(scales)
-    matrix = codes.reshape(rows, codes.numel() // max(rows, 1))
+    matrix = codes.reshape(rows, _columns(codes, rows))
     decode_matrix = decode_linear if codes.dtype == torch.int8 else decode_signed if signed else decode_positive
     return decode_matrix(matrix, scales).reshape(codes.shape)
 

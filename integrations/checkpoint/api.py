@@ -530,6 +530,8 @@ class _Load:
         coded = key in CODE_KEYS or key in SCALE_KEYS
         if parameter is None or (coded and not shards_blocks(parameter)):
             return target
+        if isinstance(self.optimizer, LayoutOptimizer):
+            parameter = self.optimizer._target(parameter)  # which may be on the host
         empty = empty_entry(parameter, key, size, dtype)
         return target if empty is None else empty
 

@@ -179,12 +179,12 @@ def _converted_on_cpu(
     chunks = (torch.atleast_1d(local(operand)).split(rows) for operand in (values, *operands))
     for target, *chunk in zip(*chunks, strict=True):
         target.copy_(convert(*chunk))
-    return Sharding(parameter).moved(values)
+    return Sharding(parameter).like(values)
 
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:
     sharding = Sharding(values)
-    return values if sharding.local.device.type in HOST else sharding.moved(sharding.local.cpu())
+    return values if sharding.local.device.type in HOST else sharding.like(sharding.local.cpu())
 
 
 def _in_bytes(values: torch.Tensor) -> torch.Tensor:

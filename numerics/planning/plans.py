@@ -124,7 +124,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     widths = row.gradients.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
-        messages += sharding.over_the_bus(row, strategy, shards)
+        messages += sharding.over_the_bus(row, strategy, shards, training.mirrored)
     if training.scratch is not None and training.scratch.sent:
         exchanged = Collective("all-to-all", "parts of matrices", training.scratch.sent, training.sharding.divisor)
         messages.append(exchanged)
@@ -148,7 +148,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
 def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
-    others_at = states_at if strategy.offloads == "all" else GPU
+    others_at = states_at if strategy.offloads == "all" and not training.mirrored else GPU
     listed = defaultdict[str, list[tuple[StoredFormat, Locals, Fraction | int]]](list)
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
@@ -166,10 +166,14 @@ def _stored(training: Training) -> Iterator[Part]:
         each = float(sum(form.per_parameter * share for form, _, share in of_rules))
         part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
-            yield replace(part, name=f"{name} on the host", place=HOST)
-        if name == "gradients" and training.offload and strategy.name == "single":
-            largest = max(row.gradients.bytes(numel) for numel, _, _ in shards.gradients) if shaped else 0
-            size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + largest)
+            unpadded = sum(
+                count * part_of[0].bytes(numel, length)
+                for part_of in of_rules
+                for numel, count, length in shards.states
+            )
+            yield replace(part, name=f"{name} on the host", bytes=unpadded, place=HOST)
+        if name == "gradients" and training.mirrored and not strategy.buckets:
+            size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + _largest(training))
             part = Part(name, size, None, divisor, place=memory, note="on their way to the host")
         elif name == "gradients" and training.step_in_backward is not None:
             size, note = _bucket(training, training.step_in_backward, size)
@@ -192,17 +196,24 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
     the gradients of a unit into one buffer, which exists until the last of them is stepped. The units with the first
     and the last gradient of the bucket may be larger than what the bucket takes of them.
     """
-    gradients, shaped, stored = training.shards.gradients, training.sharding.shaped, training.row.gradients
-    if shaped and training.strategy_row.gathers and training.sharding.divisor > 1:
-        units = [training.sharding.shards([replace(unit, count=1)]).gradients for unit in training.trained]
-        bucket_bytes += 2 * max(sum(count * stored.bytes(numel) for numel, count, _ in unit) for unit in units)
-    elif shaped:
-        bucket_bytes += max(stored.bytes(numel) for numel, _, _ in gradients) - 1
-    bucket_bytes = min(bucket_bytes, size)
+    gradients, shaped = training.shards.gradients, training.sharding.shaped
+    divided = training.strategy_row.gathers and training.sharding.divisor > 1
+    bucket_bytes = min(bucket_bytes + _largest(training) - (shaped and not divided), size)
     if training.strategy != "ddp" or training.gpus == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
     added = 16 * sum(count for _, count, _ in gradients) if shaped else 0
     return 2 * bucket_bytes + added, "one bucket filled and one reduced, stepped in the backward"
+
+
+def _largest(training: Training) -> int:
+    """The bytes of the largest gradient or, under FSDP2, of the buffers of two units; 0 if they are not known."""
+    stored = training.row.gradients
+    if not training.sharding.shaped:
+        return 0
+    if not training.strategy_row.gathers or training.sharding.divisor == 1:
+        return max(stored.bytes(numel) for numel, _, _ in training.shards.gradients)
+    units = [training.sharding.shards([replace(unit, count=1)]).gradients for unit in training.trained]
+    return 2 * max(sum(count * stored.bytes(numel) for numel, count, _ in unit) for unit in units)
 
 
 def _buckets(training: Training) -> Iterator[Part]:
@@ -260,9 +271,8 @@ def _temporaries(training: Training) -> Iterator[Part]:
     if width:
         size, memory = width * elements(training.shards.states), HOST if training.offload else GPU
         yield Part("step temporaries", size, width, divisor, STEP, place=memory, note="square root of exp_avg_sq")
-    if training.scratch is not None and training.scratch.largest:
-        size = training.scratch.largest * (10 if training.scratch.received else 8)
-        yield Part("step temporaries", size, phase=STEP, note="copies of the largest matrix")
+    if training.scratch is not None and training.scratch.copies:
+        yield Part("step temporaries", training.scratch.copies, phase=STEP, note="copies of the largest matrix")
 
 
 def _work(training: Training) -> Work | None:

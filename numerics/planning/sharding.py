@@ -58,6 +58,7 @@ class Strategy:
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")
 MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
+MIRRORING = (*MIRRORED, "fsdp", "hsdp")  # those where they may
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
@@ -99,7 +100,7 @@ class Scratch(NamedTuple):
 
     parts: int  # elements in scratch memory, of its parts
     received: int  # elements there that others send to it
-    largest: int  # elements of the largest matrix; 0 if shapes are unknown
+    copies: int  # bytes of copies of the largest matrix; 0 if shapes are unknown
     sent: int  # bytes to others in a step
 
 
@@ -231,12 +232,15 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
         together = min(shard, MOST)
         return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
     matrices, parts, received, sent = list(each_tensor_of(units)), 0, 0, 0
-    largest = max(math.prod(matrix.shape[-2:] if len(matrix.shape) == 3 else matrix.shape) for matrix in matrices)
     ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # further ones have nothing
     if rank >= ranks:
-        return Scratch(0, 0, largest, 0)
+        return Scratch(0, 0, 0, 0)
+    copies = 0
     for matrix in matrices:
         exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
+        rows, columns = matrix.shape[-2:] if len(matrix.shape) == 3 else (matrix.shape[0], math.prod(matrix.shape[1:]))
+        # Two in bf16, the one that was exchanged, and two products of the short side.
+        copies = max(copies, (4 + 2 * exchanged) * rows * columns + 4 * min(rows, columns) ** 2)
         launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
     for (_, exchanged), shapes in launches.items():
         cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
@@ -251,18 +255,19 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
             if exchanged:
                 ownership = Ownership(shapes[of_part], cuts[of_part], rank)
                 received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
-    return Scratch(parts, received, largest, sent)
+    return Scratch(parts, received, copies, sent)
 
 
-def over_the_bus(row: Layout, strategy: Strategy, shards: Shards) -> tuple[Collective, ...]:
+def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool) -> tuple[Collective, ...]:
     """The copies between a GPU and its host if states, or everything, are offloaded."""
-    # One GPU copies whole gradients to the host, and strategies that divide weights gather them twice.
-    whole = strategy.gradients or strategy.name == "single"
-    gradients = elements(shards.gradients if whole else shards.states) * row.gradients.width
-    weights = elements(shards.states) if strategy.offloads == "states" else 2 * elements(shards.weights)
+    # Strategies that divide weights gather them twice, from the host unless they stay on the GPU.
+    padded = strategy.gradients and not mirrored
+    gradients = elements(shards.gradients if padded else shards.states) * row.gradients.width
+    all_offloaded = strategy.offloads == "all" and not mirrored
+    weights = 2 * elements(shards.weights) if all_offloaded else elements(shards.states)
     to_host = Collective("copy to the host", "gradients", gradients, 1)
     from_host = Collective("copy from the host", "weights", weights * row.weights.width, 1)
-    if strategy.name not in MIRRORED:
+    if not mirrored:
         return to_host, from_host
     # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
     return to_host, replace(from_host, name="copy to the host"), from_host

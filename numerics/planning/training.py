@@ -11,7 +11,16 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning.layouts import Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.sharding import MIRRORED, STRATEGIES, Scratch, Sharding, Shards, Strategy, scratch_of
+from halfstep.numerics.planning.sharding import (
+    MIRRORED,
+    MIRRORING,
+    STRATEGIES,
+    Scratch,
+    Sharding,
+    Shards,
+    Strategy,
+    scratch_of,
+)
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 
@@ -41,6 +50,8 @@ class Training:
         checkpointing: see `work.activations`.
         offload: whether the memory of the host holds what the strategy can offload. With ``"single"`` and ``"ddp"`` it
             stands for `halfstep.integrations.offload`, with one of halfstep's optimizers.
+        keep_weights: whether the weights stay on the GPU with `offload`, as they always do with ``"single"`` and
+            ``"ddp"``: with ``"fsdp"`` and ``"hsdp"``, for `halfstep.integrations.offload` instead of CPUOffloadPolicy.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
         step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
             gradients of one bucket exist, or of two with ``"ddp"``, which stands for its `process_group`. Default: all
@@ -69,6 +80,7 @@ class Training:
     seq: int | None = None
     checkpointing: str = "none"
     offload: bool = False
+    keep_weights: bool = False
     bucket_view: bool = False
     step_in_backward: int | None = None
     lora: int | None = None
@@ -110,6 +122,12 @@ class Training:
             step_after = "leave step_in_backward out, and step after the backward"
         for used, able, feature, remedy in (
             (self.offload, lambda row: row.offloads, "offload=True", "leave offload out, or choose one of these"),
+            (
+                self.keep_weights,
+                lambda row: row.name in MIRRORING,
+                "keep_weights=True",
+                "leave it out, or choose one of these",
+            ),
             (True, lambda row: row.holds(self.row), rows, "choose one of these" + ", or moments 'bf16'" * (not muon)),
             (stepping and self.row.ours, lambda row: row.releases(self.row), release, step_after),
             (lora, lambda row: row.by in ("nothing", "rows"), "lora", "choose one of these"),
@@ -126,7 +144,9 @@ class Training:
         yield grouped and self.shard is None, "shard", "the GPUs of one group with strategy 'hsdp'", "pass shard=8"
         yield not grouped and self.shard is not None, "shard", f"None with strategy {strategy!r}, without groups", out
         foreign = self.mirrored and not self.row.ours
-        yield foreign, "optimizer", f"one of halfstep's with offload=True and {strategy!r}", pick
+        yield self.keep_weights and not self.offload, "keep_weights", "False without offload", "pass offload=True"
+        mirrored = f"offload=True and {'keep_weights=True' if self.keep_weights else repr(strategy)}"
+        yield foreign, "optimizer", f"one of halfstep's with {mirrored}", pick
         yield self.bucket_view and no_views, "bucket_view", no_ddp, out
         yield stepping and not self.row.ours, "optimizer", "one of halfstep's with step_in_backward", pick
         yield muon and self.offload, "offload", "False with Muon, which nothing offloads", pick
@@ -148,7 +168,7 @@ class Training:
     @property
     def mirrored(self) -> bool:
         """Whether weights and gradients also stay on the GPU while the host has them."""
-        return self.offload and self.strategy in MIRRORED
+        return self.offload and (self.keep_weights or self.strategy in MIRRORED)
 
     @cached_property
     def row(self) -> Layout:

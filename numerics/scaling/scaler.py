@@ -38,7 +38,7 @@ from halfstep.numerics.scaling.decision import Decision, StepsOnVerdict
 from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
-from halfstep.numerics.scaling.stand_ins import refuse_freed
+from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
 from halfstep.numerics.scaling.topology import NOWHERE, topology_of
 from halfstep.numerics.scaling.verdict import Checker, Combination, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import stepping, unwrapped
@@ -394,7 +394,7 @@ class GradScaler(torch.amp.GradScaler):
             settle_gradients(parameters)
         refuse_freed(parameters, "a scaler")
         grads = [grad for grad in map(attrgetter("grad"), parameters) if grad is not None]
-        shards = list(map(local, grads))
+        shards = [local(grad).gradient() if is_stand_in(grad) else local(grad) for grad in grads]  # type: ignore[attr-defined]
         # For subclasses torch's function computes the norm.
         if (not topology.groups and topology.settled) or not all_have_memory(shards):
             whole: Any = torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -155,18 +155,19 @@ class Sharding:
     ) -> torch.Tensor:
         """A tensor that lies on the ranks as this one, with another part of this rank; the part if there is no mesh.
 
-        The whole has the shape and the strides of this tensor, or another `shape`, in row-major order by default.
+        The whole has the shape and the strides of this tensor, or another `shape`, in row-major order by default. The
+        part may be on another device than the mesh.
         """
-        if self.mesh is None:
+        if self._spec is None:
             return part
         from torch.distributed.tensor import DTensor
 
         if shape is None:
             shape, strides = self.shape, self._strides
         strides = strides or torch.empty(shape, dtype=part.dtype, device="meta").stride()
-        whole = DTensor.from_local(part, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
-        whole._local_tensor = part  # instead of a view
-        return whole
+        # `DTensor.from_local` would move the part to the device of the mesh, and keep a view of it.
+        meta = self._spec.tensor_meta._replace(shape=torch.Size(shape), stride=tuple(strides), dtype=part.dtype)
+        return DTensor(part, replace(self._spec, tensor_meta=meta), requires_grad=False)
 
     def distributed(self, whole: torch.Tensor) -> torch.Tensor:
         """A tensor that every rank has whole, cut as this one. Nothing is sent."""
@@ -175,15 +176,6 @@ class Sharding:
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
-
-    def moved(self, part: torch.Tensor) -> torch.Tensor:
-        """As `like` in the same shape, for a part on another device, which `DTensor.from_local` would move back."""
-        if self._spec is None:
-            return part
-        from torch.distributed.tensor import DTensor
-
-        meta = self._spec.tensor_meta._replace(dtype=part.dtype)
-        return DTensor(part, replace(self._spec, tensor_meta=meta), requires_grad=False)
 
     def ranks(self) -> Ranks | None:
         """The ranks that hold the other parts of a DTensor; None if it is on one rank only, or not on this one."""
@@ -197,18 +189,23 @@ class Sharding:
         return Ranks(members, tuple(map(_members, groups)), groups, not any(copies))
 
 
-def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Redistribute DTensor gradients to the placements of their parameters.
+def settled(parameter: Any, grad: Any) -> Any:
+    """A gradient with the placements of its parameter.
 
     Sequence parallelism leaves gradients of replicated parameters as partial sums (``Partial``). Neither their norm nor
     their overflow can be derived from the summand of one rank.
     """
+    if is_sharded(grad) and is_sharded(parameter) and grad.placements != parameter.placements:
+        return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad
+
+
+def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Redistribute DTensor gradients to the placements of their parameters."""
     for parameter in parameters:
-        grad: Any = parameter.grad
-        if grad is not None and is_sharded(grad) and is_sharded(parameter):
-            mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-            if grad.placements != placements:
-                parameter.grad = grad.redistribute(mesh, placements)
+        grad = settled(parameter, parameter.grad)
+        if grad is not parameter.grad:
+            parameter.grad = grad
 
 
 def _members(group: Any) -> frozenset[int]:

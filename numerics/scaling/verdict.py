@@ -21,7 +21,7 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.sharding import local, settle_gradients
-from halfstep.numerics.scaling.stand_ins import StandIn, is_stand_in, refuse_freed
+from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
 from halfstep.numerics.scaling.topology import NOWHERE, Topology, topology_of
 
 # Gradients that are checked together: on one device, with one sharding, and whether kernels support their dtypes.
@@ -65,7 +65,7 @@ class Combination:
         """
         present = [*flags, *map(local, topology.parameters[:1])]
         home = present[0].device if present else torch.device("cpu")
-        device = topology.device_for(home)
+        device = topology.device_for(present[-1].device if present else home)  # the same on all ranks
         numbers, verdict = self._on(device)
         numbers.zero_()
         for index, value in enumerate(all_to_device([*flags, *squares], device)):
@@ -240,7 +240,7 @@ class Checker:
         batches: dict[Key, tuple[list[torch.Tensor], list[int]]] = {}
         for grad, slot in zip(grads, slots, strict=True):
             if is_stand_in(grad):
-                elsewhere = grad.gradient() if isinstance(grad, StandIn) else None
+                elsewhere = local(grad).gradient()  # type: ignore[attr-defined]
                 if elsewhere is None:
                     if scales:
                         refuse_freed(parameters, "a scaler")

@@ -13,11 +13,12 @@ from halfstep.integrations.interrupts import apply
 
 
 @pytest.mark.parametrize(
-    ("backend", "optimizer"), [("auto", []), ("auto", ["--offloaded"]), ("reference", []), ("auto", ["--muon"])]
+    ("backend", "options"),
+    [("auto", ""), ("auto", "--offloaded"), ("auto", "--offloaded --sharded"), ("reference", ""), ("auto", "--muon")],
 )
-def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, optimizer: list[str]) -> None:
+def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, options: str) -> None:
     tries = "15"
-    done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *optimizer])
+    done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *options.split()])
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"0 of {tries} interrupts of each kind left something done in part" in done.stdout
 

@@ -15,14 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors import error_of
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+from halfstep.integrations.release import step_in_backward
 from halfstep.kernels import adam
 from halfstep.numerics.planning import plan, unit
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 FP16 = torch.float16
 LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -58,23 +64,42 @@ cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 @contextmanager
 def on_a_gpu(
-    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, **options: Any
+    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, mesh: Any = None, **options: Any
 ) -> Iterator[tuple[Model, list[Any], OffloadedAdam]]:
-    """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient."""
+    """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient.
+
+    With a mesh they are DTensors, sharded by rows.
+    """
     with Model(order, seed=seed) as model:
-        parameters = [torch.nn.Parameter(torch.zeros(size, device=model.device)) for _ in range(count)]
+        weights = [torch.zeros(size, device=model.device) for _ in range(count)]
+        parameters = [torch.nn.Parameter(w) if mesh is None else _sharded(w, mesh) for w in weights]
         options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
         yield model, parameters, OffloadedAdam(parameters, **options)
 
 
 def _give(optimizer: Any, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    """A complete gradient, as autograd gives it: it is added to the one of an earlier backward."""
+    """A complete gradient, as autograd or FSDP2 gives it: it is added to the one of an earlier backward."""
     if parameter.grad is None:
-        parameter.grad = grad
+        parameter.grad = Sharding(parameter).like(grad)
+    elif is_sharded(parameter):
+        parameter.grad._local_tensor += grad  # type: ignore[attr-defined]
     else:
         optimizer._add(optimizer._mirrors[id(parameter)], grad)
     if optimizer.in_backward is not None:
         optimizer._take(parameter)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """Of GPUs, with this rank alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cuda", [0], _init_backend=False)
+    dist.destroy_process_group()
+
+
+def _sharded(values: torch.Tensor, mesh: Any) -> torch.nn.Parameter:
+    meta = TensorMeta(values.shape, values.stride(), values.dtype)
+    return torch.nn.Parameter(DTensor(values, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False))
 
 
 orders = pytest.mark.parametrize("order", ["late", "random", "at once"])
@@ -230,9 +255,11 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
 @orders
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
-def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> None:
+@pytest.mark.parametrize("sharded", [False, True])
+def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int, sharded: bool, mesh: Any) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
-    with on_a_gpu(order, seed=seed, in_backward=mode) as (model, parameters, optimizer):
+    mesh = mesh if sharded else None
+    with on_a_gpu(order, seed=seed, in_backward=mode, mesh=mesh) as (model, parameters, optimizer):
         for step in range(4):
             for factor in (-1.0, 2.0)[-micro:]:
                 for number, parameter in enumerate(parameters):
@@ -242,8 +269,8 @@ def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int) -> N
             assert all((one.host.grad is None) == (micro == 1) for one in optimizer._mirrors.values())
             optimizer.step()
             optimizer.zero_grad()
-            read = [parameter.detach() * 1.0 for parameter in parameters]  # before the next weights return
-        for number, (parameter, before) in enumerate(zip(parameters, read, strict=True)):
+            read = [local(parameter.detach()) * 1.0 for parameter in parameters]  # before the next weights return
+        for number, (parameter, before) in enumerate(zip(map(local, parameters), read, strict=True)):
             moves = sum(1.0 if number == step % 3 else -1.0 for step in range(4))
             assert parameter.tolist() == [0.5 * moves] * 5 and before.tolist() == parameter.tolist()
         assert model.pageable == [] or set(model.pageable) == {"a copy from the device"}  # tolist
@@ -369,6 +396,18 @@ def test_what_is_computed_before_a_step_reads_the_weights_before_it() -> None:
         assert [one.tolist() for one in read] == [[-0.5 * step] * 5 for step in range(3)]
 
 
+def test_a_step_in_the_backward_waits_for_what_fsdp2_copies_to_the_host(mesh: Any) -> None:
+    """With torch's `CPUOffloadPolicy`, it calls hooks before the gradient has arrived."""
+    with Model("late") as model:
+        parameters = torch.nn.ParameterList([_sharded(torch.zeros(5), mesh)])
+        optimizer = halfstep.Adam(parameters, lr=0.5, betas=(0.0, 0.0), eps=0.0)
+        handle = step_in_backward(parameters, optimizer, bucket_bytes=1)
+        grad = torch.full((5,), 3.0, device=model.device)
+        parameters[0].grad = Sharding(parameters[0]).like(grad.to("cpu", non_blocking=True))
+        handle._take(parameters[0])
+        assert local(parameters[0].detach()).tolist() == [-0.5] * 5
+
+
 def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
     under_way = []
     with on_a_gpu(count=9) as (_, parameters, optimizer):
@@ -411,7 +450,7 @@ def test_masters_are_those_of_weights_that_other_code_wrote() -> None:
     assert (optimizer.masters()[weight].bfloat16() == 3.0).all()
 
 
-def test_errors() -> None:
+def test_errors(mesh: Any) -> None:
     net = made()
     assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
         "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
@@ -438,6 +477,16 @@ def test_errors() -> None:
             f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
             "its device first"
         )
+    assert error_of(TypeError, lambda: OffloadedAdam([_sharded(torch.ones(6), mesh)])) == (
+        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with "
+        "CPUOffloadPolicy use halfstep.Adam, which steps on the host too"
+    )
+    flat = torch.nn.Parameter(torch.ones(6))
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    assert error_of(TypeError, lambda: OffloadedAdamW([flat])) == (
+        "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory "
+        "it replaces in forward and backward: use fully_shard"
+    )
     optimizer = OffloadedAdamW(net.parameters())
     assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):

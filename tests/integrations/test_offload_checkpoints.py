@@ -279,3 +279,17 @@ def test_groups_and_state_are_of_the_parameters_on_the_device() -> None:
     assert all(torch.equal(run.optimizer.state[parameter]["exp_avg"], value) for parameter, value in moments.items())
     run.optimizer.state = {}
     assert run.optimizer.state == {} and run.optimizer.state_dict()["state"] == {}
+
+
+def test_a_load_takes_memory_of_the_device_for_one_weight(tmp_path: Path) -> None:
+    with Model("late") as model:
+        parameters = torch.nn.ParameterList([torch.ones(64, 64, device=model.device) for _ in range(3)])
+        optimizer = OffloadedAdamW(parameters)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        path = checkpoint.save(tmp_path, 1, model=parameters, optimizer=optimizer)
+        model.memory.peak = before = model.memory.used
+        checkpoint.load(path, model=parameters, optimizer=optimizer)
+        assert model.memory.peak - before <= parameters[0].nbytes

@@ -116,6 +116,18 @@ def combined_over_ranks(gpu: torch.device, on_gpu: bool) -> list[bytes]:
     return bits(results)
 
 
+def test_ranks_with_and_without_gradients_on_the_host_reduce_on_one_device() -> None:
+    """A group may have a backend for each device. `OffloadedAdamW` has its gradients on the host."""
+    devices: list[str] = []
+    with Model("late") as model:
+        topology = mock.Mock(parameters=[torch.zeros(3, device=model.device)])
+        topology.device_for.side_effect = lambda device: devices.append(device.type) or device
+        for flags in ([], [torch.zeros(())]):
+            verdict = Combination().combine(topology, flags, flags)
+            assert verdict.found_inf.device.type == ("cpu" if flags else "cuda")
+    assert devices == ["cuda", "cuda"]
+
+
 FUNCTIONS: dict[str, Callable[[torch.device], list[Any]]] = {
     "grad_scale and found_inf": partial(flags_of_torchs_scalers, limit=None, found_inf=0.0),
     "grad_scale and found_inf, clipped": partial(flags_of_torchs_scalers, limit=1.0, found_inf=0.0),

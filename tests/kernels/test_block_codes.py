@@ -347,3 +347,11 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers(codec: Codec, kind: str, ch
     if kind == "positive":  # no zero beside a number that is not
         some = (back != 0).any(axis=1)
         assert (back[some] >= 2.0**-126).all() and some.tolist() == [pattern > 0x7F0000 for pattern in patterns]
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize(("shape", "blocks"), [((0, 70), 3), ((0, 96, 96), 288)])
+def test_a_shard_without_rows_has_codes_and_scales(shape: tuple[int, ...], blocks: int, linear: bool) -> None:
+    codes, scales = block_codes.encode(torch.zeros(shape), 0, signed=True, linear=linear)
+    assert scales.shape == (0, blocks)
+    assert block_codes.decode(codes, scales, signed=True).shape == shape

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.checkpoint import atomic as files
+from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.optim.classes import saving
 
 MODEL, OPTIMIZER = "model-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors"
@@ -50,6 +51,7 @@ def model_of(value: float = 0.5) -> torch.nn.Module:
 
 OPTIMIZERS: dict[str, Any] = {
     "ours": halfstep.AdamW,
+    "offloaded": OffloadedAdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
 }

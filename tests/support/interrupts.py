@@ -8,6 +8,7 @@ Two ways of interrupting:
 
 As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``. With ``--offloaded`` the
 optimizer is `OffloadedAdamW`, in three buckets; with ``--muon`` it is `Muon`, whose step has Python code in the middle.
+With ``--sharded`` the parameters are DTensors of this rank alone.
 """
 
 from __future__ import annotations
@@ -25,10 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import halfstep
 from halfstep.integrations import optim
 from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.optim.state import like
+from halfstep.numerics.scaling.sharding import local
 
 OURS: Any = str(Path(optim.__file__).resolve().parents[2])  # halfstep's code; a tuple for several folders
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,13 +43,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Training:
     """Three parameters of each dtype, one of them strided, and gradients for any step."""
 
-    def __init__(self, optimizer: str = "AdamW") -> None:
+    def __init__(self, optimizer: str = "AdamW", sharded: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.parameters = []
         for dtype in DTYPES:
             for shape in ((33, 5), (7,)):
                 self.parameters.append(torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
             self.parameters.append(torch.nn.Parameter(torch.randn((6, 4), generator=generator).to(dtype)[:, ::2]))
+        if sharded:
+            mesh = init_device_mesh("cpu", (1,))
+            wholes = [parameter.detach() for parameter in self.parameters]
+            self.parameters = [torch.nn.Parameter(DTensor.from_local(whole, mesh, [Shard(0)])) for whole in wholes]
         self.optimizer: Any
         if optimizer == "OffloadedAdamW":
             self.optimizer = OffloadedAdamW(self.parameters, lr=0.1, bucket_bytes=400)
@@ -57,7 +67,7 @@ class Training:
     def give_gradients(self, step: int) -> None:
         generator = torch.Generator().manual_seed(1 + step)
         for parameter in self.parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = like(parameter, torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
 
     def bits(self) -> list[bytes]:
         """The bits of everything on which further training depends."""
@@ -68,7 +78,7 @@ class Training:
             if entry["step"] > 0:  # state of a parameter that was never stepped is as good as none
                 found += [entry[key] for key in sorted(entry)]
         lrs = [repr(group["lr"]).encode() for group in state["param_groups"]]
-        return [one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in found] + lrs
+        return [local(one).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in found] + lrs
 
 
 def at_bytecode(number: int, action: Callable[[], Any]) -> int:
@@ -125,9 +135,9 @@ def at_time(seconds: float, action: Callable[[], Any]) -> bool:
 class Campaign:
     """Interrupts a training repeatedly. It must continue with the bits of an uninterrupted one."""
 
-    def __init__(self, how: str, seed: int, optimizer: str) -> None:
+    def __init__(self, how: str, seed: int, optimizer: str, sharded: bool) -> None:
         self.how, self.choose = how, random.Random(seed)
-        self._training = partial(Training, optimizer)
+        self._training = partial(Training, optimizer, sharded)
         self.outcomes: Counter[str] = Counter()
         self._lengths: dict[str, float] = {}
 
@@ -208,11 +218,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto", help="for the signals")
     for name, optimizer in (("--offloaded", "OffloadedAdamW"), ("--muon", "Muon")):
         parser.add_argument(name, dest="optimizer", action="store_const", const=optimizer, default="AdamW")
+    parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args(argv)
+    if given.sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
     divided = 0
     for how in ("bytecode", "signal") if given.backend == "auto" and given.optimizer != "Muon" else ("signal",):
-        campaign = Campaign(how, given.seed, given.optimizer)
+        campaign = Campaign(how, given.seed, given.optimizer, given.sharded)
         with halfstep.backend(given.backend):
             campaign.steps(given.tries)
             campaign.loads(given.tries)

@@ -14,7 +14,7 @@ Settings = dict[str, str]
 OPTIONS = {
     "card": (*CARDS, "H100"), "checkpointing": (*CHECKPOINTING, ""), "seq": ("1", "100", "512", "1024"),
     "moments": ("fp32", "bf16", "8bit", "fp8"), "lora": ("8", "64"), "step-in-backward": ("", "1000000", "2G"),
-    **{name: ("",) for name in ("offload", "bucket-view", "eager-attention")},
+    **{name: ("",) for name in ("offload", "keep-weights", "bucket-view", "eager-attention")},
 }  # fmt: skip
 
 

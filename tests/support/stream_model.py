@@ -379,11 +379,12 @@ class Model:
     # ------------------------------------------------------------------------------------------------------- memory
 
     def is_here(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device."""
-        return not tensor.is_meta and self.memory.holds(tensor)
+        """Whether a tensor is on the device. A DTensor has no memory: its shard is."""
+        return not (tensor.is_meta or hasattr(tensor, "_local_tensor")) and self.memory.holds(tensor)
 
     def claims(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the device, or stands in for one that is."""
+        """Whether a tensor or its shard is on the device, or stands in for one that is."""
+        tensor = getattr(tensor, "_local_tensor", tensor)
         return self.is_here(tensor) or "of_the_model" in vars(tensor)
 
     def _stand_in(self, cls: Any, *arguments: Any, device: torch.device, **options: Any) -> Any:

@@ -72,6 +72,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _name("strategy", "Strategy", f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single)"),
         _number("shard", "GPUs of a group", "GPUs of one group of hsdp"),
         _flag("offload", "Offload to host", "offload to the host what the strategy can offload"),
+        _flag("keep-weights", "Weights stay on the GPU", "with --offload under FSDP2, as OffloadedAdamW keeps them"),
         _flag("bucket-view", "Gradients are bucket views", "DDP with gradient_as_bucket_view=True"),
     ),
     "Layout": (

@@ -242,6 +242,10 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     assert copies == [("gradients", 2), ("weights", 2), ("weights", 2)]
     stepping = plan(units=units, offload=True, step_in_backward=2**20)
     assert stepping.part("gradients").bytes == 2 * 2**20 + 2 * 10**6
+    kept = plan(BILLION, gpus=8, strategy="fsdp", offload=True, keep_weights=True)
+    assert kept.totals.state == 2 * BILLION // 8 and kept.totals.host == 14 * BILLION // 8
+    assert kept.totals.backward == kept.part("gradients").bytes == 2 * 25 * 2**20
+    assert [c.bytes for c in kept.communication[-3:]] == [2 * BILLION // 8] * 3
     replicas = plan(BILLION, gpus=2, offload=True)
     assert replicas.totals.state == (2 + 2 + 2) * BILLION and replicas.totals.host == 14 * BILLION
 
@@ -378,6 +382,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         LORA | {"gpus": 2, "strategy": "zero2"},
         "Expected strategy to be single, ddp, fsdp, hsdp with lora, but got 'zero2'",
     ),
+    (
+        TWO | {"keep_weights": True},
+        "Expected keep_weights to be False without offload, but got True: pass offload=True",
+    ),
+    (TWO | {"keep_weights": True, "offload": True, "strategy": "zero3"}, "with keep_weights=True, but got 'zero3'"),
     (LORA | {"offload": True}, "Expected offload to be False with lora, but got True: leave one of them out"),
 ]
 

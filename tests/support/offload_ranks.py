@@ -1,0 +1,332 @@
+"""Optimizers on the host whose parameters are DTensors, and what ranks compare for test_offload_sharded.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from muon_ranks import loss_of, net, sharded
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import halfstep
+from halfstep.integrations import checkpoint
+from halfstep.integrations.fsdp import keep_reduced_gradients
+from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.numerics.planning import plan, unit
+from halfstep.numerics.scaling.sharding import local
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "split": {},
+    "split24, 8 bits": {"master_weights": "split24", "state_dtype": "8bit"},
+    "full, bf16": {"master_weights": "full", "state_dtype": torch.bfloat16},
+    "no master, stochastic": {"master_weights": None, "rounding": "stochastic"},
+}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
+
+
+def adamw(model: torch.nn.Module, layout: str = "split", where: Any = "device", **options: Any) -> Any:
+    options = {**OPTIONS, **LAYOUTS[layout], **options}
+    if where == "device":
+        return halfstep.AdamW(model.parameters(), **options)
+    size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
+    return OffloadedAdamW(model.parameters(), in_backward=where, bucket_bytes=2 * size // 3, **options)
+
+
+def backward(model: torch.nn.Module, scaler: Any, step: int, last: bool = True) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    scaler.scale(loss_of(model, step)).backward()
+
+
+def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scaler: Any = None) -> None:
+    """The second step has two micro-batches, the third one overflows on a rank and is skipped, and before the fourth
+    one other code writes a weight."""
+    scaler = scaler or halfstep.GradScaler("cpu", init_scale=256.0)
+    for step in steps:
+        model.zero_grad()
+        if step == 1:
+            backward(model, scaler, 7, last=False)
+        backward(model, scaler, step)
+        if step == 2:
+            next(model.parameters()).grad.mul_(torch.inf)  # type: ignore[union-attr]
+        if step == 3:
+            with torch.no_grad():
+                model.up.bias.fill_(0.5)  # type: ignore[operator, union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def shards(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Weights and states, whose order is not that of the steps."""
+    states = optimizer.canonical_state_dict()["state"]
+    numbers = sorted(states)
+    return [*model.parameters(), *(states[number][key] for number in numbers for key in sorted(states[number]))]
+
+
+def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """The same, not sharded. Collective."""
+    return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in shards(model, optimizer)]
+
+
+def of_shards(rank: int, ranks: int, cut: str, layouts: list[str]) -> list[str]:
+    """What differs between shards on the host, shards on the device and one process, without and with clipping.
+
+    The sum of squares is rounded to fp32 in each chunk, and chunks depend on shards, so that norms of one process
+    differ in the last bit.
+    """
+    different = []
+    for layout in layouts:
+        for limit in (None, 0.5):
+            results = []
+            for model, where in ((net(), "device"), (sharded(ranks, cut), "device"), (sharded(ranks, cut), "copy")):
+                optimizer = adamw(model, layout, where, max_grad_norm=limit)
+                train(model, optimizer)
+                results.append(whole(model, optimizer))
+            expected = results[:2] if limit is None else results[1:2]
+            different += [f"{layout}, {limit}" for one in expected if not all(map(torch.equal, one, results[2]))]
+    return different
+
+
+class Net(torch.nn.Module):
+    """A block that is used twice, one that odd steps use, and one that fails when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 64)
+        self.block, self.sometimes = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 33)
+        self.step, self.fails = 0, False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.fails and x.requires_grad:
+            x.register_hook(_raise)
+        x = torch.tanh(self.block(torch.tanh(self.block(x))))
+        return self.head(self.sometimes(x) if self.step % 2 else x)  # type: ignore[no-any-return]
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise RuntimeError("in the backward")
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def made(
+    dtype: torch.dtype = torch.bfloat16, keeps: bool = False, recomputes: bool = False, device: str = "cpu"
+) -> Any:
+    torch.manual_seed(0)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    model = Net().to(dtype)
+    if recomputes:
+        apply_activation_checkpointing(model, check_fn=lambda module: module is model.block)
+    for module in (model.block, model.sometimes, model):
+        fully_shard(module, mesh=mesh, mp_policy=POLICY)
+    if keeps:
+        keep_reduced_gradients(model)
+    return model
+
+
+def loss(model: Any, step: int) -> torch.Tensor:
+    """Of another batch on each rank."""
+    model.step = step
+    tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return model(tokens.to(model.head.weight.device)).float().square().mean()  # type: ignore[no-any-return]
+
+
+def plain(model: Any, optimizer: Any) -> None:
+    for step in range(4):
+        model.set_requires_gradient_sync(step != 1)
+        loss(model, step).backward()
+        if step != 1:
+            optimizer.step()
+            model.zero_grad()
+
+
+def clipped_by_torch(model: Any, optimizer: Any) -> None:
+    """With torch's scaler, gradients set to 0, gathered ones, and weights that are written without a trace."""
+    scaler = torch.amp.GradScaler(model.head.weight.device.type, init_scale=2.0**8)
+    for step in range(5):
+        scaler.scale(loss(model, step)).backward()
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            local(model.head.weight.grad).view(-1)[:1] = torch.inf
+        scaler.unscale_(optimizer)
+        optimizer.param_groups[0]["lr"] = 0.01 + float(model.head.weight.grad.full_tensor().isfinite().sum()) / 1e6
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        local(model.head.weight).data.mul_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert scaler.get_scale() == 2.0**7
+
+
+def interrupted(model: Any, optimizer: Any) -> None:
+    """By a state that is saved and loaded before the step, an exception in a backward, and gradients that one rank
+    does not have."""
+    for step in range(4):
+        loss(model, step).backward()
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 2:
+            optimizer.zero_grad()
+            model.fails = True
+            with suppress(RuntimeError):
+                loss(model, 2).backward()
+            model.fails = False
+            optimizer.zero_grad()
+            loss(model, 3).backward()
+        if step == 3 and dist.get_rank() == 1:
+            model.zero_grad()
+        halfstep.GradScaler("cpu", enabled=False).clip_grad_norm_(optimizer, 0.03)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# What is trained, the arguments of `made`, options of the optimizer, and values of in_backward.
+PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any], dict[str, Any], tuple[Any, ...]]] = {
+    "steps in the backward": (plain, {}, {"state_dtype": "8bit"}, ("step",)),
+    "recomputed": (plain, {"recomputes": True}, {}, ("copy", "step", None)),
+    "fp32": (plain, {"dtype": torch.float32}, {"max_grad_norm": 0.02}, ("copy",)),
+    "kept fp32 gradients": (plain, {"keeps": True}, {"max_grad_norm": 0.02}, ("copy",)),
+    "clipped by torch": (clipped_by_torch, {}, {"master_weights": "full"}, ("copy", None)),
+    "interrupted": (interrupted, {}, {"max_grad_norm": 0.02}, ("copy", None)),
+}
+
+
+def programs(rank: int) -> dict[str, list[Any]]:
+    """For each program, the values of in_backward with which weights and states differ from those on the device."""
+    different: dict[str, list[Any]] = {}
+    for name, (program, options, of_optimizer, modes) in PROGRAMS.items():
+        results = []
+        for where in ("device", *modes):
+            model = made(**options)
+            optimizer = adamw(model, "split", where, **of_optimizer)
+            program(model, optimizer)
+            results.append(whole(model, optimizer))
+        different[name] = [
+            mode for mode, other in zip(modes, results[1:], strict=True) if not all(map(torch.equal, results[0], other))
+        ]
+    return different
+
+
+def partial_sums(rank: int) -> list[torch.Tensor]:
+    """A replicated weight after steps with gradients that are sums over the ranks, on the device and on the host."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = []
+    for cls in (halfstep.AdamW, OffloadedAdamW):
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
+        optimizer = cls([weight], lr=0.5, max_grad_norm=1.0)
+        for micro in range(4):
+            rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+            (DTensor.from_local(rows, mesh, [Shard(0)]) @ weight).square().sum().backward()
+            if micro % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append(local(weight.detach()))
+    return weights
+
+
+def saved(rank: int, ranks: int, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
+    """Checkpoints after three steps, as held and canonical, and weights and states after two more steps."""
+    model = sharded(ranks, "rows")
+    optimizer = adamw(model, "split24, 8 bits", "copy")
+    train(model, optimizer, range(3))
+    forms: tuple[Any, ...] = ("held", "canonical")
+    paths = [
+        checkpoint.save(folder / form, 3, model=model, optimizer=optimizer, optimizer_state=form) for form in forms
+    ]
+    train(model, optimizer, range(3, 5))
+    return list(map(str, paths)), whole(model, optimizer)
+
+
+def continued(rank: int, ranks: int, paths: list[str], wheres: list[str]) -> list[list[torch.Tensor]]:
+    """Weights and states after two more steps from each checkpoint, which replaces another state."""
+    results = []
+    for path, where in product(paths, wheres):
+        model = sharded(ranks, "rows") if ranks > 1 else net(1)
+        optimizer = adamw(model, "split24, 8 bits", where, lr=0.5)
+        train(model, optimizer, range(1))
+        checkpoint.load(path, model=model, optimizer=optimizer)
+        train(model, optimizer, range(3, 5))
+        results.append(whole(model, optimizer))
+    return results
+
+
+def stepping(rank: int) -> list[list[torch.Tensor]]:
+    """Weights and states of a step on the device, and those that are saved and loaded while the first step in a
+    backward runs."""
+    results = []
+    for where in ("device", "step"):
+        model = made()
+        optimizer = adamw(model, "split24, 8 bits", where)
+        if where == "step":
+            submit = optimizer._submit
+            optimizer._submit = lambda call, submit=submit: submit(partial(_later, call))
+        loss(model, 1).backward()
+        if where == "device":
+            optimizer.step()
+        else:
+            assert optimizer.clip_grad_norm_(torch.inf).isnan()  # which trainers log
+            state = get_optimizer_state_dict(model, optimizer)
+            weights = get_model_state_dict(model)
+            model = made()
+            optimizer = adamw(model, "split24, 8 bits", "copy")
+            set_model_state_dict(model, weights)
+            set_optimizer_state_dict(model, optimizer, state)
+        results.append(whole(model, optimizer))
+    return results
+
+
+def _later(call: Callable[[], None]) -> None:
+    time.sleep(0.05)
+    call()
+
+
+def memory(rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes after a step of two ranks, counted and planned: on the host, of weights and gradients on the device, and
+    copied in a step."""
+    model = made()
+    optimizer = adamw(model, "split", "copy")
+    loss(model, 1).backward()
+    optimizer.step()
+    mirrors = list(optimizer._mirrors.values())
+    on_host = [local(tensor) for mirror in mirrors for tensor in (mirror.host, mirror.host.grad)]
+    on_host += [local(value) for state in optimizer.state.values() for value in state.values()]
+    counted = {
+        "host": _storages(on_host),
+        "weights": _storages([local(parameter.detach()) for parameter in model.parameters()]),
+        "gradients": _storages([local(parameter.grad) for parameter in model.parameters()]),
+        "copied": 3 * sum(mirror.weight.nbytes for mirror in mirrors),
+    }
+    inner = (model.block, model.sometimes)
+    root = [shape for shape in map(_shape, model.parameters()) if shape not in {(64, 64), (64,)}]
+    units = [unit("block", [*map(_shape, module.parameters())]) for module in inner] + [unit("root", root, root=True)]
+    result = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=rank)
+    copied = sum(message.bytes for message in result.communication if message.ranks == 1)
+    weights = result.part("weights").bytes
+    return counted, {"host": result.totals.host, "weights": weights, "gradients": 0, "copied": copied}
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+def _storages(tensors: list[torch.Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
