@@ -229,6 +229,19 @@ def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str
     assert _same(run, expected)
 
 
+def test_a_state_that_a_hook_reads_in_the_backward_waits_for_the_steps_that_have_begun() -> None:
+    expected, run = _run("device", "split", steps=1), _stepped_slowly("split")
+    counts: list[float] = []
+
+    def read(grad: torch.Tensor) -> None:
+        counts.extend(entry["step"].item() for entry in run.optimizer.state_dict()["state"].values())
+
+    run.net.embedding.weight.register_hook(read)  # whose gradient is the last
+    run.step(0)
+    assert counts == [1.0] * 3
+    assert _same(run, expected)
+
+
 @pytest.mark.parametrize("reader", ["torch", "ours"])
 def test_a_checkpoint_loads_while_a_first_backward_is_stepped(reader: str, tmp_path: Path) -> None:
     source, target = _run("device", "split", steps=3), _stepped_slowly("split", lr=0.5, seed=1)
