@@ -229,17 +229,19 @@ def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str
     assert _same(run, expected)
 
 
-def test_a_state_that_a_hook_reads_in_the_backward_waits_for_the_steps_that_have_begun() -> None:
+@pytest.mark.parametrize("method", ["state_dict", "zero_grad"])
+def test_what_a_hook_calls_in_the_backward_waits_for_the_steps_that_have_begun(method: str) -> None:
     expected, run = _run("device", "split", steps=1), _stepped_slowly("split")
     counts: list[float] = []
 
-    def read(grad: torch.Tensor) -> None:
-        counts.extend(entry["step"].item() for entry in run.optimizer.state_dict()["state"].values())
+    def hook(grad: torch.Tensor) -> None:
+        getattr(run.optimizer, method)()
+        counts.extend(state["step"].item() for state in run.optimizer.state.values())
 
-    run.net.embedding.weight.register_hook(read)  # whose gradient is the last
-    run.step(0)
+    run.net.embedding.weight.register_hook(hook)  # whose gradient is the last
+    run.backward(0)
     assert counts == [1.0] * 3
-    assert _same(run, expected)
+    assert same_bits(list(run.net.parameters()), list(expected.net.parameters()))
 
 
 @pytest.mark.parametrize("reader", ["torch", "ours"])
