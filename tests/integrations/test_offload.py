@@ -58,11 +58,11 @@ cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 @contextmanager
 def on_a_gpu(
-    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, **options: Any
+    order: Any = "late", count: int = 3, seed: int = 0, dtype: Any = torch.float32, **options: Any
 ) -> Iterator[tuple[Model, list[Any], OffloadedAdam]]:
     """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient."""
     with Model(order, seed=seed) as model:
-        parameters = [torch.nn.Parameter(torch.zeros(size, device=model.device)) for _ in range(count)]
+        parameters = [torch.nn.Parameter(torch.zeros(5, dtype=dtype, device=model.device)) for _ in range(count)]
         options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
         yield model, parameters, OffloadedAdam(parameters, **options)
 
@@ -166,6 +166,19 @@ def test_writes_that_leave_no_trace_and_gradients_that_are_read_before_they_arri
             for parameter in parameters:
                 parameter.grad = None
         assert [parameter.tolist()[0] for parameter in parameters] == [-1.5, 9.5, -1.5]
+
+
+def test_weights_that_other_code_writes_arrive_before_they_are_read() -> None:
+    """By `masters`, by a first step, which makes masters of them, and by a later one, which compares them."""
+    with on_a_gpu(count=1) as (_, (parameter,), optimizer):
+        parameter.data.fill_(3.0)
+        assert optimizer.masters()[parameter].tolist() == [3.0] * 5
+    with on_a_gpu(count=1, dtype=BF16, master_weights="full") as (_, (parameter,), optimizer):
+        for tensor, value in ((parameter.data, 8.0), (parameter.detach(), 2.0)):
+            tensor.fill_(value)
+            _give(optimizer, parameter, torch.ones_like(parameter))
+            optimizer.step()
+            assert optimizer.state[parameter]["master"].tolist() == [value - 0.5] * 5
 
 
 def test_refresh_master_takes_what_other_code_wrote() -> None:
