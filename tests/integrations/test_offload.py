@@ -269,11 +269,13 @@ class _Watched:
         events: ``("step", n)`` when the parameters of a bucket are stepped on the host, ``("return", n)`` when the copy
             of their weights to the device is enqueued, with the place of the first parameter.
         arrived: at each step of a bucket, the places of the parameters whose gradient had arrived.
+        read: at each step of a bucket, how many buckets had their weights on the host.
     """
 
     def __init__(self, model: Model, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
         self.arrived: list[list[int]] = []
+        self.read: list[int] = []
         mirrors = list(optimizer._mirrors.values())
         launch, copy = adam.launch, model._copy
 
@@ -286,6 +288,7 @@ class _Watched:
             def run() -> None:
                 self.events.append(("step", place))
                 self.arrived.append([n for n, one in enumerate(mirrors) if one._arriving.query()])
+                self.read.append(sum(event.query() for (event,) in optimizer._weights_arriving.values()))
                 call()
 
             return partial(run)
@@ -311,6 +314,9 @@ def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_ste
         for step in range(3):
             if step == 1:  # the first step creates the state
                 watched = _Watched(model, optimizer, monkeypatch)
+            if step == 2:
+                parameters[0].detach().fill_(1.0)
+                optimizer.masters()
             for parameter in reversed(parameters):
                 _give(optimizer, parameter, torch.ones_like(parameter))
             optimizer.step()
@@ -318,6 +324,7 @@ def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_ste
         assert watched.events == [(what, place) for place in (3, 2, 1, 0) for what in ("step", "return")] * 2
         last = [0 in arrived for arrived in watched.arrived]
         assert last == ([True] * 4 if clips else [False] * 3 + [True]) * 2
+        assert watched.read == [1, 2, 3, 4] * 2
 
 
 def test_gradients_that_arrive_late_are_reordered_for_stochastic_rounding() -> None:
