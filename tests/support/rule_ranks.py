@@ -1,4 +1,4 @@
-"""A model, the layouts of Muon, and what ranks compare for test_muon.py."""
+"""A model, SGD and Muon in their layouts, and what ranks compare, for test_rules.py and test_muon.py."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.release import step_in_backward
 
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    "Muon": {"lr": 0.02, "weight_decay": 0.01},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "split": {},
     "split24, 8 bits": {"master_weights": "split24", "state_dtype": "8bit"},
     "split, bf16, stochastic": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
     "no master, 8 bits": {"master_weights": None, "state_dtype": "8bit"},
+    "no master": {"master_weights": None, "rounding": "stochastic"},
     "full": {"master_weights": "full"},
 }
 
@@ -47,13 +51,26 @@ def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
     return Net().to(dtype)
 
 
-def muon(model: torch.nn.Module, **options: Any) -> halfstep.Muon:
-    return halfstep.Muon(halfstep.muon_groups(model, weight_decay=0.0), **OPTIONS, **options)
+def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
+    params = model.parameters() if name == "SGD" else halfstep.muon_groups(model, weight_decay=0.0)
+    return getattr(halfstep, name)(params, **OPTIONS[name], **options)
+
+
+def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
+    for model in models:
+        assert all(map(torch.equal, first.parameters(), model.parameters()))
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(step))
     return model(tokens).float().square().mean()
+
+
+def plain_steps(model: torch.nn.Module, optimizer: Any, steps: range = range(4)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scale: float = 256.0) -> None:
@@ -80,25 +97,26 @@ def sharded(ranks: int, cut: str) -> Net:
     return model
 
 
-def of_shards(rank: int, ranks: int, cut: str, names: list[str]) -> dict[str, list[Any]]:
-    """For each layout, whether weights and momentum of shards have the bits of one process."""
+def of_shards(rank: int, ranks: int, cut: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+    """For each optimizer and layout, whether weights and moments of shards have the bits of one process."""
     results = {}
-    for name in names:
+    for name, layout in cases:
         model, whole, tensors = sharded(ranks, cut), net(), []
         for module in (model, whole):
-            optimizer = muon(module, max_grad_norm=0.5, **LAYOUTS[name])
+            optimizer = optimizer_of(name, module, max_grad_norm=50.0, **LAYOUTS[layout])
             train(module, optimizer)
             states = (optimizer.state[parameter] for parameter in module.parameters())
             moments = (state[key] for state in states for key in state if key in ("momentum_buffer", "exp_avg"))
             tensors.append([*module.parameters(), *moments])
-        results[name] = [torch.equal(shards.full_tensor(), tensor) for shards, tensor in zip(*tensors, strict=True)]
+        pairs = zip(*tensors, strict=True)
+        results[name, layout] = all(torch.equal(shards.full_tensor(), tensor) for shards, tensor in pairs)
     return results
 
 
 def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
     """A checkpoint of FSDP2 in 8 bits."""
     model = sharded(ranks, "rows")
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
     return str(checkpoint.save(folder, 4, model=model, optimizer=optimizer))
 
@@ -106,7 +124,7 @@ def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
 def continued_by_shards(rank: int, ranks: int, path: str) -> list[torch.Tensor]:
     """The weights after two more steps."""
     model = sharded(ranks, "rows")
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     checkpoint.load(path, model=model, optimizer=optimizer)
     train(model, optimizer, range(4, 6))
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
@@ -123,7 +141,7 @@ def sent_bytes(rank: int) -> int:
 
     dist.all_to_all_single = counting
     model = sharded(2, "rows")
-    train(model, muon(model), range(1))
+    train(model, optimizer_of("Muon", model), range(1))
     return sum(counted)
 
 
@@ -131,7 +149,7 @@ def refused(rank: int) -> str:
     """The error of steps in the backward of shards."""
     model = sharded(2, "rows")
     try:
-        step_in_backward(model, muon(model))
+        step_in_backward(model, optimizer_of("Muon", model))
     except ValueError as error:
         return str(error)
     return "nothing"
