@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 from typing import Any
 
@@ -124,26 +123,6 @@ def test_a_group_may_have_options_of_its_own_and_change_them(change: dict[str, A
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-
-
-@every_layout
-def test_a_resumed_run_draws_what_an_uninterrupted_one_would(layout: str) -> None:
-    """The seed comes with the checkpoint, whatever the new optimizer was made with."""
-    dtype, options = LAYOUTS[layout]
-    parameters = parameters_of(dtype)
-    optimizer = halfstep.AdamW(parameters, lr=1e-2, seed=77, **options)
-    train(optimizer, parameters, range(4))
-    file = io.BytesIO()
-    torch.save([[p.detach().clone() for p in parameters], optimizer.state_dict()], file)
-    train(optimizer, parameters, range(4, 8))
-    file.seek(0)
-    weights, saved = torch.load(file, weights_only=True)
-    assert saved["param_groups"][0]["seed"] == 77
-    fresh = [torch.nn.Parameter(value) for value in weights]
-    other = halfstep.AdamW(fresh, lr=5.0, seed=1, **options)
-    other.load_state_dict(saved)
-    train(other, fresh, range(4, 8))
-    assert same(held(optimizer, parameters), held(other, fresh))
 
 
 def test_a_checkpoint_of_torch_leaves_the_seed_alone() -> None:
