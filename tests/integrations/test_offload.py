@@ -174,8 +174,13 @@ def test_weights_that_other_code_writes_arrive_before_they_are_read() -> None:
         parameter.data.fill_(3.0)
         assert optimizer.masters()[parameter].tolist() == [3.0] * 5
     with on_a_gpu(count=1, dtype=BF16, master_weights="full") as (_, (parameter,), optimizer):
-        for tensor, value in ((parameter.data, 8.0), (parameter.detach(), 2.0)):
-            tensor.fill_(value)
+        writes: list[tuple[float, Any]] = [
+            (8.0, lambda: parameter.data.fill_(8.0)),
+            (2.0, lambda: parameter.detach().fill_(2.0)),
+            (6.0, lambda: setattr(parameter, "data", torch.full_like(parameter, 6.0))),
+        ]
+        for value, write in writes:
+            write()
             _give(optimizer, parameter, torch.ones_like(parameter))
             optimizer.step()
             assert optimizer.state[parameter]["master"].tolist() == [value - 0.5] * 5
