@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from errors import error_of, refuses
+from layouts import Layouts, some
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
 
@@ -25,13 +26,9 @@ from halfstep.kernels import adam
 from halfstep.numerics.planning import plan, unit
 
 FP16 = torch.float16
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16 split": (BF16, {}),
-    "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
-    "bf16 split24, 8-bit moments": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
+LAYOUTS: Layouts = {
+    **some("split", "split24, 8 bits"),
+    "full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
     "fp32, clipped": (torch.float32, {"max_grad_norm": 3.4}),
 }
 MODES: tuple[Any, ...] = ("copy", "step", None)
@@ -103,7 +100,7 @@ def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, buck
 
 @pytest.mark.parametrize("mode", ["copy", None])
 def test_gradients_with_a_graph_and_those_that_autograd_does_not_store(mode: Any) -> None:
-    runs = _pair("bf16 split", mode)
+    runs = _pair("split", mode)
     for net, optimizer in runs:
         for step in range(3):
             net.zero_grad()
@@ -135,7 +132,7 @@ def test_what_is_added_to_a_gradient_may_be_written_at_once(order: str) -> None:
 
 def test_groups_that_other_code_changes_in_place() -> None:
     """A parameter leaves, and returns with its state into a group of its own."""
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         groups = optimizer.param_groups
         bias = net.norm.bias
@@ -187,7 +184,7 @@ def test_weights_that_other_code_writes_arrive_before_they_are_read() -> None:
 
 
 def test_refresh_master_takes_what_other_code_wrote() -> None:
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         loss_of(net, 0).backward()
         optimizer.step()
@@ -201,7 +198,7 @@ def test_refresh_master_takes_what_other_code_wrote() -> None:
 
 
 def test_a_parameter_that_is_given_twice_and_a_default_dtype_and_device(default_bf16: None) -> None:
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         loss_of(net, 1).backward()
         with torch.device("meta"):

@@ -14,6 +14,7 @@ import interrupts
 import pytest
 import torch
 from errors import error_of, refuses
+from layouts import Layouts, some
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from torch._dynamo.utils import counters
 from torch.nn import Embedding, Linear, Module
@@ -25,13 +26,9 @@ from halfstep.integrations.release import StepInBackward, step_in_backward
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16 split": (BF16, {}),
-    "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
-    "bf16 split24, bf16 moments, stochastic": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
-    ),
+LAYOUTS: Layouts = {
+    **some("split", "split24, bf16"),
+    "full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
     "fp32": (torch.float32, {"maximize": True}),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from errors import error_of, refuses
+from layouts import Layouts, some
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 
 import halfstep
@@ -18,18 +19,11 @@ from halfstep.integrations.trainers.folding import clip_in_next_step
 
 FP16 = torch.float16
 LIMIT = 3.4  # between the norms of the first four steps
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16 split": (BF16, {}),
-    "bf16 split24, 8-bit moments, stochastic": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
-    "fp32": (torch.float32, {"amsgrad": True}),
-}
+LAYOUTS: Layouts = {**some("split", "split24, 8 bits"), "fp32": (torch.float32, {"amsgrad": True})}
 Run = tuple[Net, halfstep.AdamW]
 
 
-def _run(layout: str = "bf16 split", limit: float | None = LIMIT) -> Run:
+def _run(layout: str = "split", limit: float | None = LIMIT) -> Run:
     dtype, options = LAYOUTS[layout]
     net = made(dtype)
     return net, halfstep.AdamW(net.parameters(), lr=0.01, max_grad_norm=limit, **options)
@@ -126,7 +120,7 @@ def test_gradients_that_no_backward_computed_are_clipped_to_their_own_norm() -> 
 
 
 def test_a_check_that_failed_is_repeated() -> None:
-    expected, _ = _clipped_after("bf16 split", 1)
+    expected, _ = _clipped_after("split", 1)
     net, optimizer = _run()
     handle = step_in_backward(net, optimizer, bucket_bytes=400, clipping="exact")
     with pytest.raises(KeyboardInterrupt), handle.check():
