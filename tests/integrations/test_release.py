@@ -125,6 +125,13 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     assert max(seen) == 2 * trained
 
 
+def test_a_full_bucket_takes_no_more() -> None:
+    net = torch.nn.ParameterList([torch.ones(5) for _ in range(3)])
+    handle = step_in_backward(net, halfstep.AdamW(net.parameters()), bucket_bytes=20)
+    torch.cat(list(net)).sum().backward()
+    assert handle.buckets == [20] * 3
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

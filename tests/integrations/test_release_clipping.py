@@ -119,7 +119,7 @@ def test_gradients_that_no_backward_computed_are_clipped_to_their_own_norm() -> 
     torch.testing.assert_close(optimizer.state[net.unused.bias]["exp_avg"], torch.full((3,), 0.1 * LIMIT / 3**0.5))
 
 
-def test_a_check_that_failed_is_repeated() -> None:
+def test_a_check_or_a_backward_that_failed_is_repeated() -> None:
     expected, _ = _clipped_after("split", 1)
     net, optimizer = _run()
     handle = step_in_backward(net, optimizer, bucket_bytes=400, clipping="exact")
@@ -128,7 +128,14 @@ def test_a_check_that_failed_is_repeated() -> None:
         raise KeyboardInterrupt
     assert "Expected check() before a backward" in error_of(RuntimeError, lambda: loss_of(net, 0).backward())
     optimizer.zero_grad()
-    _check_and_step(handle, (net, optimizer), 0)
+    with handle.check():
+        loss_of(net, 0).backward()
+    fails = net.second.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(net, 0).backward()
+    fails.remove()
+    optimizer.zero_grad()
+    loss_of(net, 0).backward()
     assert same((net, optimizer), expected)
 
 
@@ -245,6 +252,8 @@ def test_the_norm_counts_gradients_that_step_finds() -> None:
     run = _run()
     handle = step_in_backward(*run, clipping="previous")
     with handle.accumulate():
+        with handle.accumulate():
+            pass
         loss_of(run[0], 1).backward()
     loss_of(run[0], 2).backward()
     left = gradient_bytes(run[0])
