@@ -39,11 +39,12 @@ class Net(torch.nn.Module):
         self.experts = torch.nn.Parameter(torch.randn(2, 96, 96) * 0.1)
         self.convolution = torch.nn.Conv1d(1, 5, 3, padding=1)
         self.down = torch.nn.Linear(96, 33, bias=False)
+        self.last = torch.nn.Linear(33, 128, bias=False)  # more work than `down`, so that rank 0 owns it
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.up(self.embedding(tokens)))
         x = x @ self.experts[0] + x @ self.experts[1]
-        return self.down(x + self.convolution(x.unsqueeze(1)).mean(1))
+        return self.last(self.down(x + self.convolution(x.unsqueeze(1)).mean(1)))
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
@@ -52,8 +53,14 @@ def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
 
 
 def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
-    params = model.parameters() if name == "SGD" else halfstep.muon_groups(model, weight_decay=0.0)
-    return getattr(halfstep, name)(params, **OPTIONS[name], **options)
+    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four."""
+    groups: Any = model.parameters()
+    if name == "Muon":
+        matrices, others = halfstep.muon_groups(model, weight_decay=0.0)
+        up = [named for named in matrices["params"] if named[0].endswith("up.weight")]
+        single = [named for named in matrices["params"] if not named[0].endswith("up.weight")]
+        groups = [{**matrices, "params": single}, {**matrices, "params": up, "blocks": 2}, others]
+    return getattr(halfstep, name)(groups, **OPTIONS[name], **options)
 
 
 def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
