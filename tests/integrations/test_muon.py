@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_processes
 import rule_ranks
 import torch
 from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of, plain_steps, train
+from stream_model import Model
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -70,6 +74,34 @@ def test_many_matrices_are_orthogonalized_in_parts_that_share_memory(monkeypatch
     assert all(map(torch.equal, whole, parts))
     (memory,) = optimizers[1]._plans.scratch.values()
     assert memory.nbytes <= 2 * 2 * 2432 < 5 * 2 * 40 * 60
+
+
+def test_streams_have_scratch_memory_of_their_own_and_gradients_are_let_go() -> None:
+    """Two matrices that are stepped on two streams of the model of a GPU, in random order."""
+
+    def normal(seed: int, device: torch.device) -> torch.Tensor:
+        return torch.randn(24, 40, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+    def stepped(device: torch.device, streams: list[Any]) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(normal(part, device)) for part in range(2)]
+        optimizer = halfstep.Muon(weights)
+        for step in range(20):
+            for part, weight in enumerate(weights):
+                weight.grad = normal(2 + 2 * step + part, device)
+            grads = [weakref.ref(weight.grad) for weight in weights]
+            if streams:
+                streams[1].wait_stream(streams[0])
+            for part, weight in enumerate(weights):
+                with torch.cuda.stream(streams[part]) if streams else nullcontext():
+                    optimizer.step_part(part, [weight])
+            if streams:
+                streams[0].wait_stream(streams[1])
+            assert [grad() for grad in grads] == [None] * 2
+        return [weight.detach().cpu() for weight in weights]
+
+    expected = stepped(torch.device("cpu"), [])
+    with Model("random", seed=2) as model:
+        assert all(map(torch.equal, expected, stepped(model.device, [torch.cuda.current_stream(), model.stream()])))
 
 
 def test_adamw_groups_have_the_bits_of_adamw() -> None:

@@ -99,6 +99,7 @@ def test_states_of_torch_load_and_canonical_ones_load_into_torch(name: str) -> N
         else:
             ours.data.copy_(theirs.data)
             optimizer.load_state_dict(torchs.state_dict())
+        assert optimizer.state[ours]["step"] == step + 1
         buffer = torchs.state[theirs]["momentum_buffer"]
         torch.testing.assert_close(optimizer.state[ours]["momentum_buffer"], buffer, **CLOSE)
     torchs.load_state_dict(optimizer.canonical_state_dict())
