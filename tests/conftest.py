@@ -9,6 +9,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -96,6 +97,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"{LAUNCHED.total()} launches ran on the software {config.getoption('--software-gpu')}: {kernels}"
         )
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def refuse_unlike_versions() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import halfstep
@@ -141,11 +141,13 @@ def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Pa
     assert keys(optimizer=theirs) == keys(optimizer=theirs, optimizer_state="held") == canonical - {"master"}
 
 
-@pytest.fixture
-def _alone(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:Please use DTensor")
+def test_shards_of_a_tensor_that_one_rank_has_are_in_files_of_their_own(tmp_path: Path) -> None:
+    whole, model = torch.arange(12.0).reshape(4, 3), torch.nn.Linear(1, 1)
+    shards = [Shard.from_tensor_and_offsets(whole[row : row + 2].clone(), [row, 0], 0) for row in (0, 2)]
+    path = checkpoint.save(tmp_path, 1, {"whole": init_from_local_shards(shards, 4, 3)}, model=model)
+    assert torch.equal(checkpoint.load(path, model=model)["whole"], whole)
 
 
 # ------------------------------------------------------------------------------------------------------------- foreign
@@ -158,7 +160,7 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
         _load(path, (model, torch.optim.AdamW(model.parameters())))
 
 
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 def test_flat_parameters_of_fsdp1_are_saved_canonical_and_load_nothing_else(tmp_path: Path) -> None:
     def flat() -> Run:
         module = torch.nn.Linear(4, 4).bfloat16()

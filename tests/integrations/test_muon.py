@@ -1,95 +1,29 @@
-"""Muon where users meet it: torch's arguments, groups, scaler, clipping, release, shards, checkpoints, schedulers."""
+"""What Muon alone has: matrices, blocks, groups of AdamW, ranks that exchange matrices. test_rules.py has the rest."""
 
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import muon_ranks
 import pytest
 import rank_processes
+import rule_ranks
 import torch
-from muon_ranks import LAYOUTS, OPTIONS, loss_of, muon, net, train
-from torch.nn.parallel import DistributedDataParallel
+from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of, plain_steps, train
+from stream_model import Model
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.release import step_in_backward
-from halfstep.kernels.muon import rule
 from halfstep.numerics.owners import owners_of
-
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
-    for model in models:
-        assert all(map(torch.equal, first.parameters(), model.parameters()))
-
-
-def plain_steps(model: torch.nn.Module, optimizer: Any, steps: range = range(4)) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
-def test_masters_and_momentum_are_those_of_torch_on_fp32(nesterov: bool, adjust: Any) -> None:
-    options = {**OPTIONS, "nesterov": nesterov, "adjust_lr_fn": adjust}
-    shapes = [(33, 64), (96, 20), (48, 48)]
-    weights = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for shape in shapes]
-    theirs, fp32 = ([torch.nn.Parameter(weight.float()) for weight in weights] for _ in range(2))
-    half = [torch.nn.Parameter(weight.clone()) for weight in weights]
-    optimizers = [torch.optim.Muon(theirs, **options), halfstep.Muon(fp32, **options), halfstep.Muon(half, **options)]
-    for step in range(5):
-        generator = torch.Generator().manual_seed(step)
-        for parameters in zip(theirs, fp32, half, strict=True):
-            grad = torch.randn(parameters[0].shape, generator=generator).bfloat16()
-            for parameter in parameters:
-                parameter.grad = grad.to(parameter.dtype)
-        for optimizer in optimizers:
-            optimizer.step()
-    torchs, ours, ours_half = optimizers
-    for expected, single, split in zip(theirs, fp32, half, strict=True):
-        buffer = torchs.state[expected]["momentum_buffer"]
-        torch.testing.assert_close(ours.state[single]["momentum_buffer"], buffer, rtol=2.0**-18, atol=2.0**-20)
-        moved = (single - expected).norm() / (5 * OPTIONS["lr"] * rule.ratio(adjust or "original", *single.shape))
-        # Products in bf16 of matrices that differ by an ulp: torch's norm is a bf16 number, ours an fp32 one.
-        assert moved < 2.0**-6 * min(single.shape) ** 0.5
-        assert torch.equal(ours_half.masters()[split], single)
-
-
-@layouts
-def test_scaler_release_and_ddp_have_the_bits_of_plain_steps(layout: str) -> None:
-    plain, scaled, released = net(), net(), net()
-    plain_steps(plain, muon(plain, **LAYOUTS[layout]), range(2))
-    train(scaled, muon(scaled, **LAYOUTS[layout]), range(2))
-    optimizer = muon(released, **LAYOUTS[layout])
-    step_in_backward(released, optimizer)
-    plain_steps(released, optimizer, range(2))
-    assert_same(plain, scaled, released)
-
-
-def test_torchs_scaler_clipping_and_zeroing_have_the_bits_of_plain_steps() -> None:
-    plain, scaled = net(), net()
-    plain_steps(plain, muon(plain, state_dtype="8bit"))
-    optimizer, scaler = muon(scaled, state_dtype="8bit"), torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(4):
-        scaled.zero_grad()
-        scaler.scale(loss_of(scaled, step)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(scaled.parameters(), 1e6)
-        scaler.step(optimizer)
-        scaler.update()
-    assert_same(plain, scaled)
 
 
 def test_a_step_under_autocast_has_the_bits_of_one_outside() -> None:
     outside, inside = net(), net()
-    plain_steps(outside, muon(outside), range(2))
-    optimizer = muon(inside)
+    plain_steps(outside, optimizer_of("Muon", outside), range(2))
+    optimizer = optimizer_of("Muon", inside)
     for step in range(2):
         optimizer.zero_grad()
         loss_of(inside, step).backward()
@@ -139,15 +73,43 @@ def test_many_matrices_are_orthogonalized_in_parts_that_share_memory(monkeypatch
             optimizer.step()
     assert all(map(torch.equal, whole, parts))
     (memory,) = optimizers[1]._plans.scratch.values()
-    assert memory.nbytes <= 2 * 2 * 2432 < 5 * 2 * 40 * 60
+    assert memory.nbytes == 2 * 2 * 2432 < 5 * 2 * 40 * 60
+
+
+def test_streams_have_scratch_memory_of_their_own_and_gradients_are_let_go() -> None:
+    """Two matrices that are stepped on two streams of the model of a GPU, in random order."""
+
+    def normal(seed: int, device: torch.device) -> torch.Tensor:
+        return torch.randn(24, 40, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device)
+
+    def stepped(device: torch.device, streams: list[Any]) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(normal(part, device)) for part in range(2)]
+        optimizer = halfstep.Muon(weights)
+        for step in range(20):
+            for part, weight in enumerate(weights):
+                weight.grad = normal(2 + 2 * step + part, device)
+            grads = [weakref.ref(weight.grad) for weight in weights]
+            if streams:
+                streams[1].wait_stream(streams[0])
+            for part, weight in enumerate(weights):
+                with torch.cuda.stream(streams[part]) if streams else nullcontext():
+                    optimizer.step_part(part, [weight])
+            if streams:
+                streams[0].wait_stream(streams[1])
+            assert [grad() for grad in grads] == [None] * 2
+        return [weight.detach().cpu() for weight in weights]
+
+    expected = stepped(torch.device("cpu"), [])
+    with Model("random", seed=2) as model:
+        assert all(map(torch.equal, expected, stepped(model.device, [torch.cuda.current_stream(), model.stream()])))
 
 
 def test_adamw_groups_have_the_bits_of_adamw() -> None:
     model, other = net(), net()
-    optimizer = muon(model)
+    optimizer = halfstep.Muon(halfstep.muon_groups(model, weight_decay=0.0), **OPTIONS["Muon"])
     groups = halfstep.muon_groups(other)
-    adamw = halfstep.AdamW(groups[1]["params"], lr=OPTIONS["lr"], weight_decay=0.0)
-    matrices = halfstep.Muon(groups[0]["params"], adjust_lr_fn="match_rms_adamw", **OPTIONS)
+    adamw = halfstep.AdamW(groups[1]["params"], lr=OPTIONS["Muon"]["lr"], weight_decay=0.0)
+    matrices = halfstep.Muon(groups[0]["params"], adjust_lr_fn="match_rms_adamw", **OPTIONS["Muon"])
     for step in range(3):
         for of, optimizers in ((model, [optimizer]), (other, [adamw, matrices])):
             of.zero_grad()
@@ -169,7 +131,7 @@ def test_words_of_names_go_to_adamw() -> None:
 
 def test_groups_of_a_model() -> None:
     groups = halfstep.muon_groups(net(), lr=1e-3)
-    assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "down.weight"]
+    assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "down.weight", "last.weight"]
     assert [name for name, _ in groups[1]["params"]] == [
         "embedding.weight",
         "up.bias",
@@ -180,34 +142,25 @@ def test_groups_of_a_model() -> None:
     assert groups[1]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(2, "rows"), (4, "rows"), (4, "hsdp"), (2, "columns")])
-def test_shards_have_the_bits_of_one_process(ranks: int, cut: str) -> None:
-    names = list(LAYOUTS) if ranks == 2 and cut == "rows" else ["split24, 8 bits", "split"]
-    if cut == "columns":
-        names = ["split"]
-    for results in rank_processes.run(muon_ranks.of_shards, ranks, ranks, cut, names):
-        assert {name: all(same) for name, same in results.items()} == dict.fromkeys(names, True)
-
-
 def test_checkpoints_continue_on_other_ranks(tmp_path: Path) -> None:
     model = net()
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
-    path, _ = rank_processes.run(muon_ranks.saved_by_shards, 2, 2, tmp_path)
+    path, _ = rank_processes.run(rule_ranks.saved_by_shards, 2, 2, tmp_path)
     restored = net(1)
-    other = muon(restored, **LAYOUTS["split24, 8 bits"])
+    other = optimizer_of("Muon", restored, **LAYOUTS["split24, 8 bits"])
     checkpoint.load(path, model=restored, optimizer=other)
     train(model, optimizer, range(4, 6))
     train(restored, other, range(4, 6))
     assert_same(model, restored)
-    for weights in rank_processes.run(muon_ranks.continued_by_shards, 4, 4, path):
+    for weights in rank_processes.run(rule_ranks.continued_by_shards, 4, 4, path):
         assert all(map(torch.equal, weights, model.parameters()))
 
 
 def test_what_shards_cannot_do_is_refused() -> None:
-    for text in rank_processes.run(muon_ranks.refused, 2):
+    for text in rank_processes.run(rule_ranks.refused, 2):
         assert "Expected parameters that are whole on each rank" in text
-    for text in rank_processes.run(muon_ranks.cut_by_both, 4):
+    for text in rank_processes.run(rule_ranks.cut_by_both, 4):
         assert "one dimension of the mesh shards" in text
 
 
@@ -221,27 +174,9 @@ def test_owners_share_the_work() -> None:
         assert max(loads) <= 1.06 * sum(loads) / ranks
 
 
-@layouts
-def test_states_and_checkpoints_continue_with_the_same_bits(layout: str, tmp_path: Path) -> None:
-    model = net()
-    optimizer = muon(model, **LAYOUTS[layout])
-    train(model, optimizer)
-    by_state, by_file, by_canonical = net(1), net(2), net(3)
-    others = [muon(other, **LAYOUTS[layout]) for other in (by_state, by_file, by_canonical)]
-    by_state.load_state_dict(model.state_dict())
-    others[0].load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    by_canonical.load_state_dict(model.state_dict())
-    others[2].load_state_dict(copy.deepcopy(optimizer.canonical_state_dict()))
-    checkpoint.load(checkpoint.save(tmp_path, 4, model=model, optimizer=optimizer), model=by_file, optimizer=others[1])
-    copied = copy.deepcopy((model, optimizer))
-    for pair in ((model, optimizer), *zip((by_state, by_file, by_canonical), others, strict=True), copied):
-        train(*pair, range(4, 6))
-    assert_same(model, by_state, by_file, by_canonical, copied[0])
-
-
 def test_states_take_the_bytes_of_the_layout_and_load_into_others() -> None:
     model = net()
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
     weight, held = model.experts, optimizer.state_dict()["state"]
     entries = held[0]
@@ -252,63 +187,11 @@ def test_states_take_the_bytes_of_the_layout_and_load_into_others() -> None:
     }
     exact = net()
     exact.load_state_dict(model.state_dict())
-    fp32 = muon(exact)
+    fp32 = optimizer_of("Muon", exact)
     fp32.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected = optimizer.canonical_state_dict()["state"][0]
     assert torch.equal(fp32.state[exact.experts]["momentum_buffer"], expected["momentum_buffer"])
     assert torch.equal(fp32.masters()[exact.experts], expected["master"])
-
-
-def test_states_of_torch_load_and_canonical_ones_load_into_torch() -> None:
-    weight = torch.randn(40, 60)
-    theirs, ours = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())
-    torchs, optimizer = torch.optim.Muon([theirs], **OPTIONS), halfstep.Muon([ours], **OPTIONS)
-    theirs.grad = torch.randn(40, 60)
-    torchs.step()
-    optimizer.load_state_dict(torchs.state_dict())
-    assert torch.equal(optimizer.state[ours]["momentum_buffer"], torchs.state[theirs]["momentum_buffer"])
-    ours.grad = torch.randn(40, 60)
-    optimizer.step()
-    torchs.load_state_dict(optimizer.canonical_state_dict())
-    assert torch.equal(torchs.state[theirs]["momentum_buffer"], optimizer.state[ours]["momentum_buffer"])
-
-
-def test_ddp_steps_alike(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        wrapped, plain = DistributedDataParallel(net()), net()
-        train(wrapped, muon(wrapped))
-        train(plain, muon(plain))
-        assert_same(plain, wrapped.module)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_scheduler_moves_the_learning_rate_of_both_algorithms() -> None:
-    model = net()
-    optimizer = muon(model)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    plain_steps(model, optimizer, range(2))
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"momentum": 1.0}, "Invalid momentum value: 1.0"),
-        ({"weight_decay": -0.5}, "Invalid weight_decay value: -0.5"),
-        ({"ns_steps": -1}, "Expected ns_steps to be an integer of at least 0"),
-        ({"ns_coefficients": (1.0, 2.0)}, "Expected ns_coefficients to be three numbers"),
-        ({"adjust_lr_fn": "half"}, "Expected adjust_lr_fn to be one of"),
-        ({"algorithm": "sgd"}, "Expected algorithm to be 'muon' or 'adamw'"),
-        ({"blocks": 5}, "Expected blocks to divide the 96 rows"),
-        ({"master_weights": "half"}, "Expected master_weights to be one of"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        halfstep.Muon([torch.nn.Parameter(torch.ones(96, 64))], **options)
 
 
 def test_vectors_are_refused() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from errors import error_of
+from errors import error_of, refuses
+from layouts import Layouts, some
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from stream_model import Model
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,13 +32,9 @@ from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 FP16 = torch.float16
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16 split": (BF16, {}),
-    "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
-    "bf16 split24, 8-bit moments": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": "8bit", "rounding": "stochastic"},
-    ),
+LAYOUTS: Layouts = {
+    **some("split", "split24, 8 bits"),
+    "full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
     "fp32, clipped": (torch.float32, {"max_grad_norm": 3.4}),
 }
 MODES: tuple[Any, ...] = ("copy", "step", None)
@@ -64,14 +61,20 @@ cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 @contextmanager
 def on_a_gpu(
-    order: Any = "late", count: int = 3, seed: int = 0, size: int = 5, mesh: Any = None, **options: Any
+    order: Any = "late",
+    count: int = 3,
+    seed: int = 0,
+    size: int = 5,
+    mesh: Any = None,
+    dtype: Any = torch.float32,
+    **options: Any,
 ) -> Iterator[tuple[Model, list[Any], OffloadedAdam]]:
     """Weights of 0 on a model of a GPU; Adam moves them by 0.5 in a step, against the sign of the gradient.
 
     With a mesh they are DTensors, sharded by rows.
     """
     with Model(order, seed=seed) as model:
-        weights = [torch.zeros(size, device=model.device) for _ in range(count)]
+        weights = [torch.zeros(size, dtype=dtype, device=model.device) for _ in range(count)]
         parameters = [torch.nn.Parameter(w) if mesh is None else _sharded(w, mesh) for w in weights]
         options = {"lr": 0.5, "betas": (0.0, 0.0), "eps": 0.0, "bucket_bytes": 20, **options}
         yield model, parameters, OffloadedAdam(parameters, **options)
@@ -128,7 +131,7 @@ def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, buck
 
 @pytest.mark.parametrize("mode", ["copy", None])
 def test_gradients_with_a_graph_and_those_that_autograd_does_not_store(mode: Any) -> None:
-    runs = _pair("bf16 split", mode)
+    runs = _pair("split", mode)
     for net, optimizer in runs:
         for step in range(3):
             net.zero_grad()
@@ -160,7 +163,7 @@ def test_what_is_added_to_a_gradient_may_be_written_at_once(order: str) -> None:
 
 def test_groups_that_other_code_changes_in_place() -> None:
     """A parameter leaves, and returns with its state into a group of its own."""
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         groups = optimizer.param_groups
         bias = net.norm.bias
@@ -193,8 +196,26 @@ def test_writes_that_leave_no_trace_and_gradients_that_are_read_before_they_arri
         assert [parameter.tolist()[0] for parameter in parameters] == [-1.5, 9.5, -1.5]
 
 
+def test_weights_that_other_code_writes_arrive_before_they_are_read() -> None:
+    """By `masters`, by a first step, which makes masters of them, and by a later one, which compares them."""
+    with on_a_gpu(count=1) as (_, (parameter,), optimizer):
+        parameter.data.fill_(3.0)
+        assert optimizer.masters()[parameter].tolist() == [3.0] * 5
+    with on_a_gpu(count=1, dtype=BF16, master_weights="full") as (_, (parameter,), optimizer):
+        writes: list[tuple[float, Any]] = [
+            (8.0, lambda: parameter.data.fill_(8.0)),
+            (2.0, lambda: parameter.detach().fill_(2.0)),
+            (6.0, lambda: setattr(parameter, "data", torch.full_like(parameter, 6.0))),
+        ]
+        for value, write in writes:
+            write()
+            _give(optimizer, parameter, torch.ones_like(parameter))
+            optimizer.step()
+            assert optimizer.state[parameter]["master"].tolist() == [value - 0.5] * 5
+
+
 def test_refresh_master_takes_what_other_code_wrote() -> None:
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         loss_of(net, 0).backward()
         optimizer.step()
@@ -203,12 +224,12 @@ def test_refresh_master_takes_what_other_code_wrote() -> None:
         optimizer.refresh_master(net.first.weight)
         optimizer.refresh_master()
     assert same(*runs)
-    text = error_of(ValueError, lambda: runs[1][1].refresh_master(torch.ones(1)))
-    assert "Expected parameters[0] to be a parameter of this optimizer" in text
+    text = "Expected parameters[0] to be a parameter of this optimizer"
+    refuses(ValueError, text, lambda: runs[1][1].refresh_master(torch.ones(1)))
 
 
 def test_a_parameter_that_is_given_twice_and_a_default_dtype_and_device(default_bf16: None) -> None:
-    runs = _pair("bf16 split", "copy")
+    runs = _pair("split", "copy")
     for net, optimizer in runs:
         loss_of(net, 1).backward()
         with torch.device("meta"):
@@ -283,11 +304,13 @@ class _Watched:
         events: ``("step", n)`` when the parameters of a bucket are stepped on the host, ``("return", n)`` when the copy
             of their weights to the device is enqueued, with the place of the first parameter.
         arrived: at each step of a bucket, the places of the parameters whose gradient had arrived.
+        read: at each step of a bucket, how many buckets had their weights on the host.
     """
 
     def __init__(self, model: Model, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
         self.arrived: list[list[int]] = []
+        self.read: list[int] = []
         mirrors = list(optimizer._mirrors.values())
         launch, copy = adam.launch, model._copy
 
@@ -300,6 +323,7 @@ class _Watched:
             def run() -> None:
                 self.events.append(("step", place))
                 self.arrived.append([n for n, one in enumerate(mirrors) if one._arriving.query()])
+                self.read.append(sum(event.query() for (event,) in optimizer._weights_arriving.values()))
                 call()
 
             return partial(run)
@@ -325,6 +349,9 @@ def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_ste
         for step in range(3):
             if step == 1:  # the first step creates the state
                 watched = _Watched(model, optimizer, monkeypatch)
+            if step == 2:
+                parameters[0].detach().fill_(1.0)
+                optimizer.masters()
             for parameter in reversed(parameters):
                 _give(optimizer, parameter, torch.ones_like(parameter))
             optimizer.step()
@@ -332,6 +359,7 @@ def test_a_bucket_waits_for_its_gradients_only_and_returns_while_the_next_is_ste
         assert watched.events == [(what, place) for place in (3, 2, 1, 0) for what in ("step", "return")] * 2
         last = [0 in arrived for arrived in watched.arrived]
         assert last == ([True] * 4 if clips else [False] * 3 + [True]) * 2
+        assert watched.read == [1, 2, 3, 4] * 2
 
 
 def test_gradients_that_arrive_late_are_reordered_for_stochastic_rounding() -> None:
@@ -423,7 +451,7 @@ def test_a_step_of_a_bucket_that_failed_is_raised_by_step() -> None:
     optimizer = OffloadedAdamW(net.parameters(), in_backward="step", bucket_bytes=1)
     optimizer.param_groups[0]["lr"] = -1.0
     loss_of(net, 1).backward()
-    assert "Invalid learning rate" in error_of(ValueError, optimizer.step)
+    refuses(ValueError, "Invalid learning rate", optimizer.step)
 
 
 def test_the_optimizer_dies_with_its_references() -> None:
@@ -451,55 +479,34 @@ def test_masters_are_those_of_weights_that_other_code_wrote() -> None:
 
 
 def test_errors(mesh: Any) -> None:
-    net = made()
-    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="later")) == (  # type: ignore[arg-type]
-        "Expected in_backward to be 'copy', 'step' or None, but got 'later'"
-    )
-    for size in (0, 1.5, True):
-        assert error_of(ValueError, lambda size=size: OffloadedAdamW(net.parameters(), bucket_bytes=size)) == (
-            f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
-        )
-    assert error_of(ValueError, lambda: OffloadedAdamW(net.parameters(), in_backward="step", max_grad_norm=1.0)) == (
-        "Expected max_grad_norm to be None with in_backward='step', but got 1.0: the norm is known after the backward; "
-        "use in_backward='copy'"
-    )
-    half = made(FP16)
-    assert error_of(TypeError, lambda: OffloadedAdamW(half.parameters(), in_backward="step")) == (
-        "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss must be "
-        "scaled: use in_backward='copy' with a scaler, or train in bf16"
-    )
-    for wrong, what in (
-        (torch.nn.Parameter(torch.empty(2, device="meta")), "a leaf in torch.float32 on meta"),
-        (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)), "a leaf in torch.float64 on cpu"),
-        (torch.nn.Parameter(torch.ones(2)) * 2, "a computed tensor in torch.float32 on cpu"),
-    ):
-        assert error_of(TypeError, lambda wrong=wrong: OffloadedAdamW([wrong])) == (
-            f"Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got {what}: move the model to "
-            "its device first"
-        )
-    assert error_of(TypeError, lambda: OffloadedAdam([_sharded(torch.ones(6), mesh)])) == (
-        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with "
-        "CPUOffloadPolicy use halfstep.Adam, which steps on the host too"
-    )
+    net, half, sparse = made(), made(FP16), torch.nn.Embedding(9, 4, sparse=True)
+    optimizer, refusing = OffloadedAdamW(net.parameters()), OffloadedAdamW(sparse.parameters())
+    wide = torch.nn.Parameter(torch.empty(2, dtype=torch.float64))
     flat = torch.nn.Parameter(torch.ones(6))
     flat._fsdp_flattened = True  # type: ignore[attr-defined]
-    assert error_of(TypeError, lambda: OffloadedAdamW([flat])) == (
-        "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory "
-        "it replaces in forward and backward: use fully_shard"
+
+    def new(*params: Any, **options: Any) -> partial[Any]:
+        return partial(OffloadedAdamW, params or list(net.parameters()), **options)
+
+    refuses(ValueError, "in_backward to be 'copy', 'step' or None, but got 'later'", new(in_backward="later"))
+    for size in (0, 1.5, True):
+        refuses(ValueError, f"integer of at least 1, but got {size!r}", new(bucket_bytes=size))
+    limited = new(in_backward="step", max_grad_norm=1.0)
+    refuses(ValueError, "but got 1.0: the norm is known after the backward; use in_backward='copy'", limited)
+    scaled = new(*half.parameters(), in_backward="step")
+    refuses(TypeError, "torch.float16, whose loss must be scaled: use in_backward='copy' with a scaler", scaled)
+    refuses(TypeError, "torch.float32 on meta: move the model to its device first", new(wide.float().to("meta")))
+    refuses(TypeError, "but got a leaf in torch.float64 on cpu", new(wide))
+    refuses(TypeError, "but got a computed tensor in torch.float64 on cpu", new(wide * 2))
+    refuses(TypeError, "optimizer can only optimize Tensors", new(3))
+    on_host = (
+        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"
     )
-    optimizer = OffloadedAdamW(net.parameters())
-    assert error_of(KeyError, lambda: optimizer.masters()[torch.ones(1)]) == "'not a parameter of this optimizer'"
+    refuses(TypeError, on_host, new(_sharded(torch.ones(6), mesh)))
+    refuses(TypeError, "FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory", new(flat))
+    refuses(KeyError, "not a parameter of this optimizer", lambda: optimizer.masters()[torch.ones(1)])
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
-        assert error_of(TypeError, call) == (
-            "Expected no copy or pickle of a OffloadedAdamW, which belongs to the parameters on the device: save "
-            "state_dict(), and load it into an optimizer of the copied model"
-        )
-    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
-        OffloadedAdamW([3])  # type: ignore[list-item]
-    sparse = torch.nn.Embedding(9, 4, sparse=True)
-    refusing = OffloadedAdamW(sparse.parameters())
-    assert error_of(RuntimeError, lambda: sparse(torch.tensor([1])).sum().backward()) == (
-        "Expected a parameter of shape (9, 4) to have a dense gradient, but got layout torch.sparse_coo: use "
-        "sparse=False in the embedding"
-    )
+        refuses(TypeError, "save state_dict(), and load it into an optimizer of the copied model", call)
+    backward = sparse(torch.tensor([1])).sum().backward
+    refuses(RuntimeError, "but got layout torch.sparse_coo: use sparse=False in the embedding", backward)
     assert refusing.state == {}

@@ -229,6 +229,21 @@ def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str
     assert _same(run, expected)
 
 
+@pytest.mark.parametrize("method", ["state_dict", "zero_grad"])
+def test_what_a_hook_calls_in_the_backward_waits_for_the_steps_that_have_begun(method: str) -> None:
+    expected, run = _run("device", "split", steps=1), _stepped_slowly("split")
+    counts: list[float] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        getattr(run.optimizer, method)()
+        counts.extend(state["step"].item() for state in run.optimizer.state.values())
+
+    run.net.embedding.weight.register_hook(hook)  # whose gradient is the last
+    run.backward(0)
+    assert counts == [1.0] * 3
+    assert same_bits(list(run.net.parameters()), list(expected.net.parameters()))
+
+
 @pytest.mark.parametrize("reader", ["torch", "ours"])
 def test_a_checkpoint_loads_while_a_first_backward_is_stepped(reader: str, tmp_path: Path) -> None:
     source, target = _run("device", "split", steps=3), _stepped_slowly("split", lr=0.5, seed=1)

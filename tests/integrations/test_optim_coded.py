@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,7 @@ SHAPES = ((40, 130), (16, 9, 32), (4096,), (63, 65), (8, 512), (5, 7, 0), ())
 CODED = (True, True, False, False, True, False, False)
 
 
-def parameters_of(dtype: torch.dtype) -> list[Any]:
-    return states.parameters_of(dtype, SHAPES)
+parameters_of = partial(states.parameters_of, shapes=SHAPES)
 
 
 def in_memory(optimizer: Any, parameters: list[Any]) -> list[Any]:

@@ -6,13 +6,15 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import interrupts
 import pytest
 import torch
-from errors import error_of
+from errors import error_of, refuses
+from layouts import Layouts, some
 from release_models import BF16, Net, gradient_bytes, loss_of, made, same
 from torch._dynamo.utils import counters
 from torch.nn import Embedding, Linear, Module
@@ -24,13 +26,9 @@ from halfstep.integrations.release import StepInBackward, step_in_backward
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
-LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bf16 split": (BF16, {}),
-    "bf16 full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
-    "bf16 split24, bf16 moments, stochastic": (
-        BF16,
-        {"master_weights": "split24", "state_dtype": BF16, "rounding": "stochastic"},
-    ),
+LAYOUTS: Layouts = {
+    **some("split", "split24, bf16"),
+    "full, amsgrad": (BF16, {"master_weights": "full", "amsgrad": True}),
     "fp32": (torch.float32, {"maximize": True}),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -127,6 +125,13 @@ def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     assert max(seen) == 2 * trained
 
 
+def test_a_full_bucket_takes_no_more() -> None:
+    net = torch.nn.ParameterList([torch.ones(5) for _ in range(3)])
+    handle = step_in_backward(net, halfstep.AdamW(net.parameters()), bucket_bytes=20)
+    torch.cat(list(net)).sum().backward()
+    assert handle.buckets == [20] * 3
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -137,12 +142,12 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("the machine is on fire")
 
 
-@pytest.mark.parametrize("cleared", [True, False])
-@pytest.mark.parametrize("bucket_bytes", [400, 2**20])
-def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
-    net = made()
-    optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
-    step_in_backward(net, optimizer, bucket_bytes=bucket_bytes)
+@pytest.mark.parametrize(
+    ("offloads", "bucket_bytes", "cleared"),
+    [*((False, size, cleared) for size in (400, 2**20) for cleared in (True, False)), (True, 2**20, True)],
+)
+def test_after_a_backward_that_failed(offloads: bool, bucket_bytes: int, cleared: bool) -> None:
+    net, optimizer = _started(offloads, bucket_bytes)
     loss_of(net, 1).backward()
     optimizer.step()
     # The next batch does not use `sometimes`, whose gradient is complete by then.
@@ -150,11 +155,12 @@ def test_after_a_backward_that_failed(cleared: bool, bucket_bytes: int) -> None:
     with pytest.raises(RuntimeError, match="on fire"):
         loss_of(net, 3).backward()
     handle.remove()
-    assert gradient_bytes(net) > 0  # of a bucket that was not complete
+    assert offloads or gradient_bytes(net) > 0  # of a bucket that was not complete
     if cleared:
-        optimizer.zero_grad()
-    reference = copy.deepcopy(net)
-    after = halfstep.AdamW(reference.parameters(), lr=0.01)
+        net.zero_grad()
+    reference = made()
+    reference.load_state_dict(net.state_dict())
+    after = halfstep.AdamW(reference.parameters())
     after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for parameter, copied in zip(net.parameters(), reference.parameters(), strict=True):
         grad = gradient_of(parameter)
@@ -350,34 +356,20 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 def test_errors() -> None:
-    net = made()
-    optimizer = halfstep.AdamW(net.parameters())
-    offloaded = OffloadedAdamW(net.parameters())
-    assert error_of(TypeError, lambda: step_in_backward(net, offloaded)) == (
-        "Expected optimizer to step on the device, but got a OffloadedAdamW: make it with in_backward='step' instead"
-    )
-    torchs = torch.optim.AdamW(net.parameters())
-    assert error_of(TypeError, lambda: step_in_backward(net, torchs)) == (  # type: ignore[arg-type]
-        "Expected optimizer to be an optimizer of halfstep, but got a AdamW"
-    )
+    net, half = made(), Linear(2, 2).half()
+    optimizer, offloaded = halfstep.AdamW(net.parameters()), OffloadedAdamW(net.parameters())
+    torchs: Any = torch.optim.AdamW(net.parameters())
+    started = partial(step_in_backward, net, optimizer)
+    refuses(TypeError, "OffloadedAdamW: make it with in_backward='step'", lambda: step_in_backward(net, offloaded))
+    refuses(TypeError, "an optimizer of halfstep, but got a AdamW", lambda: step_in_backward(net, torchs))
     for size in (0, 1.5, True):
-        assert error_of(ValueError, lambda size=size: step_in_backward(net, optimizer, bucket_bytes=size)) == (
-            f"Expected bucket_bytes to be an integer of at least 1, but got {size!r}"
-        )
-    assert error_of(ValueError, lambda: step_in_backward(net.first, optimizer)) == (
-        "Expected parameter 0 of the optimizer to be one of model, but it is not: make the optimizer of the sharded "
-        "model's parameters, and pass that model"
-    )
-    half = Linear(2, 2).half()
-    assert error_of(TypeError, lambda: step_in_backward(half, halfstep.AdamW(half.parameters()))) == (
-        "Expected parameter 0 of the optimizer to be fp32 or bf16 without a scaler, but got torch.float16, whose loss "
-        "must be scaled: pass scaler=, or train in bf16"
-    )
-    handle = step_in_backward(net, optimizer)
+        refuses(ValueError, f"an integer of at least 1, but got {size!r}", partial(started, bucket_bytes=size))
+    refuses(ValueError, "to be one of model, but it is not", lambda: step_in_backward(net.first, optimizer))
+    unscaled = partial(step_in_backward, half, halfstep.AdamW(half.parameters()))
+    refuses(TypeError, "but got torch.float16, whose loss must be scaled: pass scaler=, or train in bf16", unscaled)
+    handle = started()
     assert isinstance(handle, StepInBackward) and handle.bucket_bytes == BUCKET_BYTES
-    assert error_of(ValueError, lambda: step_in_backward(net, optimizer)) == (
-        "Expected optimizer not to step in the backward already: call remove() on the first handle"
-    )
+    refuses(ValueError, "not to step in the backward already: call remove() on the first handle", started)
     handle.remove()
     handle.remove()
-    step_in_backward(net, optimizer)
+    started()

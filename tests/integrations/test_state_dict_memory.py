@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from counted_bytes import Peak, storage_bytes
 from layouts import some
 from oracles import BF16, FP32
@@ -77,14 +76,7 @@ def test_a_plain_optimizer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert _peak(lambda: get_optimizer_state_dict(model, optimizer), held) <= ALLOWED
 
 
-@pytest.fixture
-def _alone(tmp_path: Any) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapping", ["DDP", "FSDP1", "FSDP2", "ZeRO-1"])
 @pytest.mark.parametrize("layout", ["split", "fp16", "split24, 8 bits"])
 def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:

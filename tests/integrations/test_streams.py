@@ -15,6 +15,7 @@ from stream_training import BF16, FP16, FP32
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
+from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 pytestmark = pytest.mark.sample(3)
@@ -230,6 +231,22 @@ def test_only_the_first_scalars_wait() -> None:
         assert (model.blocking, model.pageable) == ([], [])
         torch.cuda.synchronize()
         assert monitor.scalars() == {**first, "halfstep/scale": 2.0, "halfstep/skipped": 1.0}
+
+
+def test_copies_under_way_are_few_and_what_has_arrived_stays() -> None:
+    with Model("late") as model:
+        numbers, copies = torch.ones(3, device=model.device), HostCopy()
+        copies.newest(numbers)
+        copies.take(numbers)
+        torch.cuda.synchronize()
+        first = copies.newest(numbers)
+        numbers.fill_(2.0)
+        for _ in range(9):
+            copies.take(numbers)
+        assert len(copies._under_way) == HostCopy.SLOTS
+        torch.cuda.synchronize()
+        last = copies.newest(numbers)
+        assert first is not None and last is not None and first.tolist() == [1.0] * 3 and last.tolist() == [2.0] * 3
 
 
 def test_checks_of_other_optimizers_wait_for_their_flag_only() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from train_runs import differences
 
@@ -17,13 +14,7 @@ import halfstep
 from halfstep.integrations import zero
 from halfstep.integrations.checkpoint import CheckpointError
 
-
-@pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SMALL = ((3,), (5,), (2,))
 CODED = ((40, 130), (5,), (8, 512))

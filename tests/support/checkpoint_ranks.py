@@ -65,7 +65,8 @@ class Block(torch.nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
+def model_of(layout: str, seed: int = 0, crossed: bool = False) -> torch.nn.Module:
+    """A model for a layout, or with `crossed` one for all of them."""
     torch.manual_seed(seed)
     dtype, options = LAYOUTS[layout]
     # Stochastic rounding needs the index of each element in the whole parameter, as one range per shard. Uneven shards
@@ -77,6 +78,8 @@ def model_of(layout: str, seed: int = 0) -> torch.nn.Module:
         # Matrices of more than 4,096 elements. Two ranks cut the columns of `down` between two blocks;
         # the blocks of `up` are short, and 18 rows of `down` over 4 ranks are uneven.
         sizes = 20, 256, 18
+    if crossed:
+        sizes = 20, 240, 18
     model = torch.nn.Sequential(Block(*sizes), torch.nn.Linear(sizes[2], 1)).to(dtype)
     for p in model.parameters():
         torch.nn.init.normal_(p)
@@ -289,3 +292,60 @@ def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> d
                     found[f"{way}: {source} -> {name}"] = wrong
         dist.barrier()
     return found
+
+
+# ---------------------------------------------------------------------------------------- from each layout to another
+
+CROSSED = [name for name, (dtype, _) in LAYOUTS.items() if dtype == torch.bfloat16]
+CUTS_BLOCKS = "TP x FSDP"  # two ranks cut the 240 columns of `down`, and so a block of each row
+Pair = tuple[str, str, str, str]  # saved layout and topology, loaded layout and topology
+
+
+def _pair(saved: str, loaded: str) -> Pair:
+    """A topology that saves each layout, and all in which each is loaded; none of 8 bits where blocks are cut."""
+    number, names = CROSSED.index(saved), list(TOPOLOGIES)
+    into = names[(number + CROSSED.index(loaded)) % len(names)]
+    into = "FSDP2 2" if into == CUTS_BLOCKS and "8-bit" in loaded else into
+    return saved, ("FSDP2 4", CUTS_BLOCKS, "FSDP2 2", "HSDP 2x2")[number], loaded, into
+
+
+PAIRS = [_pair(saved, loaded) for saved in CROSSED for loaded in CROSSED]
+# Each layout is saved once and loaded once.
+PAIRS_OF_SAMPLE = [_pair(*pair) for pair in zip(CROSSED, (*CROSSED[1:], CROSSED[0]), strict=True)]
+
+
+def cross(rank: int, folder: Path, world: World, pairs: list[Pair]) -> dict[Pair, list[str]]:
+    """What differs between a load of the state as it is held and one of the canonical state, by pair."""
+    for layout, topology in dict.fromkeys(pair[:2] for pair in pairs):
+        if rank < TOPOLOGIES[topology]:
+            model = world.wrap(model_of(layout, crossed=True), topology)
+            optimizer = optimizer_of(model, layout)
+            for number in range(STEPS_BEFORE):
+                step(model, optimizer, number)
+            for way, save in (("held", save_held), ("canonical", save_ours)):
+                save(folder / layout / way, model, optimizer, world.group(topology))
+        dist.barrier()
+    found = {}
+    for pair in pairs:
+        saved, _, layout, topology = pair
+        if rank < TOPOLOGIES[topology]:
+            loaded = []
+            for way in ("held", "canonical"):
+                model = world.wrap(model_of(layout, seed=1, crossed=True), topology)
+                optimizer = optimizer_of(model, layout, lr=5.0)
+                load_ours(folder / saved / way, model, optimizer, world.group(topology))
+                at_once = contents(model, optimizer)
+                step(model, optimizer, STEPS_BEFORE)
+                loaded.append([at_once, contents(model, optimizer)])
+            found[pair] = differing(loaded[1], loaded[0])
+        dist.barrier()
+    return found
+
+
+def run(rank: int, folder: Path, layouts: list[str], pairs: list[Pair], every: bool) -> dict[str, Any]:
+    """What differs between topologies, with each layout, and between layouts, by pair."""
+    world = World()
+    return {
+        "topologies": {layout: matrix(rank, folder / layout, world, layout, every) for layout in layouts},
+        "layouts": cross(rank, folder / "layouts", world, pairs),
+    }

@@ -1,4 +1,4 @@
-"""The text of an error, for tests that compare it whole."""
+"""The text of an error, for tests that read it."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def error_of(kind: type[Exception], call: Callable[[], Any]) -> str:
     with pytest.raises(kind) as raised:
         call()
     return str(raised.value)
+
+
+def refuses(kind: type[Exception], text: str, call: Callable[[], Any]) -> None:
+    """Check that `call` raises an error with this text in it."""
+    message = error_of(kind, call)
+    assert text in message, message

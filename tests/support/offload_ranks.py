@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from muon_ranks import loss_of, net, sharded
+from rule_ranks import loss_of, net, sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,

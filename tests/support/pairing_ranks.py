@@ -21,6 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
+from halfstep.numerics.scaling.sharding import local
 
 WORLD = 2
 STEPS, BROKEN = 3, 1
@@ -37,18 +38,6 @@ SCALERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def plain(model: torch.nn.Module) -> torch.nn.Module:
-    return model
-
-
-def ddp(model: torch.nn.Module) -> torch.nn.Module:
-    return DistributedDataParallel(model)
-
-
-def fsdp1(model: torch.nn.Module) -> torch.nn.Module:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-
-
 def fsdp2(model: torch.nn.Module) -> torch.nn.Module:
     for layer in model:  # type: ignore[attr-defined]
         fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -57,9 +46,9 @@ def fsdp2(model: torch.nn.Module) -> torch.nn.Module:
 
 
 STRATEGIES: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {
-    "one process": plain,
-    "DDP": ddp,
-    "FSDP1": fsdp1,
+    "one process": lambda model: model,
+    "DDP": DistributedDataParallel,
+    "FSDP1": partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
     "FSDP2": fsdp2,
 }
 SHARDED = ("FSDP1", "FSDP2")
@@ -71,11 +60,6 @@ PAIRS = [
     for strategy in STRATEGIES
     if "halfstep" in optimizer + scaler and (scaler, strategy) != ("torch.amp.GradScaler", "FSDP1")
 ]
-
-
-def local(tensor: Any) -> torch.Tensor:
-    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
 
 
 def train(model: torch.nn.Module, optimizer: Any, scaler: Any, strategy: str, unscale: bool) -> str:

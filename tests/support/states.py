@@ -41,13 +41,15 @@ def give_gradients(step: int, *lists: Iterable[Any], without: Iterable[int] = ()
             parameter.grad = None if place in without else value.to(parameter.dtype)
 
 
-def train(optimizer: Any, steps: Iterable[int], parameters: Iterable[Any] | None = None) -> None:
+def train(
+    optimizer: Any, steps: Iterable[int], parameters: Iterable[Any] | None = None, without: Iterable[int] = ()
+) -> None:
     """Steps of all parameters, or of these, with the gradients of `give_gradients`."""
     if parameters is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parameters = list(parameters)
     for step in steps:
-        give_gradients(step, parameters)
+        give_gradients(step, parameters, without=without)
         optimizer.step()
 
 

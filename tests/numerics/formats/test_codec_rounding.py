@@ -261,6 +261,17 @@ def test_where_a_word_makes_the_difference(name: str) -> None:
             assert codec.round_to(exactly, name, "stochastic", seed=SEED).tolist() == expected
 
 
+def test_subnormals_alone_round_what_is_dropped_before_noise_is_added() -> None:
+    """A quarter of a step less than moves: that is rounded away among subnormals, and kept in the smallest normal."""
+    form = formats["e4m3fn"]
+    words = [philox_words.word(i, SEED) for i in range(50)]
+    parts = [1 - ((word >> 12) + 0.25) / 2**20 for word in words]
+    for units, moves in ((7, True), (8, False), (9, False)):
+        values = np.array([(units + part) * form.min_subnormal for part in parts])
+        assert codec.encode(values, form, "stochastic", seed=SEED).tolist() == [units + moves] * 50
+        assert exact.encode_exact(values[0], form, "stochastic", seed=SEED) == units + moves
+
+
 @pytest.mark.parametrize(("name", "rounding"), [("e4m3fn", "nearest"), ("int8", "up"), ("e4m3fn", "stochastic")])
 def test_each_element_is_encoded_as_if_it_were_alone(name: str, rounding: str) -> None:
     """Blocks and a rest, with specials in one of them; noise belongs to the index in row-major order."""

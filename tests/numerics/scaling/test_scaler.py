@@ -65,6 +65,9 @@ def test_min_and_max_scale_bound_the_dynamics() -> None:
     parameters, optimizer = model_and_optimizer(halfstep.AdamW)
     s = scaler(init_scale=4.0, min_scale=2.0, max_scale=16.0, growth_interval=1)
     assert [scale for scale, _ in train(s, parameters, optimizer, {0: INF, 1: INF}, 6)] == [2, 2, 4, 8, 16, 16]
+    for value, bounded in ((99.0, 16.0), (1.0, 2.0)):
+        s.update(torch.tensor(value))
+        assert s.get_scale() == bounded
 
 
 def test_torchs_scaler_calls_no_step_that_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

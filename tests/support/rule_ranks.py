@@ -1,4 +1,4 @@
-"""A model, the layouts of Muon, and what ranks compare for test_muon.py."""
+"""A model, SGD and Muon in their layouts, and what ranks compare, for test_rules.py and test_muon.py."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.release import step_in_backward
 
-OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    "Muon": {"lr": 0.02, "weight_decay": 0.01},
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "split": {},
     "split24, 8 bits": {"master_weights": "split24", "state_dtype": "8bit"},
     "split, bf16, stochastic": {"state_dtype": torch.bfloat16, "rounding": "stochastic"},
     "no master, 8 bits": {"master_weights": None, "state_dtype": "8bit"},
+    "no master": {"master_weights": None, "rounding": "stochastic"},
     "full": {"master_weights": "full"},
 }
 
@@ -34,11 +38,12 @@ class Net(torch.nn.Module):
         self.experts = torch.nn.Parameter(torch.randn(2, 96, 96) * 0.1)
         self.convolution = torch.nn.Conv1d(1, 5, 3, padding=1)
         self.down = torch.nn.Linear(96, 33, bias=False)
+        self.last = torch.nn.Linear(33, 128, bias=False)  # more work than `down`, so that rank 0 owns it
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.up(self.embedding(tokens)))
         x = x @ self.experts[0] + x @ self.experts[1]
-        return self.down(x + self.convolution(x.unsqueeze(1)).mean(1))
+        return self.last(self.down(x + self.convolution(x.unsqueeze(1)).mean(1)))
 
 
 def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
@@ -46,13 +51,32 @@ def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
     return Net().to(dtype)
 
 
-def muon(model: torch.nn.Module, **options: Any) -> halfstep.Muon:
-    return halfstep.Muon(halfstep.muon_groups(model, weight_decay=0.0), **OPTIONS, **options)
+def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
+    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four."""
+    groups: Any = model.parameters()
+    if name == "Muon":
+        matrices, others = halfstep.muon_groups(model, weight_decay=0.0)
+        up = [named for named in matrices["params"] if named[0].endswith("up.weight")]
+        single = [named for named in matrices["params"] if not named[0].endswith("up.weight")]
+        groups = [{**matrices, "params": single}, {**matrices, "params": up, "blocks": 2}, others]
+    return getattr(halfstep, name)(groups, **OPTIONS[name], **options)
+
+
+def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
+    for model in models:
+        assert all(map(torch.equal, first.parameters(), model.parameters()))
 
 
 def loss_of(model: torch.nn.Module, step: int) -> torch.Tensor:
     tokens = torch.randint(16, (8,), generator=torch.Generator().manual_seed(step))
     return model(tokens).float().square().mean()
+
+
+def plain_steps(model: torch.nn.Module, optimizer: Any, steps: range = range(4)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
 
 
 def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scale: float = 256.0) -> None:
@@ -79,25 +103,26 @@ def sharded(ranks: int, cut: str) -> Net:
     return model
 
 
-def of_shards(rank: int, ranks: int, cut: str, names: list[str]) -> dict[str, list[Any]]:
-    """For each layout, whether weights and momentum of shards have the bits of one process."""
+def of_shards(rank: int, ranks: int, cut: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+    """For each optimizer and layout, whether weights and moments of shards have the bits of one process."""
     results = {}
-    for name in names:
+    for name, layout in cases:
         model, whole, tensors = sharded(ranks, cut), net(), []
         for module in (model, whole):
-            optimizer = muon(module, max_grad_norm=0.5, **LAYOUTS[name])
+            optimizer = optimizer_of(name, module, max_grad_norm=50.0, **LAYOUTS[layout])
             train(module, optimizer)
             states = (optimizer.state[parameter] for parameter in module.parameters())
             moments = (state[key] for state in states for key in state if key in ("momentum_buffer", "exp_avg"))
             tensors.append([*module.parameters(), *moments])
-        results[name] = [torch.equal(shards.full_tensor(), tensor) for shards, tensor in zip(*tensors, strict=True)]
+        pairs = zip(*tensors, strict=True)
+        results[name, layout] = all(torch.equal(shards.full_tensor(), tensor) for shards, tensor in pairs)
     return results
 
 
 def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
     """A checkpoint of FSDP2 in 8 bits."""
     model = sharded(ranks, "rows")
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
     return str(checkpoint.save(folder, 4, model=model, optimizer=optimizer))
 
@@ -105,7 +130,7 @@ def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
 def continued_by_shards(rank: int, ranks: int, path: str) -> list[torch.Tensor]:
     """The weights after two more steps."""
     model = sharded(ranks, "rows")
-    optimizer = muon(model, **LAYOUTS["split24, 8 bits"])
+    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     checkpoint.load(path, model=model, optimizer=optimizer)
     train(model, optimizer, range(4, 6))
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
@@ -115,7 +140,7 @@ def refused(rank: int) -> str:
     """The error of steps in the backward of shards."""
     model = sharded(2, "rows")
     try:
-        step_in_backward(model, muon(model))
+        step_in_backward(model, optimizer_of("Muon", model))
     except ValueError as error:
         return str(error)
     return "nothing"
