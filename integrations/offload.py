@@ -318,6 +318,7 @@ class _Offloaded(LayoutOptimizer):
             for member in members:
                 self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
             param_group = {**param_group, "params": members}
+        self._finish_steps()  # which look for copies of all parameters
         super().add_param_group(param_group)
         self._follow_groups()
 

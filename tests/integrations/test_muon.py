@@ -164,6 +164,27 @@ def test_what_shards_cannot_do_is_refused() -> None:
         assert "one dimension of the mesh shards" in text
 
 
+def test_states_of_keller_jordans_optimizer_load() -> None:
+    """`MuonWithAuxAdam` of github.com/KellerJordan/Muon: groups say `use_muon`, and no option that it does not have."""
+    matrix, vector = torch.nn.Parameter(torch.randn(40, 60)), torch.nn.Parameter(torch.randn(8))
+    optimizer = halfstep.Muon(
+        [{"params": [matrix]}, {"params": [vector], "algorithm": "adamw"}], adjust_lr_fn="original"
+    )
+    buffer, moments = torch.randn(40, 60), {"exp_avg": torch.randn(8), "exp_avg_sq": torch.rand(8)}
+    groups = [
+        {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0, "params": [0]},
+        {"use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0, "params": [1]},
+    ]
+    optimizer.load_state_dict(
+        {"state": {0: {"momentum_buffer": buffer}, 1: {**moments, "step": 3}}, "param_groups": groups}
+    )
+    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], buffer)
+    assert all(torch.equal(optimizer.state[vector][name], value) for name, value in moments.items())
+    assert float(optimizer.state[vector]["step"]) == 3.0
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
+    assert optimizer.param_groups[1]["eps"] == 1e-10 and optimizer.param_groups[0]["adjust_lr_fn"] == "original"
+
+
 def test_owners_share_the_work() -> None:
     shapes = [torch.Size(shape) for shape in [(64, 64), (64, 256), (256, 64), (64, 64), (8, 8)] * 8]
     for ranks in (1, 2, 4, 8):

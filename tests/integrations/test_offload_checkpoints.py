@@ -229,13 +229,15 @@ def test_steps_that_a_first_backward_has_begun_are_in_its_checkpoint(layout: str
     assert _same(run, expected)
 
 
-@pytest.mark.parametrize("method", ["state_dict", "zero_grad"])
+@pytest.mark.parametrize("method", ["state_dict", "zero_grad", "add_param_group"])
 def test_what_a_hook_calls_in_the_backward_waits_for_the_steps_that_have_begun(method: str) -> None:
     expected, run = _run("device", "split", steps=1), _stepped_slowly("split")
     counts: list[float] = []
 
+    more = [{"params": torch.nn.Parameter(torch.ones(2))}] if method == "add_param_group" else []
+
     def hook(grad: torch.Tensor) -> None:
-        getattr(run.optimizer, method)()
+        getattr(run.optimizer, method)(*more)
         counts.extend(state["step"].item() for state in run.optimizer.state.values())
 
     run.net.embedding.weight.register_hook(hook)  # whose gradient is the last
