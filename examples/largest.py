@@ -1,6 +1,7 @@
-"""The largest GPT that fits a given memory: 8-bit moments over exact fp32 masters, and steps inside the backward.
+"""The largest GPT that fits a given memory: 8-bit states over exact fp32 masters, and steps inside the backward.
 
 python examples/largest.py --memory 4
+python examples/largest.py --memory 4 --optimizer muon
 
 It plans how many blocks fit 4 GiB, trains them on Python's source, and prints the plan beside what the process took.
 """
@@ -8,6 +9,7 @@ It plans how many blocks fit 4 GiB, trains them on Python's source, and prints t
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import GPT, VOCABULARY, Block, Precision, Size
@@ -25,26 +27,38 @@ def size_of(width: int, blocks: int) -> Size:
     return Size(blocks, width, heads=width // 64, context=SEQUENCE, lr=1e-3)
 
 
-def planned(width: int, blocks: int) -> Plan:
+def planned(name: str, width: int, blocks: int) -> Plan:
     with torch.device("meta"):
-        shapes = [parameter.shape for parameter in Block(size_of(width, 1), BF16, recompute=True).parameters()]
-    root = [(VOCABULARY, width), (SEQUENCE, width), (width,), (width,), (VOCABULARY, width)]
+        block = Block(size_of(width, 1), BF16, recompute=True)
+    shapes = {name: parameter.shape for name, parameter in block.named_parameters()}
+    root = {
+        "embed": (VOCABULARY, width),
+        "embed.at": (SEQUENCE, width),
+        "norm": (2 * width,),
+        "head": (VOCABULARY, width),
+    }
     units = [unit("root", root, root=True), unit("block", shapes, count=blocks)]
-    return plan(units=units, optimizer="halfstep-split-8bit", precision="bf16", step_in_backward=BUCKET)
+    layout = "halfstep-muon-split-8bit" if name == "muon" else "halfstep-split-8bit"
+    return plan(units=units, optimizer=layout, precision="bf16", step_in_backward=BUCKET)
 
 
-def fitting(width: int, memory: int) -> int:
+def fitting(name: str, width: int, memory: int) -> int:
     """The number of blocks that fit, with a fifth left for activations and what the allocator keeps."""
     blocks = 1
-    while planned(width, blocks + 1).totals.peak <= 0.8 * memory:
+    while planned(name, width, blocks + 1).totals.peak <= 0.8 * memory:
         blocks += 1
     return blocks
 
 
-def train(width: int, blocks: int, steps: int, batch: int) -> list[float]:
+def train(name: str, width: int, blocks: int, steps: int, batch: int) -> list[float]:
     size = size_of(width, blocks)
     model = GPT(size, BF16, seed=0, recompute=True).to(BF16.dtype)
-    optimizer = halfstep.AdamW(model.parameters(), lr=size.lr, state_dtype="8bit", max_grad_norm=1.0)
+    options: dict[str, Any] = {"lr": size.lr, "state_dtype": "8bit", "max_grad_norm": 1.0}
+    optimizer: torch.optim.Optimizer
+    if name == "muon":
+        optimizer = halfstep.Muon(halfstep.muon_groups(model, adamw=("bytes", "positions", "head")), **options)
+    else:
+        optimizer = halfstep.AdamW(model.parameters(), **options)
     step_in_backward(model, optimizer, bucket_bytes=BUCKET, clipping="previous")
     text = torch.tensor(list(Path(os.__file__).read_bytes()))
     losses = []
@@ -68,18 +82,20 @@ def resident(key: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory", type=float, default=1.0, help="GiB (default: 1)")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--width", type=int, default=512, help="a multiple of 64 (default: 512)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=4, help="sequences of 128 bytes per step (default: 4)")
     options = parser.parse_args()
 
-    blocks = fitting(options.width, int(options.memory * 2**30))
-    fits = planned(options.width, blocks)
+    name, width = options.optimizer, options.width
+    blocks = fitting(name, width, int(options.memory * 2**30))
+    fits = planned(name, width, blocks)
     print(f"{blocks} blocks, {fits.parameters:,} parameters; planned: {fits.totals.peak / 2**20:,.0f} MiB")
 
-    train(64, 1, 1, 1)  # loads what the first step needs
+    train(name, 64, 1, 1, 1)  # loads what the first step needs
     before = resident("VmRSS")
-    losses = train(options.width, blocks, options.steps, options.batch)
+    losses = train(name, width, blocks, options.steps, options.batch)
     used = resident("VmHWM") - before
     print(f"the process took {used / 2**20:,.0f} MiB, with activations")
     print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")

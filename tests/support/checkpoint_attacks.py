@@ -49,9 +49,15 @@ def model_of(value: float = 0.5) -> torch.nn.Module:
     return model
 
 
+def _muon(parameters: Any, lr: float) -> halfstep.Muon:
+    weight, bias = parameters
+    return halfstep.Muon([{"params": [weight]}, {"params": [bias], "algorithm": "adamw"}], lr=lr)
+
+
 OPTIMIZERS: dict[str, Any] = {
     "ours": halfstep.AdamW,
     "offloaded": OffloadedAdamW,
+    "muon": _muon,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
 }
@@ -83,11 +89,11 @@ def state_dicts(model: torch.nn.Module, optimizer: halfstep.AdamW, form: Any = "
 
 
 class Bases:
-    """Good checkpoints in `folder`: of this version, of torch, and of earlier versions."""
+    """Good checkpoints in `folder` of the optimizer `name`: of this version, of torch, and of earlier versions."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "ours") -> None:
         model = model_of()
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(model, name)
         scaler = scaler_of()
         self.shards = checkpoint.save(folder / "shards", 7, EXTRA, model=model, optimizer=optimizer, scaler=scaler)
         whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": EXTRA}

@@ -38,10 +38,11 @@ class Tries:
     """Successive attacks, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.bases, self.guard = folder, attacks.Bases(folder), attacks.Guard()
+        self.folder, self.guard = folder, attacks.Guard()
+        self.bases = [attacks.Bases(folder / name, name) for name in ("ours", "muon")]
         self.setups: dict[str, tuple[Any, Any, Any, Any]] = {}
         for name in attacks.OPTIMIZERS:  # whatever is imported late is imported now
-            for base in (self.bases.shards, self.bases.before):
+            for base in (self.bases[0].shards, self.bases[0].before):
                 with contextlib.suppress(checkpoint.CheckpointError):
                     model, optimizer, scaler, _ = self._setup(name)
                     checkpoint.load(base, model=model, optimizer=optimizer, scaler=scaler)
@@ -72,7 +73,7 @@ class Tries:
         error: BaseException | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            way = attacks.attack(self.bases, base, path, rng)
+            way = attacks.attack(rng.choice(self.bases), base, path, rng)
             begun = time.process_time()  # which a busy machine does not lengthen
             with self.guard.watch() as seen:
                 try:
