@@ -14,7 +14,9 @@ from offload_ranks import LAYOUTS, PROGRAMS
 from halfstep.numerics.scaling.sharding import local
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(2, "rows"), (4, "rows"), (4, "hsdp"), (2, "columns")])
+@pytest.mark.parametrize(
+    ("ranks", "cut"), [(2, "rows"), pytest.param(4, "rows", marks=pytest.mark.exhaustive), (4, "hsdp"), (2, "columns")]
+)
 def test_shards_have_the_bits_of_the_device_and_of_one_process(ranks: int, cut: str) -> None:
     layouts = list(LAYOUTS) if (ranks, cut) == (2, "rows") else ["split24, 8 bits"]
     assert rank_processes.run(offload_ranks.of_shards, ranks, ranks, cut, layouts) == [[]] * ranks

@@ -169,7 +169,9 @@ def test_a_skipped_first_step_leaves_the_next_one_without_dampening() -> None:
     assert_same(model, skipped)
 
 
-@pytest.mark.parametrize(("ranks", "cut"), [(2, "rows"), (4, "rows"), (4, "hsdp"), (2, "columns")])
+@pytest.mark.parametrize(
+    ("ranks", "cut"), [(2, "rows"), pytest.param(4, "rows", marks=pytest.mark.exhaustive), (4, "hsdp"), (2, "columns")]
+)
 def test_shards_have_the_bits_of_one_process(ranks: int, cut: str) -> None:
     run = [("Muon", "split")] + [("Muon", "split24, 8 bits")] * (cut != "columns")
     run = CASES if (ranks, cut) == (2, "rows") else run
