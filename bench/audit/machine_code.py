@@ -252,10 +252,8 @@ _AMD_EXPANSIONS = {
     "f16": ("half", "v_sqrt_f16", 0),
 }
 # The required modes of a launch: keep subnormals (3), round to nearest even (0), keep the infinities of fp16 (0).
-_AMD_MODES = {"float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "float_round_mode_32": 0} | {
-    "float_round_mode_16_64": 0,
-    "fp16_overflow": 0,
-}
+_AMD_MODES = dict.fromkeys(("float_denorm_mode_32", "float_denorm_mode_16_64"), 3)
+_AMD_MODES |= dict.fromkeys(("float_round_mode_32", "float_round_mode_16_64", "fp16_overflow"), 0)
 _AMD_MODE = re.compile(rf"^\s*\.amdhsa_({'|'.join(_AMD_MODES)}) (\d+)", re.MULTILINE)
 _AMD_SETS_MODE = re.compile(r"^\s*(s_setreg(?:_imm32)?_b32)\b", re.MULTILINE)
 _LLVM_FUSED = re.compile(r"\bcall\b.*@llvm\.(fma|fmuladd)\b")

@@ -28,11 +28,11 @@ from halfstep.bench.cases.adam import (
     TYPICAL,
     OptimizerInputs,
     Weights,
-    error,
     exact_weights,
     prepare,
     rows_and_columns,
     torch_adamw,
+    update_error,
 )
 from halfstep.bench.harness import Case, Prepared
 
@@ -65,10 +65,6 @@ class StepInputs(OptimizerInputs):
         return self.exact([factor * clip for factor, clip in zip(finite, clips, strict=True)])
 
 
-def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
-    return StepInputs(**vars(prepare(device, shape, dtype, RULE)))
-
-
 def _stepping(
     inputs: StepInputs, weights: Weights, optimizer: Any, scaler: torch.amp.GradScaler, step: Callable[[], Any]
 ) -> Prepared:
@@ -93,7 +89,7 @@ def _stepping(
 
 def _error(inputs: StepInputs, answer: tuple[list[torch.Tensor], float]) -> float:
     weights, scale = answer
-    return error(inputs.weights, weights, inputs.truth) if scale == SCALE / 2 else math.inf
+    return update_error(inputs, weights) if scale == SCALE / 2 else math.inf
 
 
 def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
@@ -124,11 +120,8 @@ def _torch(inputs: StepInputs, **options: Any) -> Prepared:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """bf16 weights with fp32 masters, and fp32 weights, with each number of tensors."""
-    fp32 = {
-        "halfstep": _halfstep,
-        "torch fused": partial(_torch, fused=True),
-        "torch foreach": partial(_torch, foreach=True),
-    }
+    torchs = {"torch fused": partial(_torch, fused=True), "torch foreach": partial(_torch, foreach=True)}
+    fp32 = {"halfstep": _halfstep, **torchs}
     full = {"halfstep": _halfstep, "halfstep full master": partial(_halfstep, master_weights="full")}
     jobs: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
         ("bf16, fp32 master", torch.bfloat16, 28, full | fp32),
@@ -147,7 +140,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 bytes_moved=elements * bytes_each,
                 bound=BOUND,
                 error_unit="as a share of the update",
-                prepare=partial(_prepare, shape=shape, dtype=dtype),
+                prepare=partial(prepare, shape=shape, dtype=dtype, rule=RULE, inputs=StepInputs),
                 providers=providers,
                 error=_error,
             )

@@ -91,14 +91,8 @@ def _amp_unscale(grads: Grads, inverse: torch.Tensor) -> Summary:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Both jobs in each dtype, with each number of tensors."""
-    checks: dict[str, Function] = {
-        "halfstep": _halfstep_check,
-        "torch foreach": _foreach_check,
-    }
-    unscales: dict[str, Function] = {
-        "halfstep": _halfstep_unscale,
-        "torch amp + foreach norm": _amp_unscale,
-    }
+    checks: dict[str, Function] = {"halfstep": _halfstep_check, "torch foreach": _foreach_check}
+    unscales: dict[str, Function] = {"halfstep": _halfstep_unscale, "torch amp + foreach norm": _amp_unscale}
     compiled_check = {"torch.compile": partial(_compiled, _foreach_check, sizes)}
     jobs: tuple[tuple[str, dict[str, Function], dict[str, Any], Callable[..., float], int], ...] = (
         ("check", checks, compiled_check, partial(_error, 1.0, 1.0), 1),
