@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, pairwise
@@ -96,6 +96,11 @@ def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module
         for module in (*model.get_submodule("blocks").children(), model):
             fully_shard(module, mesh=mesh)
     return model
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors in this process, of sharded ones those of the shards."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
@@ -182,7 +187,6 @@ class Trainer:
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
-        self.gradient_bytes = 0  # set in the first step
         self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
         names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
         self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
@@ -196,11 +200,7 @@ class Trainer:
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
-        sizes = [
-            sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-            for tensors in (self.plain.parameters(), grads, state)
-        ]
-        self.gradient_bytes = sizes[1] or self.gradient_bytes
+        sizes = list(map(local_bytes, (self.plain.parameters(), grads, state)))
         if not self.memory or self.memory[-1][1:] != sizes:
             self.memory.append([self.step, *sizes])
 
@@ -319,7 +319,6 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "history": {name: torch.tensor(points, dtype=torch.float64) for name, points in self.history.items()},
-            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -328,15 +327,11 @@ class Trainer:
         (zero.load_state_dict if self.zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        world, counted = self.world, state["gradients"]
         if self.monitor is not None:
-            # The counts are sums over all ranks.
-            counts = torch.zeros_like(counted["counts"]) if world.rank else counted["counts"]
-            self.monitor.load_state_dict({**counted, "counts": counts})
+            counted = state["gradients"]  # sums over all ranks, which the first one continues
+            self.monitor.load_state_dict({**counted, "counts": counted["counts"] * (self.world.rank == 0)})
         self.history = {name: state["history"][name].tolist() for name in self.history}
         self.step = self.scheduler.last_epoch = state["step"]
-        if state["gradient_bytes"]["world_size"] == world.size:
-            self.gradient_bytes = state["gradient_bytes"]["bytes"]
         self.memory = []
         self._measure()
 
@@ -394,7 +389,10 @@ class Trainer:
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
                 peak = card(torch.cuda.get_device_name(world.device)).flops
-        sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
+        # A run that was resumed after its last step has no gradients.
+        trained = local_bytes(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
+        sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": trained}
+        scales = history["scale"] if self.scaler is not None else None
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -410,7 +408,7 @@ class Trainer:
             "best_step": best_step,
             "stopped_early": early,
             "skipped_steps": len(skipped),
-            "final_scale": history["scale"][-1] if self.scaler is not None else None,
+            "final_scale": scales and scales[-1],
             **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},
             "memory": self.memory,
             "step_ms_p50": step_ms,
@@ -425,7 +423,7 @@ class Trainer:
             "trouble": trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history["train_loss"]],
             "validation": [point for point in history["validation"] if math.isfinite(point[1])],
-            "scale": history["scale"] if self.scaler is not None else None,
+            "scale": scales,
             "skipped": skipped,
             "overflow": self._overflow(),
             "gradients": self._gradients(),
