@@ -155,5 +155,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep bench gpu`` with the arguments `argv`. Returns the exit status."""
     return command_line.run(_parser(), argv, _run)

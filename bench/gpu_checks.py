@@ -46,8 +46,6 @@ Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, an
 
 
 class Check(NamedTuple):
-    """A check, or a measurement."""
-
     run: Run
     stage: str  # "first", "bits", "headline", "tests" or "times". Those of the bits run side by side
     limit: float = LIMIT  # seconds until it is stopped
@@ -210,7 +208,6 @@ def _compile(group: str, quick: bool, device: torch.device) -> None:
 
 
 def compiles(provider: str) -> bool:
-    """Whether ``torch.compile`` has to compile a provider."""
     return provider == "torch.compile" or provider.startswith("torchao")
 
 

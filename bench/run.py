@@ -96,5 +96,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
     return command_line.run(_parser(), argv, _run)

@@ -26,7 +26,6 @@ from halfstep.kernels.backend import triton
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The environment of the measurements: versions, device, threads and date."""
     return {
         "halfstep": halfstep.__version__,
         "torch": torch.__version__,
@@ -39,7 +38,6 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    """The results for JSON; see `harness`."""
     return {**about, "results": [asdict(result) for result in results]}
 
 
@@ -79,7 +77,6 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
 
 
 def _headline(about: dict[str, Any]) -> str:
-    """One line with versions, device, threads and date."""
     threads = f", {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["threads"] else ""
     triton = f", triton {about['triton']}" if about["triton"] else ""
     modes = ", quick" * about["quick"] + ", processor time" * about.get("processor_time", False)

@@ -192,7 +192,6 @@ Clock = CpuClock | GpuClock
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
     return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 

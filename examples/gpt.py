@@ -69,7 +69,6 @@ class Precision:
 
     @classmethod
     def on(cls, name: str, device: torch.device) -> Precision:
-        """The precision `name` on `device`."""
         slow = ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
         return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in slow)
 

@@ -125,7 +125,6 @@ def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]
 
 
 def show_table(content: dict[str, Any]) -> None:
-    """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
     if outcome(content):
         say(outcome(content))

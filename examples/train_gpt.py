@@ -229,14 +229,12 @@ class Trainer:
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
     def _parts(self, windows: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of a batch, on the device."""
         device = self.world.device
         inputs, targets = (x.to(device, non_blocking=True) for x in windows)
         count = self.options.accumulate
         return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
 
     def advance(self) -> None:
-        """One step: forward, backward, optimizer."""
         options = self.options
         rows = self.world.rows(options.batch)
         batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
@@ -322,7 +320,6 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the content of a checkpoint."""
         checkpoint.load_model(self.plain, state["model"])
         (zero.load_state_dict if self.zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
         if self.scaler is not None:
@@ -493,7 +490,6 @@ class Display:
             self.note(line)
 
     def note(self, text: str) -> None:
-        """Print a line. What is not printable, in names of files for example, is escaped."""
         self.progress.clear()
         if not self.quiet:
             say(text)
@@ -551,12 +547,10 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
 
 
 def folder_of(run: Run, out: Path) -> Path:
-    """The folder of a run's checkpoints."""
     return out / "checkpoints" / run.name.replace(" ", "-")
 
 
 def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
-    """The checkpoint from which a run continues, if any."""
     folder = folder_of(run, options.out)
     newest = checkpoint.newest(folder)
     if restarts() and options.save_every and (newest or options.resume is None):

@@ -333,7 +333,6 @@ def encode_linear_block(x, noise):
 
 @jit
 def widened_packed(x, factor):
-    """bf16 times an fp32 number."""
     ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
 

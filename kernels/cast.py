@@ -126,7 +126,6 @@ if tl is not None:
 
 @jit
 def _widened(x, SOURCE: tl.constexpr):
-    """Convert a block from its stored form (FP8 as uint8 codes) to fp32, exactly."""
     if SOURCE == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
     elif SOURCE == tl.float8e4nv and cuda_capability_geq(8, 9):
@@ -167,7 +166,6 @@ def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURA
 
 @jit
 def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
-    """Convert a block from the stored form of one format to that of another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
     elif TARGET.primitive_bitwidth == 8:
@@ -258,7 +256,6 @@ def _cast_chunk(
 
 @jit
 def _plain(value):
-    """The inverse of `_unspecialized`."""
     return (value + 4611686018427387904) >> 1
 
 
@@ -316,7 +313,6 @@ _WIDENED_BY_US = 2**22  # elements from which a GPU's single tensor is widened b
 
 
 def _torch_converts(source: torch.Tensor, dtype: torch.dtype, mode: int, saturate: bool) -> bool:
-    """Whether torch converts a single tensor."""
     usual = mode == NEAREST and not saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
     widens = source.is_cuda and source.itemsize < dtype.itemsize and source.numel() >= _WIDENED_BY_US
     return usual and not widens and chosen() == "auto" and (source.is_cuda or source.is_cpu)
@@ -324,7 +320,6 @@ def _torch_converts(source: torch.Tensor, dtype: torch.dtype, mode: int, saturat
 
 @functools.cache
 def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool) -> dict[str, Any]:
-    """What a kernel is compiled for."""
     return {
         "SOURCE": format_of(source).triton_type,
         "TARGET": format_of(target).triton_type,

@@ -40,14 +40,12 @@ class Format(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The torch dtype."""
         import torch
 
         return getattr(torch, self.torch)
 
     @property
     def triton_type(self) -> Any:
-        """The Triton type, to pass to a kernel as a constexpr."""
         import triton.language as tl
 
         return getattr(tl, self.triton)

@@ -22,8 +22,6 @@ DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
 
 class Rules(NamedTuple):
-    """How the loss scale changes."""
-
     growth_factor: float  # what the scale is multiplied by when it grows
     backoff_factor: float  # the same after an overflow
     growth_interval: int  # consecutive steps without overflow after which the scale grows

@@ -191,7 +191,6 @@ class TensorTable:
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The `address` of each tensor."""
     addresses = list(map(_address, tensors))
     if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
         list(map(address, tensors))
@@ -262,7 +261,6 @@ def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
-    """The indices of the tensors of each dtype."""
     dtypes = list(map(attrgetter("dtype"), tensors))
     if len(set(dtypes)) == 1:
         return {dtypes[0]: range(len(tensors))}

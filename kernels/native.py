@@ -196,7 +196,6 @@ def _loaded(paths: Iterable[Path]) -> ctypes.CDLL | None:
 
 
 def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library `name` from a private folder; None if no undamaged one loads."""
     return _loaded(filter(_holds_what_it_says, sorted(folder.glob(f"{name}-*.so"))))
 
 
@@ -220,7 +219,6 @@ def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CD
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
-    """The loaded library, or the reason why there is none."""
     if brought := prebuilt(source):
         import torch  # noqa: F401  # which brings the functions of OpenMP
 

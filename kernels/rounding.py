@@ -192,7 +192,6 @@ def from_float32(x, dtype: tl.constexpr):
 
 @constexpr_function
 def form_of(dtype: Any) -> Format:
-    """The row of a Triton type."""
     return next(form for form in TABLE if form.triton_type == dtype)
 
 

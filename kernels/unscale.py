@@ -191,7 +191,6 @@ def note(flags: torch.Tensor, tally: Tally) -> None:
 
 
 def _factor_in_torch(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
-    """The factor as a 0-dim fp32 tensor."""
     if factor is None:
         return None
     if isinstance(factor.value, float):
@@ -217,7 +216,6 @@ def _by_operations(
 def _finish_by_operations(
     total: torch.Tensor, out: Verdict, norm: torch.Tensor | None = None, tally: Tally | None = None
 ) -> None:
-    """Write what follows from `out.flags` and the sum of squares."""
     out.sum_of_squares.copy_(total)
     out.found_inf.copy_(out.flags.any())
     if norm is not None:
@@ -245,7 +243,6 @@ def _tree_sum_block(values, LENGTH: tl.constexpr):
 
 @jit
 def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
-    """Record the flags and the sum of squares of one chunk."""
     magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     biggest = tl.max(magnitude, axis=0)
     if biggest >= 0x7F800000:

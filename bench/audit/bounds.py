@@ -32,7 +32,6 @@ class Bounds(NamedTuple):
 
 
 def key(row: dict[str, Any]) -> str:
-    """The name of a row of the audit in the file."""
     return f"{row['kernel']} | {row['variant']} | {row['target']}"
 
 

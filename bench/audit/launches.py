@@ -50,7 +50,6 @@ class Launch:
     options: dict[str, Any]  # all options of the compiler
 
     def constant(self, name: str) -> Any:
-        """The value of a constant argument."""
         return self.constants[(self.kernel.arg_names.index(name),)]
 
     def compile(self, target: str) -> Any:

@@ -65,7 +65,6 @@ _ELEMENT = re.compile(r"tensor<(?:\d+x)+(?:!tt\.ptr<)?[a-z]+(\d+)")
 
 
 def _locations(ttgir: str) -> dict[str, Site]:
-    """The innermost source line of each location name."""
     sites: dict[str, Site] = {}
     alias: dict[str, str] = {}
     for line in ttgir.splitlines():

@@ -32,8 +32,6 @@ LABELLED = 9  # kernels per GPU: those beyond the limit with the most instructio
 
 
 class GPU(NamedTuple):
-    """A GPU."""
-
     target: str  # the architecture, for example "sm_90"
     multiprocessors: int
     lanes: int  # threads per clock for which a multiprocessor issues an instruction

@@ -83,7 +83,6 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 
 
 def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> None:
-    """Fill in `row` from the compiled kernel."""
     from halfstep.kernels.backend import MOST_THREADS
 
     ttgir = compiled.asm["ttgir"]

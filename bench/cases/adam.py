@@ -75,18 +75,15 @@ class OptimizerInputs:
 
     @property
     def low(self) -> bool:
-        """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
 
     def parameters(self, dtype: torch.dtype) -> Parameters:
-        """A separate parameter for each row, with a separate gradient."""
         result = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
         for parameter, grad in zip(result, self.grads, strict=True):
             parameter.grad = grad.to(dtype, copy=True)
         return result
 
     def scaled(self, grads: torch.Tensor, factor: float) -> torch.Tensor:
-        """The gradients of a step."""
         return grads * factor
 
     def load(self, grads: list[torch.Tensor], factor: float) -> None:
@@ -341,5 +338,4 @@ def optimizer_cases(
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of AdamW."""
     return optimizer_cases("adam", "adamw", _jobs(sizes), RULE, sizes)

@@ -44,7 +44,6 @@ def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of Muon."""
     theirs, bf16 = {"torch": partial(stepping, RULE, masters=True)}, torch.bfloat16
     coded = {"halfstep": partial(_halfstep, state_dtype="8bit"), **theirs}
     jobs = (

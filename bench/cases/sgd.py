@@ -23,7 +23,6 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of SGD."""
     names = ("fused", "foreach")
     torchs = {f"torch {name}": partial(stepping, partial(RULE, **{name: True}), masters=True) for name in names}
     ours = (partial(halfstep.SGD, **HYPER, state_dtype=state) for state in (FP32, BF16))

@@ -35,7 +35,6 @@ class SoftmaxInputs:
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        """The softmax in float64."""
         return torch.softmax(self.x.detach().double(), -1)
 
 
@@ -86,7 +85,6 @@ def _backward_error(inputs: SoftmaxInputs, got: torch.Tensor) -> float:
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Forward and backward in each dtype, with each number of columns."""
     directions: dict[str, tuple[Callable[..., Prepared], Callable[[Any, Any], float], int]] = {
         "forward": (_forward, lambda inputs, got: _in_eps(got, inputs.exact, inputs.exact), 2),
         "backward": (_backward, _backward_error, 3),

@@ -49,7 +49,6 @@ class StepInputs(OptimizerInputs):
 
     @cached_property
     def norm(self) -> float:
-        """The norm of all gradients."""
         return float(self.grads.double().norm())
 
     @property

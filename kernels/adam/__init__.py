@@ -24,8 +24,6 @@ from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take oper
 
 @dataclass(frozen=True)
 class Layout(KernelLayout):  # noqa: F405
-    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam."""
-
     amsgrad: bool  # keep the maximum of the second moment
     l2: bool  # add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW)
 

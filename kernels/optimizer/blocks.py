@@ -37,8 +37,6 @@ class Blocks(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a step reads of some blocks."""
-
     weight: Any
     extra: Any  # master or remainder
     grad: Any
@@ -49,8 +47,6 @@ class Loaded(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the numbers of a tensor are read from."""
-
     table: Any
     tensors: Any
     hyper: Any
@@ -73,7 +69,6 @@ def load_scales(address, blocks, TYPE: tl.constexpr):
 
 @jit
 def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr):
-    """Store the scales of the blocks that exist."""
     at = address.to(tl.pointer_type(named(TYPE))) + blocks.number
     if HINT:
         # The threads that share a block, of which the first one stores. In this shape, and with addresses that differ
@@ -201,7 +196,6 @@ def _existing(size, HINT: tl.constexpr):
 
 @jit
 def _row_and_block(number, per_row):
-    """The row of a block and its number there."""
     row = number // per_row
     return row, number - row * per_row
 

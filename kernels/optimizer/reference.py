@@ -48,7 +48,6 @@ def _count(step: torch.Tensor) -> torch.Tensor:
 
 
 def _prepare(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    """Advance the step counts and fill `batch.hyper`."""
     device = batch.hyper.device
     skip = torch.zeros((), dtype=torch.float32, device=device)
     if control.found_inf is not None:
@@ -88,7 +87,6 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor | None) ->
 
 
 def _load_moment(stored: dict[int, torch.Tensor], operand: int) -> torch.Tensor:
-    """A moment in fp32, of its operands as they are stored."""
     if SCALES_OF[operand] not in stored:
         return stored[operand].float()
     return block_codes.decode(stored[operand], stored[SCALES_OF[operand]], signed=operand == ROWS.M)
@@ -146,7 +144,6 @@ def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.T
 
 
 def step(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    """One step over the tensors of a batch, in place."""
     if family.prepares:
         _prepare(family, batch, groups, control)
     for index, row in enumerate(batch.hyper):

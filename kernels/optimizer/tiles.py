@@ -35,8 +35,6 @@ class Operands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Elements that are updated together."""
-
     start: Any  # the chunk's first element, int64
     offsets: Any  # from there
     mask: Any  # which exist
@@ -94,7 +92,6 @@ def load_operands(table, tensors, FORM: tl.constexpr):
 
 @jit
 def are_aligned(at):
-    """Whether all operands begin at multiples of 16 bytes."""
     return (at.grad | at.param | at.extra | at.m | at.v | at.top) % 16 == 0
 
 
@@ -146,7 +143,6 @@ def store(address, tile, x, TYPE: tl.constexpr, HINT: tl.constexpr):
 
 @jit
 def rounded(x, word, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """fp32 numbers as they are stored."""
     if STOCHASTIC and TYPE != "fp32":
         return stochastic_float32(x, word, named(TYPE), True)
     else:
@@ -160,7 +156,6 @@ def larger(v, top):
 
 @jit
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
-    """The fp32 weights of a tile."""
     if FORM.RESULT:
         w = 0.0
     elif FORM.REMAINDER:

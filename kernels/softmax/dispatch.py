@@ -35,7 +35,6 @@ def _implementation(x: torch.Tensor, dim: int, *dtypes: torch.dtype) -> str:
 def forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute the operator ``softmax``."""
     implementation = _implementation(x, dim, dtype)
     if implementation == "reference":
         return rule.forward(x, mask, dim, scale, causal, log, dtype)
@@ -70,7 +69,6 @@ def forward(
 def backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute the operator ``softmax_backward``."""
     implementation = _implementation(y, dim, grad.dtype, dtype)
     if implementation == "reference":
         return rule.backward(grad, y, dim, scale, causal, log, dtype)

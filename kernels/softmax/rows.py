@@ -64,8 +64,6 @@ class Strides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
-
     MASK: int  # PLAIN, BOOLEAN or ADDITIVE
     CAUSAL: bool  # drop the columns above the diagonal
     LOG: bool  # y is the logarithm of the softmax
@@ -187,13 +185,11 @@ def _ends(span, columns, form: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _vectors(begin, PART: tl.constexpr, tile: tl.constexpr):
-    """The first element of each vector in one part of a tile that begins at `begin`."""
     return begin + (PART * tile.LANES + tl.arange(0, tile.LANES)[None, :, None]) * tile.VECTOR
 
 
 @jit
 def _elements(begin, PART: tl.constexpr, tile: tl.constexpr):
-    """The elements of one part of a tile that begins at `begin`."""
     return _vectors(begin, PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
 
 
@@ -224,7 +220,6 @@ def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _logits(operands, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """A tile of x, and its z."""
     xs = _loaded(operands.x, 1, begin, span.read, POLICY, tile)
     masks = xs
     if form.MASK != arithmetic.PLAIN:
@@ -256,7 +251,6 @@ def _tops(xs, zs, tops, scale, begin, span, form: tl.constexpr, tile: tl.constex
 
 @jit
 def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """exp(z - top) of a tile, and its sum over the vectors of each lane."""
     es = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
@@ -273,13 +267,11 @@ def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _in_lanes(terms, begin, PART: tl.constexpr, span, tile: tl.constexpr):
-    """The sums of a part over the vectors of each lane."""
     return tl.where(_vectors(begin, PART, tile) < span.read, tl.sum(terms, axis=2, keep_dims=True), 0.0)
 
 
 @jit
 def _store(y, zs, es, top, norm, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """Write the result of a tile."""
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
             result = arithmetic.normalized(zs[part] - top, es[part], norm, form.LOG)
@@ -402,7 +394,6 @@ def _summed(grad, y, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile
 
 @jit
 def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """Write dx of a tile."""
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         result = arithmetic.gradient(to_float32(dys[part]), to_float32(ys[part]), total, scale, form.LOG)
         if form.CAUSAL:

@@ -32,8 +32,6 @@ class Strides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
-
     ONE_PASS: bool  # a tile holds whole sums
     COLUMNS: int  # shape of a tile
     WIDTH: int
@@ -59,13 +57,11 @@ def _plane(pointer, a, b, c, strides):
 
 @jit
 def _at(plane, column):
-    """Pointers to columns of all sums of a program."""
     return plane.first + (column.to(tl.int64)[:, None] * plane.step + plane.side)
 
 
 @jit
 def _loaded(plane, column, inside, POLICY: tl.constexpr):
-    """Columns of all sums of a program, 0 for those that are not `inside`."""
     return tl.load(_at(plane, column), mask=inside, other=0.0, eviction_policy=POLICY)
 
 
@@ -254,7 +250,6 @@ def _launch(
 
 
 def forward(layout: Layout, y: torch.Tensor, scale: float, columns: int, log: bool) -> None:
-    """Launch the forward kernel into the contiguous `y`."""
     a, b, c = layout.sizes
     # Otherwise Triton does not know that all rows can be cut into vectors, and a thread has one neighbour.
     vectors = layout.x_strides[2] == 1 and c % 16 == 0

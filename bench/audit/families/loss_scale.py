@@ -11,6 +11,5 @@ from halfstep.kernels.loss_scale import loss_scale_kernel
 
 
 def variants() -> Iterator[Variant]:
-    """Both rules of the hysteresis."""
     yield Variant(loss_scale_kernel, "update", amp_step)
     yield Variant(loss_scale_kernel, "update, refill on clean", partial(amp_step, hysteresis_refill="clean_step"))

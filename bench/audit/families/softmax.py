@@ -74,7 +74,6 @@ _TILE, _TRIP = ("tile",), ("trip",)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:
-    """A tensor of uninitialized memory."""
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
 
 
@@ -94,7 +93,6 @@ def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, 
 
 
 def _variant(kernel: Any, name: str, backward: bool) -> Variant:
-    """The variant of a name."""
     of = _NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
     columns, source, target, mask = int(of["columns"]), of["source"], of["target"], of["mask"]
     read, written = _DTYPES[source].itemsize, _DTYPES[target].itemsize
