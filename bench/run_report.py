@@ -42,7 +42,7 @@ def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write the results to a file atomically, each on a line."""
+    """Write the results to a file atomically, each on a line. An infinite error is ``Infinity``."""
     unfinished = path.with_suffix(".tmp")
     head, rows = json.dumps({**about, "results": []}, indent=1), (json.dumps(asdict(result)) for result in results)
     unfinished.write_text(head.replace('"results": []', '"results": [\n' + ",\n".join(rows) + "\n]") + "\n")

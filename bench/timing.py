@@ -1,13 +1,9 @@
 """Time calls in interleaved rounds, and a plain copy for comparison.
 
-Every benchmark times with `rounds`. Each round times all calls once, so that a machine that slows down slows all of
-them, and ratios are computed per round (`paired`). The order is random in each round: a call starts with the caches
-that the previous call left, and pays for dirty lines that are still to be written back, so no call may always follow
-the same one. Python's garbage collector is off meanwhile.
-
-On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a GPU it is one call between
-two events, after a write to a buffer larger than the L2 cache ("cold"). The write is queued first, so that the host has
-queued the call before the GPU reaches it.
+Each round of `rounds` times all calls once, in random order, so that a machine that slows down slows all of them, and
+no call always finds the caches that the same one left. Ratios are computed per round (`paired`). Python's garbage
+collector is off meanwhile. On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a
+GPU it is one call between two events, after a write to a buffer larger than the L2 cache ("cold").
 """
 
 from __future__ import annotations
@@ -81,10 +77,8 @@ def refusing_waits() -> Iterator[None]:
 
 
 class GpuClock:
-    """Times calls on a GPU with events, with a cold L2 cache.
-
-    The time between the events does not include the host: the GPU sleeps (``torch.cuda._sleep``) until the call is
-    queued. The sleep is made longer until that is the case. The exception are calls that wait for the GPU themselves.
+    """Times calls on a GPU with events, with a cold L2 cache and without the host: the GPU sleeps until the call is
+    queued, unless the call waits for the GPU itself.
     """
 
     sample = 0.0

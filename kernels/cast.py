@@ -579,11 +579,9 @@ def foreach_cast(
     """Cast a list of tensors in one launch per source dtype. Not differentiable.
 
     Args:
-        tensors: fp32, fp16, bf16, float8_e4m3fn and float8_e5m2 tensors of any shapes on one device; may be empty.
-        dtype: one of the same dtypes.
-        rounding, saturate: as in `cast`.
-        seed: as in `cast`. Each tensor has its own noise, which depends on its position in the list and not on the
-            other tensors. A list of one tensor gets the noise of `cast`.
+        tensors: tensors of any shapes and dtypes that `cast` takes, on one device; may be empty.
+        dtype, rounding, saturate, seed: as in `cast`. Each tensor has its own noise, which depends on its position in
+            the list and not on the other tensors. A list of one tensor gets the noise of `cast`.
         out: output tensors, one per input, with the shape of the input, dtype `dtype` and any strides. They must not
             overlap.
         offsets: for each tensor the `offset` of `cast`. Default: all 0.
@@ -592,9 +590,7 @@ def foreach_cast(
         The new tensors, or those of `out`, in order.
 
     Raises:
-        TypeError: an element of `tensors`, `dtype`, `seed` or an offset is not of the types above.
-        ValueError: unknown `rounding`, tensors on different devices, `out` does not fit, `seed` or `offsets` as in
-            `cast`.
+        TypeError, ValueError: as in `cast`, also if tensors are on different devices or numbers of arguments differ.
 
     Examples:
         >>> weights = [torch.ones(2), torch.zeros(3)]

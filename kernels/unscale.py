@@ -629,19 +629,11 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
     """Multiply a list of tensors by `inv_scale` in place and check the result, in one pass.
 
     The product is computed in fp32 and rounded once to the dtype of the tensor; the check and the norm use the stored
-    values.
-
-    Args:
-        grads: fp32, fp16 and bf16 tensors of any shapes on one device; may be empty.
-        inv_scale: a float or a one-element tensor on any device.
+    values. Arguments and errors are those of `foreach_check`, except that `inv_scale` is required.
 
     Returns:
         `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device. The call does not wait for the device, except
         for an `inv_scale` on a GPU that gradients on the CPU are multiplied by.
-
-    Raises:
-        TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, or `inv_scale` is not one number.
 
     Examples:
         >>> gradients = [torch.tensor([6.0, 8.0])]

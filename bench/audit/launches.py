@@ -1,9 +1,7 @@
 """Record the launches of Triton kernels, and what Triton would compile for each, instead of running them.
 
-A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the
-arguments for a target that need not exist here. Its decisions are recorded (the types of arguments, which are constants
-or divisible by 16, and all compiler options) and the kernel is not run. The audit therefore needs no copy of a
-launcher's decisions that could become outdated.
+A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the arguments for a target that
+need not exist here, and its decisions are recorded, so that the audit needs no copy of a launcher's decisions.
 """
 
 from __future__ import annotations

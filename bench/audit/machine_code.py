@@ -1,20 +1,17 @@
 """Analyze the code of a compiled kernel: global memory accesses, registers, spills, barriers, contractions.
 
 The input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA,
-assembly on AMD, and the TTGIR of both. No kernel is run, and no GPU is needed.
+assembly on AMD, and the TTGIR of both.
 
-**Bulk path.** A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a wide path for aligned
-tensors, and narrow code for tails and misaligned tensors. Debug information gives the source line of every access, and
-the TTGIR gives the type that the line loads or stores: a single value or a tile. Uniform accesses are ignored. Of the
-other loads, the bulk path has every access of at least 64 bits or 4 elements, or the widest accesses if there are none;
-the same for stores. Atomic operations are ignored, since kernels use them only for flags. An operand whose accesses are
-narrower is therefore missing from the bytes, which are then fewer than the least possible. An access without a line
-(line 0) is ignored as well: the compiler made it from accesses of several lines, which only uniform ones are, since
-those of tiles have different operands.
+**Bulk path.** A kernel has a few uniform loads (pointers, sizes, scalars), a wide path for aligned tensors, and narrow
+code for tails. Debug information gives the source line of every access, and the TTGIR whether the line moves a single
+value or a tile. Of the accesses of tiles, the bulk path has those of at least 64 bits or 4 elements, or else the
+widest. Atomic operations are ignored, since kernels use them only for flags; so are accesses without a line (line 0),
+which the compiler made from several uniform ones.
 
-**Limits.** The count is static: each instruction counts once, even if it is predicated, and so does the body of a loop.
-On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a
-software pipeline issues before its loop are counted in addition to those in the loop. Caches are not modelled.
+**Limits.** Each instruction counts once, even if it is predicated or in a loop. On NVIDIA the number of instructions
+comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a software pipeline issues before its
+loop are counted in addition to those in the loop.
 """
 
 from __future__ import annotations

@@ -10,14 +10,10 @@ bf16, 8-bit moments        the same, with moments in 8 bits                     
 bf16, 8-bit, no master     bf16 weights, moments in 8 bits                       10.19
 =========================  ====================================================  ================
 
-Bytes are those of halfstep's layout in `halfstep.numerics.planning`. Providers with another layout (masters of 24 bits,
-coarser scales) are measured by the bytes of their own. torch does the jobs with fp32 masters and moments, and copies
-between the masters and the bf16 weights and gradients; it is measured by the bytes of the job. Without masters, its
-moments are in bf16.
-
-The error is that of the exact weights (masters) after three steps with different gradients, against float64: the 2-norm
-of the error over the 2-norm of the update, of the worst tensor. eps is as large as the gradients, since Adam otherwise
-hides errors in the scale of the gradients. Bounds: 16-bit moments lose 2^-9 each, 8-bit moments several percent.
+Bytes are those of halfstep's layout in `halfstep.numerics.planning`, or of a provider's other layout. torch has fp32
+masters and moments, without masters bf16 moments, and copies between masters and bf16 tensors. The error is that of the
+exact weights (masters) after three steps against float64: the 2-norm of the error over that of the update, of the worst
+tensor. eps is as large as the gradients, since Adam otherwise hides errors in their scale.
 """
 
 from __future__ import annotations

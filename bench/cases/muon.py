@@ -1,9 +1,8 @@
 """Muon over square matrices, many and one large, for two jobs, checked as the Adam cases.
 
 Both kernels of a step move 22 bytes per weight with bf16 weights, exact fp32 masters and fp32 momentum, and 16.06 with
-momentum in 8 bits; but most of the time is that of the matrix products between them, 30 n^3 operations for n x n.
-torch does the jobs with fp32 masters and momentum, and copies as in the Adam cases. The error is relative to torch's
-step in float64, whose products are in bf16 all the same.
+momentum in 8 bits; most of the time is that of the matrix products between them. The error is relative to torch's step
+in float64, whose products are in bf16 all the same.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Softmax over the last dimension, forward and backward.
 
 Bytes: the forward reads x and writes y; the backward reads y and the gradient and writes the gradient of x. Errors are
-in units of the output dtype's eps. In the forward they are relative to each value, in the backward relative to
-``y_i * (|g_i| + sum_j y_j |g_j|)``, the sum of the magnitudes of the terms, since their difference may be 0. Rounding
-to the output dtype costs 0.5, and a 16-bit y up to 1 more in the backward. The bound for fp32 allows for the
-exponential and for long sums: those of torch on the CPU have an error of 50 eps at 2^20 columns.
+in units of the output dtype's eps: relative to each value in the forward, in the backward to
+``y_i * (|g_i| + sum_j y_j |g_j|)``, since the difference may be 0. The bound for fp32 allows for long sums.
 """
 
 from __future__ import annotations

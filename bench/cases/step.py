@@ -1,13 +1,11 @@
 """The whole step of mixed-precision training: check, norm, clipping, update of weights and of the loss scale.
 
-The step begins with the gradients of a scaled loss. Bytes: each gradient is read twice, because no weight may change
-before all gradients are checked. The other bytes are those of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28
-with fp32 weights. torch's step consists of `torch.amp.GradScaler` (``unscale_``, ``step``, ``update``),
-`torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
+Bytes: each gradient is read twice, because no weight may change before all gradients are checked; the others are those
+of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28 with fp32 weights. torch's step consists of
+`torch.amp.GradScaler`, `torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
 
-Errors are those of the Adam cases, after four steps. Two steps are clipped, one is not, and one has an infinite
-gradient: it must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for the
-error of torch's norm, 2^-13 at 2^22 elements on the CPU, and for clipping by this norm.
+Errors are those of the Adam cases, after four steps. Two are clipped, one is not, and one has an infinite gradient: it
+must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for torch's norm.
 """
 
 from __future__ import annotations

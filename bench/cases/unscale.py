@@ -1,12 +1,8 @@
 """Checks of gradients before a step: non-finite numbers and the norm, read-only or with unscaling in place.
 
-``check`` finds Inf and NaN, and returns the sum of squares. Bytes: each gradient is read once. ``unscale`` multiplies
-the gradients by 1 / scale in place, and returns the flag and the norm of the result. Bytes: each gradient is read and
-written once. torch needs a second pass for the norm.
-
-The error is the relative error of the sum of squares or the norm. It is infinite if an Inf or a NaN in a gradient is
-missed, if a check writes, or if an unscaled gradient is not the exact product (the scale is a power of two). The bounds
-allow for a norm in bf16, and for torch's fp32 sum on the CPU, which has an error of 2^-15 at 2^20 elements.
+Bytes: ``check`` reads each gradient once, ``unscale`` also writes it; torch needs a second pass for the norm. The error
+is that of the sum of squares or the norm, relative. It is infinite if an Inf or a NaN is missed, if a check writes, or
+if an unscaled gradient is not the exact product. The bounds allow for a norm in bf16, and for torch's fp32 sum.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """Triton kernels and launches for sums over the last dimension.
 
-A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers, so that
-rows which it holds are read once. What a longer row has beyond its tile is read twice: forward for the maximum and the
-sum, and backward, from its end, for the result. What was read last is then read again first, while it is still in L2.
+A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers. What a
+longer row has beyond it is read twice: forward for the maximum and the sum, and backward, from its end, for the result,
+so that what was read last is read again first, while it is still in L2.
 
-A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), which lie one after the other along the row, so that
-its length need not be a power of two. A thread holds whole vectors of neighbouring columns. What can be done once per
-vector instead of once per element is: asking whether it lies in the row, and rescaling the sum.
+A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), one after the other along the row, so that its length
+need not be a power of two. A thread holds whole vectors of neighbouring columns, which are masked and rescaled at once.
 
-Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), as every second row of an odd length does, the
-tile begins at the first boundary in the row, and the elements before it and after the last whole vector, fewer than
-two vectors, are handled one per lane beside the tile. Where the operands of a row begin at different distances from
-the boundaries, vectors have one element.
+Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), the tile begins at the first boundary in the
+row, and the elements before it and after the last whole vector are handled one per lane beside the tile. Where the
+operands of a row begin at different distances from the boundaries, vectors have one element.
 
 If there are few long rows, each is cut into pieces: one launch leaves the maximum and sum of each piece, a second one
-puts them together in the same order every time and writes.
-
-Triton compiles a kernel again for an integer that is 1 and for one that 16 divides. What the kernels gain from that
-the launcher finds out and passes as constants, so that nothing is left for Triton to specialize.
+puts them together in the same order every time and writes. The launcher passes what Triton would find out of integers
+that are 1, or that 16 divides, as constants, so that no kernel is compiled again for them.
 """
 
 from __future__ import annotations

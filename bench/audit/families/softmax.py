@@ -1,10 +1,8 @@
 """The softmax kernels: one or two variants of each code path, at the sizes with the most registers.
 
-For a long row, the static count contains its tile once and one iteration of each loop over the other elements: a
-forward one for the maximum and the sum, and a backward one for the result. Its bytes are per element of an iteration.
-
-The name of a variant says all of it. ``out of step`` rows of x and of the result begin at different distances from a
-multiple of 16 bytes. Long rows that are few are computed in pieces, by two launches.
+For a long row, the static count contains its tile once and one iteration of each loop over the other elements. In the
+names of variants, ``out of step`` rows of x and of the result begin at different distances from a multiple of 16 bytes.
+Few long rows are computed in pieces, by two launches.
 """
 
 from __future__ import annotations
