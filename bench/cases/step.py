@@ -19,19 +19,8 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.adam import (
-    HYPER,
-    RULE,
-    TYPICAL,
-    OptimizerInputs,
-    Weights,
-    exact_weights,
-    prepare,
-    rows_and_columns,
-    torch_adamw,
-    update_error,
-)
+from halfstep.bench.cases import Sizes, adam
+from halfstep.bench.cases.adam import OptimizerInputs, Weights
 from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
@@ -52,7 +41,7 @@ class StepInputs(OptimizerInputs):
     @property
     def max_norm(self) -> float:
         """The norm to which all providers clip, in proportion to the expected norm of the gradients."""
-        return CLIPPED_AT * TYPICAL * math.sqrt(self.grads.numel())
+        return CLIPPED_AT * adam.TYPICAL * math.sqrt(self.grads.numel())
 
     @cached_property
     def truth(self) -> torch.Tensor:
@@ -74,7 +63,7 @@ def _stepping(
             if not math.isfinite(factor):
                 grads[len(grads) // 2].view(-1)[-1] = factor
             step()
-        exact = exact_weights(optimizer, weights.parameters)
+        exact = adam.exact_weights(optimizer, weights.parameters)
         answer = [weight.detach().clone() for weight in exact], scaler.get_scale()
         # Unscaling in place would otherwise shrink the gradients further in every timed call.
         scaler.update(1.0)
@@ -86,12 +75,12 @@ def _stepping(
 
 def _error(inputs: StepInputs, answer: tuple[list[torch.Tensor], float]) -> float:
     weights, scale = answer
-    return update_error(inputs, weights) if scale == SCALE / 2 else math.inf
+    return adam.update_error(inputs, weights) if scale == SCALE / 2 else math.inf
 
 
 def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
     weights = Weights(inputs)
-    optimizer = halfstep.AdamW(weights.parameters, **HYPER, max_grad_norm=inputs.max_norm, **options)
+    optimizer = halfstep.AdamW(weights.parameters, **adam.HYPER, max_grad_norm=inputs.max_norm, **options)
     scaler = halfstep.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
 
     def step() -> None:
@@ -103,7 +92,7 @@ def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
 
 def _torch(inputs: StepInputs, **options: Any) -> Prepared:
     weights = Weights(inputs, masters=True)
-    optimizer = torch_adamw(weights.parameters, **options)
+    optimizer = adam.torch_adamw(weights.parameters, **options)
     scaler = torch.amp.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
 
     def step() -> None:
@@ -126,7 +115,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     )
     for job, dtype, bytes_each, providers in jobs:
         for tensors in sizes.tensors:
-            shape = (tensors, *rows_and_columns(sizes.elements // tensors))
+            shape = (tensors, *adam.rows_and_columns(sizes.elements // tensors))
             elements = math.prod(shape)
             yield Case(
                 group="step",
@@ -137,7 +126,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 bytes_moved=elements * bytes_each,
                 bound=BOUND,
                 error_unit="as a share of the update",
-                prepare=partial(prepare, shape=shape, dtype=dtype, rule=RULE, inputs=StepInputs),
+                prepare=partial(adam.prepare, shape=shape, dtype=dtype, rule=adam.RULE, inputs=StepInputs),
                 providers=providers,
                 error=_error,
             )
