@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import (
     EXACT,
     chosen,
@@ -32,21 +32,7 @@ from halfstep.kernels.backend import (
 )
 from halfstep.kernels.formats import TABLE, format_of
 from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    PLAIN_TYPES,
-    TableCache,
-    address,
-    all_flattened,
-    by_dtype,
-    check_addresses,
-    check_tensor,
-    check_tensor_list,
-    flattened,
-    is_flat,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
@@ -304,10 +290,9 @@ def _unspecialized(value: int) -> int:
 _tables = {(source, target): TableCache(operands=4, chunk=CHUNK) for source in DTYPES for target in DTYPES}
 _SingleTensor = ctypes.c_int64 * (ADDRESSES + 4)  # one tensor as a table: rows as in multi_tensor.py
 
-# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of ours
-# on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep their one
-# launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer. From 16 bits to fp32, torch's kernel takes
-# 1.5 (H100) and 1.9 times (H200) as long on a GPU as the bytes do, which soon costs more than the launch.
+# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host than a launch or a call of
+# C++; between the 16-bit formats it is slower on CPUs. Lists keep their one launch. From 16 bits to fp32, torch's
+# kernel takes 1.5 (H100) and 1.9 times (H200) as long as the bytes do, which soon costs more than the launch.
 _PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
 _WIDENED_BY_US = 2**22  # elements from which a GPU's single tensor is widened by our kernel
 
@@ -349,7 +334,7 @@ def _cast_into(
     device, pair = source.device, (source.dtype, target.dtype)
     single = in_memory and len(sources) == 1 and not (mode == STOCHASTIC and streams[0])
     if single and _torch_converts(source, target.dtype, mode, saturate):
-        check_addresses(source, target)
+        multi_tensor.check_addresses(source, target)
         target.copy_(source)
         return
     implementation = resolve(device, "cast") if in_memory else "reference"
@@ -398,7 +383,7 @@ def _computed(
 ) -> torch.Tensor:
     mode, source = _mode(x.dtype, dtype, rounding), flattened(x)
     if _torch_converts(source, dtype, mode, saturate):
-        check_addresses(source)
+        multi_tensor.check_addresses(source)
         return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
     if mode != STOCHASTIC:
@@ -549,11 +534,11 @@ def cast(
     """
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
-    check_tensor(x, "x", DTYPES)
+    multi_tensor.check_tensor(x, "x", DTYPES)
     if out is None:
         token = None
         if rounding == "stochastic":
-            with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
+            with nullcontext() if type(x) in multi_tensor.PLAIN_TYPES else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         return _cast(x, dtype, rounding, saturate, token, offset)
     _check_out(out, x, dtype, "out")
@@ -597,10 +582,8 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    # Functions in C check the properties of all tensors. Loops in Python take longer than the kernels for thousands of
-    # tensors, and are only used to report errors and for unusual tensors.
     _check_options(dtype, rounding, seed)
-    sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
+    sources, in_memory = multi_tensor.check_tensor_list(tensors, "tensors", DTYPES)
     starts = [0] * len(sources)
     if offsets is not None:
         starts = [_check_offset(offset, f"offsets[{index}]") for index, offset in enumerate(offsets)]
@@ -610,11 +593,11 @@ def foreach_cast(
         raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(out)}")
     if not sources:
         return []
-    flat = all_flattened(sources)
+    flat = multi_tensor.all_flattened(sources)
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]
     else:
-        results, out_in_memory = check_tensor_list(out, "out", DTYPES)
+        results, out_in_memory = multi_tensor.check_tensor_list(out, "out", DTYPES)
         in_memory = in_memory and out_in_memory
         if (
             results[0].device != sources[0].device
@@ -627,7 +610,7 @@ def foreach_cast(
     if random:  # random bits follow the row-major order, whatever the order in memory
         flat = [source.contiguous() for source in flat]
     as_sources = out is None and not random  # new tensors in the order of theirs
-    if as_sources or (all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results):
+    if as_sources or (all(map(torch.Tensor.is_contiguous, flat)) and multi_tensor.all_flattened(results) is results):
         targets = results  # with the same shapes, both row-major
     else:  # a target with another order of elements is filled by a copy
         targets = [
@@ -638,7 +621,7 @@ def foreach_cast(
     if random and seed is None:
         drawn = _drawn()
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
-    for source_dtype, indices in by_dtype(flat).items():
+    for source_dtype, indices in multi_tensor.by_dtype(flat).items():
         lists = flat, targets, starts
         if len(indices) < len(flat):
             lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]

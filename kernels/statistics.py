@@ -16,23 +16,12 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import cells, native
+from halfstep.kernels import cells, multi_tensor, native
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
 from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid, width
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FLOATS,
-    TableCache,
-    address,
-    alignments,
-    all_flattened,
-    by_dtype,
-    check_tensor_list,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, address, alignments, locate, own_operations
 from halfstep.kernels.rounding import to_float32
 from halfstep.kernels.threads import threads
 
@@ -241,16 +230,16 @@ def foreach_count_(
         TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `counts`, `rows` or `scale` does not fit.
     """
-    listed, in_memory = check_tensor_list(tensors, "tensors")
+    listed, in_memory = multi_tensor.check_tensor_list(tensors, "tensors")
     if not listed:
         return counts
     rows = range(len(listed)) if rows is None else rows
     _check(listed, counts, rows, scale)
-    flat, device, errors = all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
+    flat, device, errors = multi_tensor.all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
     implementation = resolve(device, "statistics") if in_memory else "reference"
     number = None if scale is None else scale.detach().reshape(())
     with nullcontext() if in_memory else own_operations(listed):
-        for dtype, indices in by_dtype(flat).items():
+        for dtype, indices in multi_tensor.by_dtype(flat).items():
             group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
             if implementation == "reference":
                 for tensor, row in zip(group, group_rows, strict=True):

@@ -14,30 +14,16 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FLOATS,
-    TableCache,
-    TensorTable,
-    address,
-    alignments,
-    all_flattened,
-    all_have_memory,
-    by_dtype,
-    check_tensor_list,
-    checked_addresses,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import current_stream, to_device, upload
 from halfstep.kernels.threads import threads
@@ -395,12 +381,9 @@ class _Group(NamedTuple):
     table: TensorTable
 
 
-_chunks_of = attrgetter("table.chunks")
-
-
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
     groups = []
-    for dtype, indices in by_dtype(tensors).items():
+    for dtype, indices in multi_tensor.by_dtype(tensors).items():
         listed, slots_of = tensors, list(slots)
         if len(indices) < len(tensors):
             listed, slots_of = [tensors[index] for index in indices], [slots[index] for index in indices]
@@ -434,7 +417,7 @@ def _check_groups(
         else:
             number = ctypes.c_float(value) if isinstance(value, float) else value  # lives as long as the call
             at = address(number) if isinstance(number, torch.Tensor) else ctypes.addressof(number)
-            buffers = checked_addresses((scratch.flags, scratch.sums))
+            buffers = multi_tensor.checked_addresses((scratch.flags, scratch.sums))
             native.library("unscale").halfstep_check(
                 *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
                 *(buffers[0], buffers[1] + 8 * first, threads()),
@@ -463,10 +446,10 @@ def _combine(
         operands = scratch.sums, chunks, scratch.flags, slots, *tensors
         constants = {"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": tally is not None, **EXACT}
         constants["num_warps"] = most_warps(device)  # a thread for each of the lanes, which load at the same time
-        misaligned = alignments((scratch.sums, scratch.flags, *tensors))
+        misaligned = multi_tensor.alignments((scratch.sums, scratch.flags, *tensors))
         launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, misaligned)
         return
-    sums, flags, *addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    sums, flags, *addresses = multi_tensor.checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
     native.library("unscale").halfstep_check_finish(
         sums, chunks, flags, slots, *addresses, *(() if tally else (None, None))
     )
@@ -498,7 +481,7 @@ def check(
     """
     device = tensors[0].device
     if in_memory is None:
-        in_memory = all_have_memory(tensors)
+        in_memory = multi_tensor.all_have_memory(tensors)
     slots = range(len(tensors)) if slots is None else slots
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
@@ -510,10 +493,10 @@ def check(
             _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    flat = all_flattened(tensors)
+    flat = multi_tensor.all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(map(_chunks_of, groups))
+    chunks = sum(group.table.chunks for group in groups)
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)
@@ -544,7 +527,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
             for tensor, total, mark in zip(tensors, totals, marks, strict=True):
                 _by_operations(tensor, inv_scale, False, mark, total)
         return PartialCheck(dtypes, totals, marks, False)
-    groups = _grouped(all_flattened(tensors), range(len(tensors)))
+    groups = _grouped(multi_tensor.all_flattened(tensors), range(len(tensors)))
     sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
     scratch = _Scratch(device, sum(sizes), len(tensors))
     _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
@@ -619,7 +602,7 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = multi_tensor.check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
     return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
@@ -641,7 +624,7 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = multi_tensor.check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     device = tensors[0].device

@@ -105,9 +105,8 @@ def _load_weight(layout: KernelLayout, tensors: Tensors) -> torch.Tensor:
 
 def _store_weight(w: torch.Tensor, layout: KernelLayout, words: torch.Tensor | None) -> dict[int, torch.Tensor]:
     if layout.master in layouts.REMAINDERS:
-        return dict(
-            zip((ROWS.PARAM, ROWS.EXTRA), split_master(w, layouts.REMAINDERS[layout.master], words), strict=True)
-        )
+        param, remainder = split_master(w, layouts.REMAINDERS[layout.master], words)
+        return {ROWS.PARAM: param, ROWS.EXTRA: remainder}
     if layout.master == layouts.FULL_MASTER:
         return {ROWS.EXTRA: w, ROWS.PARAM: w.to(layout.param)}
     return {ROWS.PARAM: _rounded(w, layout.param, None if layout.master == layouts.RESULT else words)}
