@@ -113,8 +113,7 @@ def normal(device: torch.device, *shape: int) -> torch.Tensor:
 def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:
     """Do the job once with a provider and compare its values with float64.
 
-    Returns:
-        The result without times, and the job if it passed.
+    Returns the result without times, and the job if it passed.
     """
     moved = case.layout_bytes.get(provider, case.bytes_moved)
     size = dict(case.size)

@@ -3,9 +3,8 @@
 python examples/train_gpt.py --precision compare
 torchrun --nproc-per-node 2 examples/train_gpt.py --strategy fsdp --precision bf16
 
-Initial weights and batches are the same for all precisions and strategies. The host does not wait for the device:
-losses and scales stay on it and are read together every few steps (on a CPU in every step). A step that the scaler
-skips counts as a step, so that all runs see the same data at the same learning rate. docs/training.md has the rest.
+All precisions and strategies have the same initial weights and batches: a step that the scaler skips counts as a step.
+The host reads losses and scales every few steps (on a CPU in every step). docs/training.md has the rest.
 """
 
 from __future__ import annotations
@@ -434,11 +433,7 @@ def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any
 
 
 def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint, and refuse it if it belongs to another run.
-
-    Raises:
-        CheckpointError: it is damaged, or its plan differs from the entries of `expected`, which the message names.
-    """
+    """Load a checkpoint. A CheckpointError says that it is damaged, or what in its plan differs from `expected`."""
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
@@ -454,10 +449,8 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_base(path: Path, size: str) -> Weights:
-    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or of another size.
+    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
+    CheckpointError says that there is none, or that it is damaged or of another size.
     """
     if path.is_dir() and not (path / "manifest.json").is_file():
         newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
@@ -496,10 +489,8 @@ class Display:
 
 
 def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str, Any] | None:
-    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls.
-
-    Returns:
-        The run's entry in report.json; None if it was interrupted.
+    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls. Returns the
+    run's entry in report.json; None if it was interrupted.
     """
     run, options, world = trainer.run, trainer.options, trainer.world
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
@@ -621,11 +612,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options that cannot be combined, or that do not match the way the process was started.
-
-    Raises:
-        UsageError: with the option to change.
-    """
+    """Raise a UsageError for options that cannot be combined, or do not match the way the process was started."""
     strategy, precision, masters = options.strategy, options.precision, options.master_weights
     size = int(os.environ.get("WORLD_SIZE", "1"))
     parts, launched = size * options.accumulate, {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()

@@ -65,9 +65,8 @@ def file_name(source: Path, level: str) -> str:
 def calls(machine: str, source: Path, level: str, target: Path) -> list[list[str]]:
     """The arguments of the two calls of the compiler that make a library.
 
-    OpenMP's functions stay undefined, and are found in torch's OpenMP when the library is loaded. Linked with -fopenmp,
-    it would name libgomp.so.1, which slim images lack, and which is a second OpenMP with threads of its own where
-    torch's has another name.
+    OpenMP's functions stay undefined, and are found in torch's OpenMP when the library is loaded: linked with -fopenmp,
+    it would name libgomp.so.1, which slim images lack, or which is a second OpenMP beside torch's.
     """
     options, _ = LEVELS[machine][level]
     compiled = str(target.with_suffix(".o"))

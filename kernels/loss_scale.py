@@ -1,8 +1,7 @@
 """Update of the loss scale after a step: one launch, and the host reads nothing. `reference` is the specification.
 
-With a hysteresis of 1 this is `torch.amp.GradScaler`, except that torch does not bound the scale. Megatron-LM and, by
-default, DeepSpeed refill the hysteresis only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``,
-on every step without overflow.
+With a hysteresis of 1 this is `torch.amp.GradScaler`, but with bounds. Megatron-LM and, by default, DeepSpeed refill
+the hysteresis only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``, on every clean step.
 """
 
 from __future__ import annotations

@@ -100,10 +100,8 @@ def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
 
 
 def all_have_memory(tensors: list[torch.Tensor]) -> bool:
-    """Whether `has_memory` holds for all tensors of a list on one device.
-
-    Lists of plain tensors are decided by their types, without a loop in Python. A freed storage among them is found
-    when its address is taken.
+    """Whether `has_memory` holds for all tensors of a list on one device. Lists of plain tensors are decided by their
+    types; a freed storage among them is found when its address is taken.
     """
     if not tensors:
         return True

@@ -27,10 +27,8 @@ def batch_first(tensor: torch.Tensor, batch_dim: int | None, size: int) -> torch
 
 
 def _in_transform() -> bool:
-    """Whether the call is inside a transform of `torch.func` or inside forward-mode differentiation.
-
-    A compiler knows the `vmap` of an operator and cannot trace the `autograd.Function`, so transforms do not count
-    while it traces. Forward mode counts always: the tangents of the operator would silently be 0.
+    """Whether the call is inside a transform of `torch.func`, which do not count while a compiler traces, or inside
+    forward-mode differentiation, which always counts: the tangents of the operator would silently be 0.
     """
     if torch.autograd.forward_ad._current_level >= 0:
         return True

@@ -1,9 +1,8 @@
 """Recorded bounds of the compiled kernels, so that no change makes them worse unnoticed.
 
-The file has one line per kernel, variant and target, sorted, so that a diff shows the changed numbers. Bytes, spills,
-shared memory, barriers and layout conversions may not increase, access widths may not decrease, and registers may
-increase by one unit of their allocation. With another version of Triton, only bytes and spills are compared, since
-the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
+Bytes, spills, shared memory, barriers and layout conversions may not increase, access widths may not decrease, and
+registers may increase by one unit of their allocation. With another version of Triton, only bytes and spills are
+compared, since the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ def entry(row: dict[str, Any]) -> Entry:
 
 
 def load(path: Path) -> Bounds:
-    """Read the file.
-
-    Raises:
-        ValueError: the file is missing, or was not written by `save`.
-    """
+    """Read the file. A ValueError if it is missing, or was not written by `save`."""
     try:
         content = json.loads(path.read_text())
         return Bounds(content["triton"], content["bounds"])
@@ -89,8 +84,7 @@ def departures(
 ) -> list[str]:
     """One sentence for each violation of `bounds`, and for each row or entry without a counterpart.
 
-    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`. `remedy`
-    is the command that records bounds.
+    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`.
     """
     measures = MEASURES if triton == bounds.triton else EVERYWHERE
     audited = {key(row): row for row in rows}

@@ -91,13 +91,9 @@ def _active(target: str) -> Iterator[None]:
 
 @contextmanager
 def recording(target: str) -> Iterator[list[Launch]]:
-    """A context in which launches are recorded instead of compiled and run.
+    """A context in which launches of kernels, also for CPU tensors, are recorded instead of compiled and run.
 
-    In this context halfstep launches its Triton kernels for CPU tensors. The kernels must not have been imported under
-    TRITON_INTERPRET.
-
-    Args:
-        target: the architecture of the GPU, e.g. ``"sm_90"``.
+    The kernels must not have been imported under TRITON_INTERPRET. `target` is an architecture, such as ``"sm_90"``.
     """
     import triton
 
@@ -124,11 +120,7 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
 
 def recorded(variant: Variant, target: str) -> Launch:
-    """The recorded launch of a variant.
-
-    Raises:
-        RuntimeError: `variant.launch` does not launch the kernel.
-    """
+    """The recorded launch of a variant. A RuntimeError if `variant.launch` does not launch the kernel."""
     with recording(target) as launches:
         variant.launch()
     of_kernel = [launch for launch in launches if launch.kernel is variant.kernel]

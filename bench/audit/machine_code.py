@@ -145,8 +145,8 @@ def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iter
 def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
     """Every global memory instruction in PTX, and the line that the debug information gives it.
 
-    Triton writes its accesses as inline assembly of several lines. Since 3.9, each of them has its own debug line,
-    numbered consecutively. Only the first is the line of the source.
+    Since Triton 3.9, each line of inline assembly has a debug line, numbered consecutively, of which the first is the
+    line of the source.
     """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
@@ -262,13 +262,12 @@ _LLVM_INEXACT = re.compile(
 def amd_inexact(llir: str, text: str) -> list[str]:
     """Instructions that change the bits of the reference on AMD, from LLVM IR and the assembly; see `ptx_inexact`.
 
-    The modes of the launch, or those that a kernel sets, determine whether subnormals are kept, and the rounding. LLVM
-    IR shows explicit fused multiply-adds, flags that permit them, and approximations (``!fpmath`` permits a division
-    that is not correctly rounded). Contraction happens later, during the translation to assembly, where the expansion
-    of correctly rounded operations also contains fused multiply-adds. As counted in the output of Triton 3.7, these are
-    5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a 64-bit integer, and 2 (fp32) for a
-    division of 64-bit integers. More than these are contractions. Divisions that share a denominator need fewer, so
-    that a contraction may go unnoticed. The check for NVIDIA has no such gap.
+    The modes that a launch has, or a kernel sets, determine the rounding and whether subnormals are kept. LLVM IR shows
+    explicit fused multiply-adds, flags that permit them, and approximations. Contraction happens later, in the
+    translation to assembly, where the expansion of correctly rounded operations has fused multiply-adds too. In the
+    output of Triton 3.7, these are 5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a
+    64-bit integer, and 2 (fp32) for a division of 64-bit integers. More are contractions; divisions that share a
+    denominator need fewer, so that a contraction may go unnoticed.
     """
     counts: Counter[str] = Counter()
     for line in llir.splitlines():

@@ -105,9 +105,8 @@ def named(name):
 def pointer(address, TYPE: tl.constexpr, HINT: tl.constexpr):
     """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
 
-    HINT is the alignment of 16-bit operands in bytes; 0 if nothing is known. If any operand is fp32 it is 8, so that
-    each thread holds the same four elements of every operand and no value has to move between threads; if none is, 16.
-    8-bit operands have half of it, for the same number of elements.
+    HINT is the alignment of 16-bit operands in bytes, 0 if nothing is known: 8 if any operand is fp32, so that each
+    thread holds the same four elements of every operand, else 16. 8-bit operands have half of it.
     """
     at = address.to(tl.pointer_type(named(TYPE)))
     if HINT:

@@ -191,10 +191,7 @@ def _elements(begin, PART: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _kept(span, PART: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """Whether `causal` keeps an element of a part in any row of the program.
-
-    The condition is the same for all threads. What is dropped is then neither computed nor compared, only stored.
-    """
+    """Whether `causal` keeps an element of a part in any row of the program: the same for all threads."""
     if form.DROPS:
         return span.begin + PART * tile.LANES * tile.VECTOR < span.longest
     else:
@@ -280,10 +277,8 @@ def _store(y, zs, es, top, norm, begin, span, form: tl.constexpr, tile: tl.const
 
 @jit
 def _per_lane(block):
-    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES).
-
-    In the three-dimensional layout, Triton keeps a copy per element of a vector; carried through a loop, every copy
-    would be computed.
+    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES): in three dimensions, Triton would carry a copy
+    per element of a vector through a loop.
     """
     return tl.max(block, axis=2)
 
