@@ -15,7 +15,7 @@ from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.softmax import rows, rule, strided
-from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions, outer_inner
+from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
 # row. What needs more is left to the rule.
@@ -85,13 +85,13 @@ def backward(
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
         grad, y = grad.float(), y.float()
     grad, y = grad.contiguous(), y.contiguous()
-    sizes = (0, 0, 1) if dim == -1 else outer_inner(y.shape, dim)
-    if sizes[2] == 1:
-        if dim != -1:
-            grad, y = grad.view(sizes[:2]), y.view(sizes[:2])
-        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+    inner = math.prod(y.shape[dim + y.ndim + 1 :])
+    if inner != 1:
+        strided.backward(grad, y, dx, (math.prod(y.shape[:dim]), y.shape[dim], inner), scale, log)
     else:
-        strided.backward(grad, y, dx, sizes, scale, log)
+        if dim != -1:
+            grad, y = (tensor.view(-1, tensor.shape[dim]) for tensor in (grad, y))
+        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
     return dx
 
 
