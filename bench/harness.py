@@ -149,17 +149,12 @@ def measure(
     clock: Clock | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
-    """Check every provider of a case, then time those that passed.
+    """Check every provider of a case, then time those that passed. Returns one result per provider, in order.
 
     Args:
-        case: the case.
-        device: the device to measure on.
         seconds: approximate time of all rounds. There are always at least seven rounds.
         clock: a clock of the device, which may be reused for several cases.
         progress: called with a short description of each phase.
-
-    Returns:
-        One result per provider, in the case's order.
     """
     clock = clock or clock_for(device)
     inputs = case.prepare(device)

@@ -1,8 +1,4 @@
-"""The output of `halfstep bench run` and `gpu`: tables for the terminal, and JSON.
-
-One row per provider and size; the row of one that failed has the reason instead of times. Those that are not installed
-are listed once below, with the reason.
-"""
+"""The output of `halfstep bench run` and `gpu`: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 

@@ -29,11 +29,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 class CpuClock:
-    """Times calls on the CPU.
+    """Times calls on the CPU, by a function that returns wall time or processor time in seconds.
 
-    Args:
-        read: returns the time in seconds: wall time, or the processor time of this process or thread.
-        sample: length of a sample in seconds, so that the cost of reading the clock is negligible; 0 for one call.
+    A sample takes `sample` seconds, so that the cost of reading the clock is negligible; with 0 it is one call.
     """
 
     device = torch.device("cpu")
@@ -190,12 +188,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[list[float]]:
-    """Time `calls` in interleaved rounds.
-
-    Args:
-        clock: the clock of their device.
-        calls: the calls.
-        seconds: approximate time of all rounds together; there are from `LEAST_ROUNDS` to `MOST_ROUNDS`.
+    """Time `calls` in interleaved rounds, from `LEAST_ROUNDS` to `MOST_ROUNDS`, which take about `seconds` together.
 
     Returns:
         A list for each call, with its time in each round, in seconds.

@@ -201,10 +201,8 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 class TableCache(threading.local):
-    """The most recently used tables of one kernel family. Steps with the same tensors build and transfer nothing.
-
-    Each thread and each stream has its own tables, because a table must not change while a kernel of another stream
-    reads it. Launches captured in a CUDA graph get tables that belong to the graph and are not stored here.
+    """The most recently used tables of one kernel family, for each thread and each stream (streams.py). Steps with the
+    same tensors build and transfer nothing.
     """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:

@@ -109,10 +109,8 @@ def record(
     families: Collection[str] | None,
     targets: Collection[str],
 ) -> str:
-    """Write the bounds of `rows` to `path`. Entries that this audit does not cover stay. Returns a summary in one line.
-
-    Raises:
-        ValueError: entries that would stay were recorded with another version of Triton.
+    """Write the bounds of `rows` to `path`, where entries that this audit does not cover stay. Returns a summary in one
+    line. A ValueError if such entries were recorded with another version of Triton.
     """
     old = load(path) if path.exists() else Bounds(triton, {})
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}

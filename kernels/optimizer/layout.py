@@ -121,10 +121,8 @@ class Form(NamedTuple):
 
 
 def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
-    """What a kernel is compiled for.
-
-    Each thread holds eight elements of a block, and four where eight would spill registers: with a third fp32 moment,
-    and on GPUs with warps of 64 threads (AMD).
+    """What a kernel is compiled for. A thread holds eight elements of a block, and four where eight would spill: with a
+    third fp32 moment, and on GPUs with warps of 64 threads (AMD).
     """
     lanes = MOST_THREADS // most_warps(hyper.device)
     by_fours = lanes == 64 or (layout.moments > 2 and layout.state == torch.float32)

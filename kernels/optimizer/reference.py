@@ -30,10 +30,7 @@ def sqrt_fp64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _count(step: torch.Tensor) -> torch.Tensor:
-    """A step count as a number that powers and random bits can use.
-
-    A count of 0 (the first step was skipped) would divide by zero; nothing is done with the result.
-    """
+    """A step count as a number that powers and random bits can use: not 0, as it is if the first step was skipped."""
     return step.clamp(1.0, 2.0**30).long()
 
 

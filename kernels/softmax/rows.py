@@ -464,9 +464,8 @@ SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as
 def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: int) -> tuple[Tile, int]:
     """A tile that holds whole rows, and its warps.
 
-    Up to 32 times `per_thread` columns, a row stays within a warp, so that no reduction crosses warps: no barrier and
-    no shared memory. A thread holds `per_thread` elements of a row, or a quarter more. With `ends`, each of the
-    elements at both ends of a row needs a lane.
+    Up to 32 times `per_thread` columns, a row stays within a warp: no barrier and no shared memory. A thread holds
+    `per_thread` elements of a row, or a quarter more. With `ends`, each of the elements at both ends needs a lane.
     """
     block = max(16, 1 << (columns - 1).bit_length())
     max_parts = max(1, per_thread // vector)
