@@ -1,18 +1,14 @@
-"""``halfstep bench gpu``: check and measure halfstep on this machine's GPU. Every minute of it is of use.
+"""``halfstep bench gpu``: check and measure halfstep on this machine's GPU.
 
-Each check runs in a process of its own, which is ended if it takes more than a minute, and appends its outcome to
-``checks.jsonl`` in the folder of results, on the disk. In order: versions, driver and copy bandwidth; the bits of every
-job of ``halfstep bench run`` against the reference, AMP steps also captured and on two streams, none of which may
-wait for the GPU, and the compilation of kernels, several of these at a time where there are processors for it; the
-times of optimizer steps; the tests marked gpu of a checkout; and the other times, those of the largest tensors first
-and what ``torch.compile`` has to compile last.
+Each check runs in a process that is ended if it takes more than a minute, and appends its outcome to ``checks.jsonl``.
+In order: versions and copy bandwidth; the bits of every job of ``halfstep bench run`` against the reference, AMP steps
+also captured and on two streams without a wait, and the compilation of kernels, several at a time; the times of
+optimizer steps; the tests marked gpu of a checkout; the other times, the largest tensors first and ``torch.compile``
+last. ``results.json``, as of ``halfstep bench run``, is made from ``checks.jsonl``.
 
-The command ends after ``--minutes``, and the next call continues where it ended, or was killed: outcomes of other code
-or versions do not count. Two calls of nine minutes are enough. It needs torch, Triton and numpy, and runs in a checkout
-that is not installed: ``PYTHONPATH=src python3 -m halfstep bench gpu``.
-
-``results.json``, as of ``halfstep bench run``, is made from ``checks.jsonl``. Exit status: 0 if nothing has failed; 1
-if something did; 2 without a GPU.
+The command ends after ``--minutes``; the next call continues. Outcomes of other code or versions do not count. It
+needs torch, Triton and numpy, and no installation: ``PYTHONPATH=src python3 -m halfstep bench gpu``. Exit status: 0 if
+nothing has failed; 1 if something did; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -155,5 +151,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep bench gpu`` with the arguments `argv`. Returns the exit status."""
     return command_line.run(_parser(), argv, _run)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import halfstep
 from halfstep.bench import harness, run, run_report, timing
@@ -46,8 +46,6 @@ Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, an
 
 
 class Check(NamedTuple):
-    """A check, or a measurement."""
-
     run: Run
     stage: str  # "first", "bits", "headline", "tests" or "times". Those of the bits run side by side
     limit: float = LIMIT  # seconds until it is stopped
@@ -98,23 +96,13 @@ def _same_bits(left: Any, right: Any) -> bool:
     return left.dtype == right.dtype and bool(equal.all())
 
 
-class _RefusingWaits:
-    """A context in which every synchronization with the GPU is an error."""
-
-    def __enter__(self) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def captured(device: torch.device, call: Callable[[], Any]) -> None:
     """Eager calls between the replays of a CUDA graph, and a graph that is not replayed. No capture waits."""
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     for graph in graphs:
         call()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph), _RefusingWaits():
+        with torch.cuda.graph(graph), timing.refusing_waits():
             call()
         graphs[0].replay()
     torch.cuda.synchronize()  # before the graphs and their tables are freed
@@ -127,7 +115,7 @@ def two_streams(device: torch.device, call: Callable[[], Any]) -> None:
     torch.cuda.synchronize()
     sums = []
     try:
-        with _RefusingWaits():
+        with timing.refusing_waits():
             for index in range(4):
                 current, before = streams[index % 2], streams[1 - index % 2]
                 current.wait_stream(before)
@@ -179,15 +167,15 @@ def _values(case: harness.Case, provider: str, device: torch.device, calls: Call
     job = case.providers[provider](case.prepare(device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    values = [_on_cpu((job.values or job.call)())]
-    if calls is not None:
-        calls(device, job.call)
-        values.append(_on_cpu((job.values or job.call)()))
-    return values
 
+    def values() -> Any:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), (job.values or job.call)())
 
-def _on_cpu(values: Any) -> Any:
-    return tree_map(lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, values)
+    before = values()
+    if calls is None:
+        return [before]
+    calls(device, job.call)
+    return [before, values()]
 
 
 # --------------------------------------------------------------------------------------------------- tests and timings
@@ -220,7 +208,6 @@ def _compile(group: str, quick: bool, device: torch.device) -> None:
 
 
 def compiles(provider: str) -> bool:
-    """Whether ``torch.compile`` has to compile a provider."""
     return provider == "torch.compile" or provider.startswith("torchao")
 
 
@@ -281,11 +268,9 @@ def fingerprint() -> str:
 
 def append(file: Path, record: dict[str, Any]) -> None:
     """Append a line of JSON, which is on the disk when this returns."""
-    before = file.read_bytes() if file.exists() else b""
     with open(file, "ab") as output:
-        if before and not before.endswith(b"\n"):  # a process was killed while it wrote
-            output.write(b"\n")
-        output.write(json.dumps({**record, "code": fingerprint()}).encode() + b"\n")
+        # The line before may have no end, where a process was killed while it wrote.
+        output.write(b"\n" + json.dumps({**record, "code": fingerprint()}).encode() + b"\n")
         output.flush()
         os.fsync(output.fileno())
 

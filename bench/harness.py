@@ -16,14 +16,9 @@ providers that can do it. `measure` runs it. A kernel of one's own is measured i
 
 ``halfstep bench run --module my_cases`` measures and prints the cases that ``my_cases.cases(sizes)`` returns.
 
-A provider's values are first compared with float64. If their error exceeds the bound of the case, or the provider
-raises an exception, the result says so and has no time. All providers that passed are timed in interleaved rounds
-(`timing`), with a plain copy that moves as many bytes, half read and half written. A ratio is the median of the ratios
-in each round. Bytes are the least that the job needs in the layout of the provider's state: an implementation that
-moves more has a lower `copy_fraction`.
-
-`run_report` writes JSON: ``{"halfstep", "torch", "triton", "python", "device", "threads", "date", "quick",
-"copy_gb_per_s", "results": [Result as a dictionary, ...]}``; an infinite error is ``Infinity``.
+A provider whose error against float64 exceeds the bound, or that raises an exception, gets no time. The others are
+timed in interleaved rounds (`timing`), with a copy that moves as many bytes. A ratio is the median of those of each
+round. Bytes are the least for the layout of the provider's state: moving more lowers its `copy_fraction`.
 """
 
 from __future__ import annotations
@@ -118,8 +113,7 @@ def normal(device: torch.device, *shape: int) -> torch.Tensor:
 def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:
     """Do the job once with a provider and compare its values with float64.
 
-    Returns:
-        The result without times, and the job if it passed.
+    Returns the result without times, and the job if it passed.
     """
     moved = case.layout_bytes.get(provider, case.bytes_moved)
     size = dict(case.size)
@@ -155,17 +149,12 @@ def measure(
     clock: Clock | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
-    """Check every provider of a case, then time those that passed.
+    """Check every provider of a case, then time those that passed. Returns one result per provider, in order.
 
     Args:
-        case: the case.
-        device: the device to measure on.
         seconds: approximate time of all rounds. There are always at least seven rounds.
         clock: a clock of the device, which may be reused for several cases.
         progress: called with a short description of each phase.
-
-    Returns:
-        One result per provider, in the case's order.
     """
     clock = clock or clock_for(device)
     inputs = case.prepare(device)

@@ -1,9 +1,7 @@
 """``halfstep bench run``: the time of every kernel and of the whole AMP step, compared with other libraries.
 
-The command compares each provider with float64, times those that pass and a plain copy in interleaved rounds, and
-prints a table. ``harness.py`` describes how it measures, ``cases/`` what.
-
-Exit status: 0, even if a peer failed; 1 if a provider of halfstep was wrong or raised; 2 for wrong arguments.
+``harness.py`` describes how it measures, ``cases/`` what. Exit status: 0, even if a peer failed; 1 if a provider of
+halfstep was wrong or raised; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -96,5 +94,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep bench run`` with the arguments `argv`. Returns the exit status."""
     return command_line.run(_parser(), argv, _run)

@@ -1,8 +1,4 @@
-"""The output of `halfstep bench run` and `gpu`: tables for the terminal, and JSON.
-
-One row per provider and size; the row of one that failed has the reason instead of times. Those that are not installed
-are listed once below, with the reason.
-"""
+"""The output of `halfstep bench run` and `gpu`: tables for the terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +22,6 @@ from halfstep.kernels.backend import triton
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The environment of the measurements: versions, device, threads and date."""
     return {
         "halfstep": halfstep.__version__,
         "torch": torch.__version__,
@@ -39,12 +34,11 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
-    """The results for JSON; see `harness`."""
     return {**about, "results": [asdict(result) for result in results]}
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write the results to a file atomically, each on a line."""
+    """Write the results to a file atomically, each on a line. An infinite error is ``Infinity``."""
     unfinished = path.with_suffix(".tmp")
     head, rows = json.dumps({**about, "results": []}, indent=1), (json.dumps(asdict(result)) for result in results)
     unfinished.write_text(head.replace('"results": []', '"results": [\n' + ",\n".join(rows) + "\n]") + "\n")
@@ -79,7 +73,6 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
 
 
 def _headline(about: dict[str, Any]) -> str:
-    """One line with versions, device, threads and date."""
     threads = f", {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["threads"] else ""
     triton = f", triton {about['triton']}" if about["triton"] else ""
     modes = ", quick" * about["quick"] + ", processor time" * about.get("processor_time", False)

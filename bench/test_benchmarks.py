@@ -1,7 +1,6 @@
 """The cases of `halfstep bench run` for pytest-benchmark: ``pytest bench``, or ``pytest bench -k "adamw and bf16"``.
 
-One test per case and provider, small sizes. Each is checked against float64 before it is timed; a provider that is not
-here is skipped with the reason, one that is wrong fails if it is ours and is skipped if it is a peer's.
+Each is checked against float64 before it is timed. A provider that is not here, or a wrong peer, is skipped.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Time calls in interleaved rounds, and a plain copy for comparison.
 
-Every benchmark times with `rounds`. Each round times all calls once, so that a machine that slows down slows all of
-them, and ratios are computed per round (`paired`). The order is random in each round: a call starts with the caches
-that the previous call left, and pays for dirty lines that are still to be written back, so no call may always follow
-the same one. Python's garbage collector is off meanwhile.
-
-On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a GPU it is one call between
-two events, after a write to a buffer larger than the L2 cache ("cold"). The write is queued first, so that the host has
-queued the call before the GPU reaches it.
+Each round of `rounds` times all calls once, in random order, so that a machine that slows down slows all of them, and
+no call always finds the caches that the same one left. Ratios are computed per round (`paired`). Python's garbage
+collector is off meanwhile. On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a
+GPU it is one call between two events, after a write to a buffer larger than the L2 cache ("cold").
 """
 
 from __future__ import annotations
@@ -18,7 +14,8 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -32,11 +29,9 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 class CpuClock:
-    """Times calls on the CPU.
+    """Times calls on the CPU, by a function that returns wall time or processor time in seconds.
 
-    Args:
-        read: returns the time in seconds: wall time, or the processor time of this process or thread.
-        sample: length of a sample in seconds, so that the cost of reading the clock is negligible; 0 for one call.
+    A sample takes `sample` seconds, so that the cost of reading the clock is negligible; with 0 it is one call.
     """
 
     device = torch.device("cpu")
@@ -69,11 +64,19 @@ FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if
 MOST_CYCLES = 1 << 28
 
 
-class GpuClock:
-    """Times calls on a GPU with events, with a cold L2 cache.
+@contextmanager
+def refusing_waits() -> Iterator[None]:
+    """A context in which every synchronization with the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
-    The time between the events does not include the host: the GPU sleeps (``torch.cuda._sleep``) until the call is
-    queued. The sleep is made longer until that is the case. The exception are calls that wait for the GPU themselves.
+
+class GpuClock:
+    """Times calls on a GPU with events, with a cold L2 cache and without the host: the GPU sleeps until the call is
+    queued, unless the call waits for the GPU itself.
     """
 
     sample = 0.0
@@ -148,13 +151,12 @@ class GpuClock:
     def graph_us(self, call: Call, repeat: int = 11) -> float | None:
         """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured."""
         torch.cuda.synchronize(self.device)
-        torch.cuda.set_sync_debug_mode("error")
         try:
-            call()
+            with refusing_waits():
+                call()
         except RuntimeError:  # it waits; a failed capture may leave the process in capture mode
             return None
         finally:
-            torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize(self.device)
         side, graph, result = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph(), None
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -182,17 +184,11 @@ Clock = CpuClock | GpuClock
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
     return GpuClock(device) if device.type == "cuda" else CpuClock()
 
 
 def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[list[float]]:
-    """Time `calls` in interleaved rounds.
-
-    Args:
-        clock: the clock of their device.
-        calls: the calls.
-        seconds: approximate time of all rounds together; there are from `LEAST_ROUNDS` to `MOST_ROUNDS`.
+    """Time `calls` in interleaved rounds, from `LEAST_ROUNDS` to `MOST_ROUNDS`, which take about `seconds` together.
 
     Returns:
         A list for each call, with its time in each round, in seconds.

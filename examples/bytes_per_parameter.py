@@ -93,7 +93,6 @@ def _storages(values: Iterable[Any]) -> dict[int, int]:
 
 
 def measure(dtype: torch.dtype, make: Make, device: torch.device, layers: int, width: int) -> float:
-    """Bytes per parameter."""
     on_gpu, before, peak = device.type == "cuda", 0, 0
     gc.collect()
     if on_gpu:
@@ -137,7 +136,6 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measure, print a table, and write what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=whole(1), help="width of a layer (default: 4,096 on a GPU, else 1,024)")
     parser.add_argument("--layers", type=whole(1), help="number of layers (default: 64 on a GPU, else 8)")

@@ -67,11 +67,8 @@ def unigram_entropy(data: Bytes) -> float:
 def read_corpus(path: Path | None, context: int) -> Corpus:
     """Read a file, a folder, or, for None, the .py files of this Python's standard library without its tests.
 
-    Files are read in the order of the hashes of their relative names. In the order of names, the last tenth, which is
-    for validation, would be of a few packages.
-
-    Raises:
-        UsageError: there are no files, or not `context` + 1 bytes for each part.
+    Files are read in the order of the hashes of their names, or the last tenth, which is for validation, would be of a
+    few packages. A UsageError if there are no files, or not `context` + 1 bytes for each part.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     if not root.exists():

@@ -1,9 +1,8 @@
 """The model of train_gpt.py: a byte-level GPT with pre-norm blocks, learned positions and no biases.
 
-Weights, activations and gradients are fp32, bf16 or fp16; the loss is always computed in fp32. On CPUs, torch's fp16
-matrix products are 40 times as slow as in fp32, and so are those of bf16 without AVX-512. There they are emulated:
-operands are multiplied and accumulated in fp32, and the result is rounded once, in the forward and in the backward. A
-tensor core computes the same, except for the order of the sum, so gradients underflow and overflow as on a GPU.
+Weights, activations and gradients are fp32, bf16 or fp16; the loss is always computed in fp32. On CPUs, where torch's
+fp16 matrix products, and without AVX-512 those of bf16, are 40 times as slow as in fp32, they are emulated: multiplied
+and accumulated in fp32 and rounded once, as in a tensor core, so that gradients underflow and overflow as on a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Precision:
 
     @classmethod
     def on(cls, name: str, device: torch.device) -> Precision:
-        """The precision `name` on `device`."""
         slow = ("bf16", "fp16") if torch.backends.cpu.get_cpu_capability() == "AVX2" else ("fp16",)
         return cls(name, DTYPES[name], emulated=device.type == "cpu" and name in slow)
 

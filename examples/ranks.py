@@ -22,7 +22,6 @@ class World(NamedTuple):
     size: int = 1
 
     def rows(self, batch: int) -> range:
-        """This rank's rows of a global batch."""
         share = batch // self.size
         return range(self.rank * share, (self.rank + 1) * share)
 

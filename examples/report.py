@@ -125,10 +125,9 @@ def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]
 
 
 def show_table(content: dict[str, Any]) -> None:
-    """Print the table, the parameters that overflowed, and notes."""
     head, rows = cells(content)
-    if outcome(content):
-        say(outcome(content))
+    if words := outcome(content):
+        say(words)
     show(Table(head, rows, range(2, len(head)), ruled=True))
     say(sentence(content))
     for skipped, overflowed in overflows(content):
@@ -167,10 +166,9 @@ def ticks(low: float, high: float, limit: int) -> list[float]:
 
 
 def drawing(title: str, bottom: int, parts: Iterable[str], caption: str = "", attributes: str = "") -> str:
-    svg = (
-        f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">{"".join(parts)}'
-    )
-    return f"<figure{attributes}><h2>{text(title)}</h2>{svg}</svg><figcaption>{caption}</figcaption></figure>"
+    head = f'<svg viewBox="0 0 {WIDTH} {bottom + 24}" role="img" tabindex="0" aria-label="{text(title)}">'
+    svg = f"{head}{''.join(parts)}</svg>"
+    return f"<figure{attributes}><h2>{text(title)}</h2>{svg}<figcaption>{caption}</figcaption></figure>"
 
 
 def label(x: float, y: float, anchor: str, words: str) -> str:
@@ -326,9 +324,8 @@ def page(content: dict[str, Any]) -> str:
     ]
     for run in runs:
         for finding in run["findings"]:
-            title = (
-                f"Found by halfstep.doctor after the last step: {run['name']}: {finding['severity']}, {finding['name']}"
-            )
+            title = "Found by halfstep.doctor after the last step: "
+            title += f"{run['name']}: {finding['severity']}, {finding['name']}"
             rows = [[name, finding[name]] for name in ("where", "what", "stake", "remedy")]
             parts.append(section(title, "", table((), rows, "left")))
     for skipped, overflowed in overflows(content):

@@ -3,9 +3,8 @@
 python examples/train_gpt.py --precision compare
 torchrun --nproc-per-node 2 examples/train_gpt.py --strategy fsdp --precision bf16
 
-Initial weights and batches are the same for all precisions and strategies. The host does not wait for the device:
-losses and scales stay on it and are read together every few steps (on a CPU in every step). A step that the scaler
-skips counts as a step, so that all runs see the same data at the same learning rate. docs/training.md has the rest.
+All precisions and strategies have the same initial weights and batches: a step that the scaler skips counts as a step.
+The host reads losses and scales every few steps (on a CPU in every step). docs/training.md has the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain, pairwise
@@ -96,6 +95,11 @@ def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module
         for module in (*model.get_submodule("blocks").children(), model):
             fully_shard(module, mesh=mesh)
     return model
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors in this process, of sharded ones those of the shards."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
@@ -182,7 +186,6 @@ class Trainer:
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
-        self.gradient_bytes = 0  # set in the first step
         self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
         names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
         self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
@@ -196,11 +199,7 @@ class Trainer:
         states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
-        sizes = [
-            sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
-            for tensors in (self.plain.parameters(), grads, state)
-        ]
-        self.gradient_bytes = sizes[1] or self.gradient_bytes
+        sizes = list(map(local_bytes, (self.plain.parameters(), grads, state)))
         if not self.memory or self.memory[-1][1:] != sizes:
             self.memory.append([self.step, *sizes])
 
@@ -229,14 +228,12 @@ class Trainer:
         return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
     def _parts(self, windows: tuple[torch.Tensor, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The micro-batches of a batch, on the device."""
         device = self.world.device
         inputs, targets = (x.to(device, non_blocking=True) for x in windows)
         count = self.options.accumulate
         return list(zip(inputs.chunk(count), targets.chunk(count), strict=True))
 
     def advance(self) -> None:
-        """One step: forward, backward, optimizer."""
         options = self.options
         rows = self.world.rows(options.batch)
         batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
@@ -319,24 +316,18 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "gradients": self._counted(),
             "history": {name: torch.tensor(points, dtype=torch.float64) for name, points in self.history.items()},
-            "gradient_bytes": {"world_size": self.world.size, "bytes": self.gradient_bytes},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the content of a checkpoint."""
         checkpoint.load_model(self.plain, state["model"])
         (zero.load_state_dict if self.zero else checkpoint.load_optimizer)(self.optimizer, state["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        world, counted = self.world, state["gradients"]
         if self.monitor is not None:
-            # The counts are sums over all ranks.
-            counts = torch.zeros_like(counted["counts"]) if world.rank else counted["counts"]
-            self.monitor.load_state_dict({**counted, "counts": counts})
+            counted = state["gradients"]  # sums over all ranks, which the first one continues
+            self.monitor.load_state_dict({**counted, "counts": counted["counts"] * (self.world.rank == 0)})
         self.history = {name: state["history"][name].tolist() for name in self.history}
         self.step = self.scheduler.last_epoch = state["step"]
-        if state["gradient_bytes"]["world_size"] == world.size:
-            self.gradient_bytes = state["gradient_bytes"]["bytes"]
         self.memory = []
         self._measure()
 
@@ -394,7 +385,10 @@ class Trainer:
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
                 peak = card(torch.cuda.get_device_name(world.device)).flops
-        sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": self.gradient_bytes}
+        # A run that was resumed after its last step has no gradients.
+        trained = local_bytes(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
+        sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": trained}
+        scales = history["scale"] if self.scaler is not None else None
         tail = max(1, round(self.step * FINAL_SHARE))
         return {
             "name": self.run.name,
@@ -410,7 +404,7 @@ class Trainer:
             "best_step": best_step,
             "stopped_early": early,
             "skipped_steps": len(skipped),
-            "final_scale": history["scale"][-1] if self.scaler is not None else None,
+            "final_scale": scales and scales[-1],
             **{f"{part}_bytes_per_param": bytes_of / self.parameters for part, bytes_of in sizes.items()},
             "memory": self.memory,
             "step_ms_p50": step_ms,
@@ -425,7 +419,7 @@ class Trainer:
             "trouble": trouble,
             "train_loss": [loss if math.isfinite(loss) else None for loss in history["train_loss"]],
             "validation": [point for point in history["validation"] if math.isfinite(point[1])],
-            "scale": history["scale"] if self.scaler is not None else None,
+            "scale": scales,
             "skipped": skipped,
             "overflow": self._overflow(),
             "gradients": self._gradients(),
@@ -439,11 +433,7 @@ def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any
 
 
 def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint, and refuse it if it belongs to another run.
-
-    Raises:
-        CheckpointError: it is damaged, or its plan differs from the entries of `expected`, which the message names.
-    """
+    """Load a checkpoint. A CheckpointError says that it is damaged, or what in its plan differs from `expected`."""
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
@@ -459,10 +449,8 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_base(path: Path, size: str) -> Weights:
-    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or it is damaged, or of another size.
+    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
+    CheckpointError says that there is none, or that it is damaged or of another size.
     """
     if path.is_dir() and not (path / "manifest.json").is_file():
         newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
@@ -495,17 +483,14 @@ class Display:
             self.note(line)
 
     def note(self, text: str) -> None:
-        """Print a line. What is not printable, in names of files for example, is escaped."""
         self.progress.clear()
         if not self.quiet:
             say(text)
 
 
 def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str, Any] | None:
-    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls.
-
-    Returns:
-        The run's entry in report.json; None if it was interrupted.
+    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls. Returns the
+    run's entry in report.json; None if it was interrupted.
     """
     run, options, world = trainer.run, trainer.options, trainer.world
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
@@ -553,12 +538,10 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
 
 
 def folder_of(run: Run, out: Path) -> Path:
-    """The folder of a run's checkpoints."""
     return out / "checkpoints" / run.name.replace(" ", "-")
 
 
 def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
-    """The checkpoint from which a run continues, if any."""
     folder = folder_of(run, options.out)
     newest = checkpoint.newest(folder)
     if restarts() and options.save_every and (newest or options.resume is None):
@@ -629,11 +612,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse options that cannot be combined, or that do not match the way the process was started.
-
-    Raises:
-        UsageError: with the option to change.
-    """
+    """Raise a UsageError for options that cannot be combined, or do not match the way the process was started."""
     strategy, precision, masters = options.strategy, options.precision, options.master_weights
     size = int(os.environ.get("WORLD_SIZE", "1"))
     parts, launched = size * options.accumulate, {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()

@@ -139,13 +139,13 @@ def launch_kernel(
     """Launch so many programs of a ``@triton.jit`` function on a device.
 
     Triton's own launch takes 10 to 35 us of the host, of which 3 to 5 remain here: it derives from all arguments which
-    form of the kernel to run, and compares every global value that the kernel reads with what it was.
+    form of the kernel to run.
 
     Args:
         operands, constants: its first and its last arguments; `constants` with the compiler's options, in the same
             order in all launches.
-        form: all else that Triton compiles forms of their own for: the dtypes of tensors, and of operands that are
-            specialised whether 16 divides an address; of integers, whether they need 64 bits.
+        form: all else that Triton compiles forms of their own for: dtypes of tensors, whether 16 divides addresses,
+            whether integers need 64 bits.
     """
     key = id(kernel), device, form, *constants.values()
     compiled = _compiled.get(key)

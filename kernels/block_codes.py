@@ -338,7 +338,6 @@ def encode_linear_block(x, noise):
 
 @jit
 def widened_packed(x, factor):
-    """bf16 times an fp32 number."""
     ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
 
@@ -379,10 +378,8 @@ def _by_thread(x, EACH: tl.constexpr):
 @jit
 def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
     """The largest patterns of blocks, rounded up to their upper 16 bits, of `v` above those of `m`, and the smallest of
-    `v`, each of shape (blocks, 1).
-
-    EACH elements lie side by side in a thread. If SHORT, a block may be short, `exists` says which threads have
-    elements that exist, and elements of `m` that do not must be 0.
+    `v`, each of shape (blocks, 1). EACH elements lie side by side in a thread. If SHORT, `exists` says which threads
+    have elements that exist, and elements of `m` that do not must be 0.
     """
     # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
     m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)

@@ -382,5 +382,4 @@ if tl is not None:
 
 @constexpr_function
 def entry(table: dict[tuple[Any, ...], str], *key: Any) -> str:
-    """In kernels: the entry of one of these tables."""
     return table[key]

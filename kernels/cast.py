@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import (
     EXACT,
     chosen,
@@ -32,21 +32,7 @@ from halfstep.kernels.backend import (
 )
 from halfstep.kernels.formats import TABLE, format_of
 from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    PLAIN_TYPES,
-    TableCache,
-    address,
-    all_flattened,
-    by_dtype,
-    check_addresses,
-    check_tensor,
-    check_tensor_list,
-    flattened,
-    is_flat,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_groups
 from halfstep.kernels.rounding import (
@@ -126,7 +112,6 @@ if tl is not None:
 
 @jit
 def _widened(x, SOURCE: tl.constexpr):
-    """Convert a block from its stored form (FP8 as uint8 codes) to fp32, exactly."""
     if SOURCE == tl.float8e5:
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)  # the upper half of an fp16
     elif SOURCE == tl.float8e4nv and cuda_capability_geq(8, 9):
@@ -167,7 +152,6 @@ def _stochastic_fp8(x, noise, SOURCE: tl.constexpr, TARGET: tl.constexpr, SATURA
 
 @jit
 def _converted(x, word, SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr):
-    """Convert a block from the stored form of one format to that of another. `word` as in `round_float32`."""
     if SOURCE == TARGET and not SATURATE:
         return x
     elif TARGET.primitive_bitwidth == 8:
@@ -258,7 +242,6 @@ def _cast_chunk(
 
 @jit
 def _plain(value):
-    """The inverse of `_unspecialized`."""
     return (value + 4611686018427387904) >> 1
 
 
@@ -307,16 +290,14 @@ def _unspecialized(value: int) -> int:
 _tables = {(source, target): TableCache(operands=4, chunk=CHUNK) for source in DTYPES for target in DTYPES}
 _SingleTensor = ctypes.c_int64 * (ADDRESSES + 4)  # one tensor as a table: rows as in multi_tensor.py
 
-# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host: less than a launch of ours
-# on a GPU, and than a call of C++ on a CPU. Between the 16-bit formats torch's is slower on CPUs. Lists keep their one
-# launch: torch's `_foreach_copy_` makes one for every 64 tensors or fewer. From 16 bits to fp32, torch's kernel takes
-# 1.5 (H100) and 1.9 times (H200) as long on a GPU as the bytes do, which soon costs more than the launch.
+# Between fp32 and 16 bits torch's conversion has the same bits and takes less of the host than a launch or a call of
+# C++; between the 16-bit formats it is slower on CPUs. Lists keep their one launch. From 16 bits to fp32, torch's
+# kernel takes 1.5 (H100) and 1.9 times (H200) as long as the bytes do, which soon costs more than the launch.
 _PAIRS_OF_TORCH = {pair for pair in _tables if not {*FP8} & {*pair} and (torch.float32 in pair or pair[0] == pair[1])}
 _WIDENED_BY_US = 2**22  # elements from which a GPU's single tensor is widened by our kernel
 
 
 def _torch_converts(source: torch.Tensor, dtype: torch.dtype, mode: int, saturate: bool) -> bool:
-    """Whether torch converts a single tensor."""
     usual = mode == NEAREST and not saturate and (source.dtype, dtype) in _PAIRS_OF_TORCH
     widens = source.is_cuda and source.itemsize < dtype.itemsize and source.numel() >= _WIDENED_BY_US
     return usual and not widens and chosen() == "auto" and (source.is_cuda or source.is_cpu)
@@ -324,7 +305,6 @@ def _torch_converts(source: torch.Tensor, dtype: torch.dtype, mode: int, saturat
 
 @functools.cache
 def _options(source: torch.dtype, target: torch.dtype, mode: int, saturate: bool) -> dict[str, Any]:
-    """What a kernel is compiled for."""
     return {
         "SOURCE": format_of(source).triton_type,
         "TARGET": format_of(target).triton_type,
@@ -354,7 +334,7 @@ def _cast_into(
     device, pair = source.device, (source.dtype, target.dtype)
     single = in_memory and len(sources) == 1 and not (mode == STOCHASTIC and streams[0])
     if single and _torch_converts(source, target.dtype, mode, saturate):
-        check_addresses(source, target)
+        multi_tensor.check_addresses(source, target)
         target.copy_(source)
         return
     implementation = resolve(device, "cast") if in_memory else "reference"
@@ -403,7 +383,7 @@ def _computed(
 ) -> torch.Tensor:
     mode, source = _mode(x.dtype, dtype, rounding), flattened(x)
     if _torch_converts(source, dtype, mode, saturate):
-        check_addresses(source)
+        multi_tensor.check_addresses(source)
         return source.to(dtype, copy=True)
     target = torch.empty_like(source, dtype=dtype)
     if mode != STOCHASTIC:
@@ -554,11 +534,11 @@ def cast(
     """
     _check_options(dtype, rounding, seed)
     _check_offset(offset, "offset")
-    check_tensor(x, "x", DTYPES)
+    multi_tensor.check_tensor(x, "x", DTYPES)
     if out is None:
         token = None
         if rounding == "stochastic":
-            with nullcontext() if type(x) in PLAIN_TYPES else own_operations([x]):
+            with nullcontext() if type(x) in multi_tensor.PLAIN_TYPES else own_operations([x]):
                 token = _drawn() if seed is None else torch.tensor(seed, dtype=torch.int64, device="cpu")
         return _cast(x, dtype, rounding, saturate, token, offset)
     _check_out(out, x, dtype, "out")
@@ -584,11 +564,9 @@ def foreach_cast(
     """Cast a list of tensors in one launch per source dtype. Not differentiable.
 
     Args:
-        tensors: fp32, fp16, bf16, float8_e4m3fn and float8_e5m2 tensors of any shapes on one device; may be empty.
-        dtype: one of the same dtypes.
-        rounding, saturate: as in `cast`.
-        seed: as in `cast`. Each tensor has its own noise, which depends on its position in the list and not on the
-            other tensors. A list of one tensor gets the noise of `cast`.
+        tensors: tensors of any shapes and dtypes that `cast` takes, on one device; may be empty.
+        dtype, rounding, saturate, seed: as in `cast`. Each tensor has its own noise, which depends on its position in
+            the list and not on the other tensors. A list of one tensor gets the noise of `cast`.
         out: output tensors, one per input, with the shape of the input, dtype `dtype` and any strides. They must not
             overlap.
         offsets: for each tensor the `offset` of `cast`. Default: all 0.
@@ -597,19 +575,15 @@ def foreach_cast(
         The new tensors, or those of `out`, in order.
 
     Raises:
-        TypeError: an element of `tensors`, `dtype`, `seed` or an offset is not of the types above.
-        ValueError: unknown `rounding`, tensors on different devices, `out` does not fit, `seed` or `offsets` as in
-            `cast`.
+        TypeError, ValueError: as in `cast`, also if tensors are on different devices or numbers of arguments differ.
 
     Examples:
         >>> weights = [torch.ones(2), torch.zeros(3)]
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    # Functions in C check the properties of all tensors. Loops in Python take longer than the kernels for thousands of
-    # tensors, and are only used to report errors and for unusual tensors.
     _check_options(dtype, rounding, seed)
-    sources, in_memory = check_tensor_list(tensors, "tensors", DTYPES)
+    sources, in_memory = multi_tensor.check_tensor_list(tensors, "tensors", DTYPES)
     starts = [0] * len(sources)
     if offsets is not None:
         starts = [_check_offset(offset, f"offsets[{index}]") for index, offset in enumerate(offsets)]
@@ -619,11 +593,11 @@ def foreach_cast(
         raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(out)}")
     if not sources:
         return []
-    flat = all_flattened(sources)
+    flat = multi_tensor.all_flattened(sources)
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]
     else:
-        results, out_in_memory = check_tensor_list(out, "out", DTYPES)
+        results, out_in_memory = multi_tensor.check_tensor_list(out, "out", DTYPES)
         in_memory = in_memory and out_in_memory
         if (
             results[0].device != sources[0].device
@@ -636,7 +610,7 @@ def foreach_cast(
     if random:  # random bits follow the row-major order, whatever the order in memory
         flat = [source.contiguous() for source in flat]
     as_sources = out is None and not random  # new tensors in the order of theirs
-    if as_sources or (all(map(torch.Tensor.is_contiguous, flat)) and all_flattened(results) is results):
+    if as_sources or (all(map(torch.Tensor.is_contiguous, flat)) and multi_tensor.all_flattened(results) is results):
         targets = results  # with the same shapes, both row-major
     else:  # a target with another order of elements is filled by a copy
         targets = [
@@ -647,7 +621,7 @@ def foreach_cast(
     if random and seed is None:
         drawn = _drawn()
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
-    for source_dtype, indices in by_dtype(flat).items():
+    for source_dtype, indices in multi_tensor.by_dtype(flat).items():
         lists = flat, targets, starts
         if len(indices) < len(flat):
             lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]

@@ -4,18 +4,15 @@
     cell[e, class] += 1                   class 0: fraction = 0; 1: fraction > 0; 2: fraction >= overflow of the format
 
 Zeros, infinities and NaNs have rows of their own. How rounding to a format with m mantissa bits and exponents from emin
-to emax treats an element follows from its cell, because every threshold is the start of a cell:
+to emax treats an element follows from its cell, so that one table serves every power of two as scale:
 
     flushed      0 < |y| <= 2^(emin - m - 1)      a tie rounds to the even code, zero: class 0 of one row
     subnormal    above that, and |y| < 2^emin
     overflow     |y| from half a step above the largest number: class 2 of row emax, and all rows above
 
-One table therefore holds the answer for every power of two as scale. Exponents beyond both ends of fp32, which only
-occur through the scale, are counted in row -151 (flushed in every format) and in row 128 (overflow in every format).
-
-The cells may be followed by a histogram of the relative rounding errors r = |y - round(y)| / |y| of all elements that
-are not 0 and do not overflow: one bin for r = 0, 8 bins per octave from 2^-24 to 1, whose upper end is at most 12.5%
-above the lower one, and one bin for r = 1, the elements that are flushed. Last come the fp32 bits of the largest r.
+Row -151 also has smaller numbers, row 128 larger ones. The cells may be followed by a histogram of the relative
+rounding errors r = |y - round(y)| / |y| of all elements that are not 0 and do not overflow: one bin for r = 0, 8 per
+octave from 2^-24 to 1, and one for r = 1, flushed elements. Last come the fp32 bits of the largest r.
 """
 
 from __future__ import annotations

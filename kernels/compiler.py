@@ -1,11 +1,8 @@
 """The C++ compiler of the machine, and the libraries that wheels bring along.
 
-A wheel for x86-64 holds each family for three levels of CPUs (the psABI's x86-64-v2, v3 and v4), and one for aarch64
-for all of its CPUs, so that no compiler is needed where it is installed. setup.py builds them, and native.py loads the
-best one that the CPU can run. ``HALFSTEP_CPU_LEVEL`` chooses another level, or with "native" what is compiled at first
-use.
-
-Imports nothing but Python's own library, since setup.py imports it before anything is installed.
+A wheel for x86-64 holds each family for three levels of CPUs (the psABI's x86-64-v2, v3 and v4), one for aarch64 for
+all of its CPUs. setup.py builds them, importing this module before anything is installed; native.py loads the best one
+that the CPU can run. ``HALFSTEP_CPU_LEVEL`` chooses another, or with "native" what is compiled at first use.
 """
 
 from __future__ import annotations
@@ -68,9 +65,8 @@ def file_name(source: Path, level: str) -> str:
 def calls(machine: str, source: Path, level: str, target: Path) -> list[list[str]]:
     """The arguments of the two calls of the compiler that make a library.
 
-    OpenMP's functions stay undefined, and are found in torch's OpenMP when the library is loaded. Linked with -fopenmp,
-    it would name libgomp.so.1, which slim images lack, and which is a second OpenMP with threads of its own where
-    torch's has another name.
+    OpenMP's functions stay undefined, and are found in torch's OpenMP when the library is loaded: linked with -fopenmp,
+    it would name libgomp.so.1, which slim images lack, or which is a second OpenMP beside torch's.
     """
     options, _ = LEVELS[machine][level]
     compiled = str(target.with_suffix(".o"))

@@ -1,9 +1,7 @@
 """The number formats of the kernels: one table, of which the dtype tables of all other modules are views.
 
-It imports neither torch nor Triton, so that the look-up of formats starts at once: a row names their types, and looks
-them up when they are asked for.
-
-Sources: IEEE 754-2019 (binary32, binary16); bfloat16; the OCP "8-bit floating point specification (OFP8)", 2023.
+It imports neither torch nor Triton, so that the look-up of formats starts at once. Sources: IEEE 754-2019 (binary32,
+binary16); bfloat16; the OCP "8-bit floating point specification (OFP8)", 2023.
 """
 
 from __future__ import annotations
@@ -40,14 +38,12 @@ class Format(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The torch dtype."""
         import torch
 
         return getattr(torch, self.torch)
 
     @property
     def triton_type(self) -> Any:
-        """The Triton type, to pass to a kernel as a constexpr."""
         import triton.language as tl
 
         return getattr(tl, self.triton)

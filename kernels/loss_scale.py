@@ -1,8 +1,7 @@
 """Update of the loss scale after a step: one launch, and the host reads nothing. `reference` is the specification.
 
-With a hysteresis of 1 this is `torch.amp.GradScaler`, except that torch does not bound the scale. Megatron-LM and, by
-default, DeepSpeed refill the hysteresis only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``,
-on every step without overflow.
+With a hysteresis of 1 this is `torch.amp.GradScaler`, but with bounds. Megatron-LM and, by default, DeepSpeed refill
+the hysteresis only when the scale grows; apex, and DeepSpeed with ``consecutive_hysteresis``, on every clean step.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ DECIDED, SKIPPED, LAST_SKIPPED = range(3)  # indices of `State.counts`
 
 
 class Rules(NamedTuple):
-    """How the loss scale changes."""
-
     growth_factor: float  # what the scale is multiplied by when it grows
     backoff_factor: float  # the same after an overflow
     growth_interval: int  # consecutive steps without overflow after which the scale grows

@@ -100,10 +100,8 @@ def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
 
 
 def all_have_memory(tensors: list[torch.Tensor]) -> bool:
-    """Whether `has_memory` holds for all tensors of a list on one device.
-
-    Lists of plain tensors are decided by their types, without a loop in Python. A freed storage among them is found
-    when its address is taken.
+    """Whether `has_memory` holds for all tensors of a list on one device. Lists of plain tensors are decided by their
+    types; a freed storage among them is found when its address is taken.
     """
     if not tensors:
         return True
@@ -191,7 +189,6 @@ class TensorTable:
 
 
 def checked_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The `address` of each tensor."""
     addresses = list(map(_address, tensors))
     if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
         list(map(address, tensors))
@@ -204,10 +201,8 @@ def alignments(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 class TableCache(threading.local):
-    """The most recently used tables of one kernel family. Steps with the same tensors build and transfer nothing.
-
-    Each thread and each stream has its own tables, because a table must not change while a kernel of another stream
-    reads it. Launches captured in a CUDA graph get tables that belong to the graph and are not stored here.
+    """The most recently used tables of one kernel family, for each thread and each stream (streams.py). Steps with the
+    same tensors build and transfer nothing.
     """
 
     def __init__(self, operands: int, chunk: int, capacity: int = 8) -> None:
@@ -262,7 +257,6 @@ def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
-    """The indices of the tensors of each dtype."""
     dtypes = list(map(attrgetter("dtype"), tensors))
     if len(set(dtypes)) == 1:
         return {dtypes[0]: range(len(tensors))}

@@ -1,12 +1,11 @@
 """Compile and load the C++ implementations of the kernels for the CPU.
 
-A kernel family, the module or package `name`, may have a file `name.cpp` beside or in it, with a C interface of
-pointers, sizes and numbers. A wheel brings it compiled (compiler.py); otherwise it is compiled at its first use with
-the compiler of the machine (2 to 6 s), stored in the user's cache folder and loaded with ctypes. Without a compiler
-there is no library, and the reference runs instead: the same bits, but moments of 8 bits take 260 times as long.
+The module or package `name` may have a file `name.cpp`. A wheel brings it compiled (compiler.py); otherwise it is
+compiled at its first use (2 to 6 s), stored in the user's cache folder and loaded with ctypes. Without a compiler the
+reference runs: the same bits, but moments of 8 bits take 260 times as long.
 
-Loading a library runs its code, so it must be the one that was compiled here: folders and files that others can write
-to are not used, and the name of a library ends in a digest of its content, which detects truncated and damaged files.
+Loading a library runs its code: folders and files that others can write to are not used, and the name of a library ends
+in a digest of its content, which detects truncated and damaged files.
 """
 
 from __future__ import annotations
@@ -196,7 +195,6 @@ def _loaded(paths: Iterable[Path]) -> ctypes.CDLL | None:
 
 
 def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
-    """The library `name` from a private folder; None if no undamaged one loads."""
     return _loaded(filter(_holds_what_it_says, sorted(folder.glob(f"{name}-*.so"))))
 
 
@@ -220,7 +218,6 @@ def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CD
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
-    """The loaded library, or the reason why there is none."""
     if brought := prebuilt(source):
         import torch  # noqa: F401  # which brings the functions of OpenMP
 

@@ -153,10 +153,8 @@ def join_master(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 
 
 def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of fp32 values on any device.
-
-    torch's own fp32 square root on CPU is one ulp off for a fifth of all inputs. fp64 carries more than twice the
-    24 bits, so rounding its root to fp32 rounds once (Figueroa, "When is double rounding innocuous?", 1995).
+    """Correctly rounded square root of fp32 values on any device, by fp64 (Figueroa, "When is double rounding
+    innocuous?", 1995). torch's own on CPU is one ulp off for a fifth of all inputs.
     """
     return x.double().sqrt().float()
 
@@ -192,7 +190,6 @@ def from_float32(x, dtype: tl.constexpr):
 
 @constexpr_function
 def form_of(dtype: Any) -> Format:
-    """The row of a Triton type."""
     return next(form for form in TABLE if form.triton_type == dtype)
 
 

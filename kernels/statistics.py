@@ -16,34 +16,12 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import cells, multi_tensor, native
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
-from halfstep.kernels.cells import (
-    CELLS,
-    CLASSES,
-    ERROR_BINS,
-    HIGHEST,
-    INFINITE,
-    LOWEST,
-    NOT_A_NUMBER,
-    ZERO,
-    Grid,
-    width,
-)
+from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid, width
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FLOATS,
-    TableCache,
-    address,
-    alignments,
-    all_flattened,
-    by_dtype,
-    check_tensor_list,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, address, alignments, locate, own_operations
 from halfstep.kernels.rounding import to_float32
 from halfstep.kernels.threads import threads
 
@@ -84,9 +62,10 @@ def reference(
     key = torch.where(small, magnitude.float().view(torch.int32), magnitude)
     exponent = (key >> 23) - torch.where(small, 127 + 149, 127) + shift
     fraction = key & 0x7FFFFF
-    cell = (exponent.clamp(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0).int() + (fraction >= grid.overflow)
-    cell = torch.where(unscaled >= 0x7F800000, INFINITE * CLASSES, cell)
-    cell = torch.where(unscaled > 0x7F800000, NOT_A_NUMBER * CLASSES, cell)
+    row = exponent.clamp(cells.LOWEST, cells.HIGHEST) - cells.LOWEST
+    cell = row * CLASSES + (fraction != 0).int() + (fraction >= grid.overflow)
+    cell = torch.where(unscaled >= 0x7F800000, cells.INFINITE * CLASSES, cell)
+    cell = torch.where(unscaled > 0x7F800000, cells.NOT_A_NUMBER * CLASSES, cell)
     cell = torch.where(unscaled == 0, ZERO * CLASSES, cell)
     counts.scatter_add_(0, cell.long(), torch.ones((), dtype=torch.int64, device=x.device).expand_as(cell))
     if counts.numel() == CELLS:
@@ -110,10 +89,10 @@ def reference(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
-    _LOWEST, _HIGHEST, _CLASSES = tl.constexpr(LOWEST), tl.constexpr(HIGHEST), tl.constexpr(CLASSES)
-    _ZERO, _INFINITE = tl.constexpr(ZERO * CLASSES), tl.constexpr(INFINITE * CLASSES)
-    _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER * CLASSES)
-    _CELLS, _ERROR_BINS = tl.constexpr(CELLS), tl.constexpr(ERROR_BINS)
+    _LOWEST, _HIGHEST, _CLASSES = tl.constexpr(cells.LOWEST), tl.constexpr(cells.HIGHEST), tl.constexpr(CLASSES)
+    _ZERO, _INFINITE = tl.constexpr(ZERO * CLASSES), tl.constexpr(cells.INFINITE * CLASSES)
+    _NOT_A_NUMBER = tl.constexpr(cells.NOT_A_NUMBER * CLASSES)
+    _CELLS, _ERROR_BINS = tl.constexpr(CELLS), tl.constexpr(cells.ERROR_BINS)
     _DATA_ROW, _COUNTS_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
     _SLOTS = tl.constexpr(256)  # counts of a histogram, whose time grows with them
 
@@ -251,16 +230,16 @@ def foreach_count_(
         TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
         ValueError: the tensors are on different devices, or `counts`, `rows` or `scale` does not fit.
     """
-    listed, in_memory = check_tensor_list(tensors, "tensors")
+    listed, in_memory = multi_tensor.check_tensor_list(tensors, "tensors")
     if not listed:
         return counts
     rows = range(len(listed)) if rows is None else rows
     _check(listed, counts, rows, scale)
-    flat, device, errors = all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
+    flat, device, errors = multi_tensor.all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
     implementation = resolve(device, "statistics") if in_memory else "reference"
     number = None if scale is None else scale.detach().reshape(())
     with nullcontext() if in_memory else own_operations(listed):
-        for dtype, indices in by_dtype(flat).items():
+        for dtype, indices in multi_tensor.by_dtype(flat).items():
             group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
             if implementation == "reference":
                 for tensor, row in zip(group, group_rows, strict=True):

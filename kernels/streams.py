@@ -39,7 +39,6 @@ _for_good: list[torch.Tensor] = []
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream of `device` is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index is None or device.index == torch.cuda.current_device():

@@ -21,10 +21,8 @@ def threads() -> int:
 
 
 def _after_fork() -> None:
-    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has.
-
-    This concerns our kernels, and torch, whose operations build the tables. torch's data loading workers also run with
-    one thread.
+    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has. This
+    concerns our kernels and torch, whose operations build the tables.
     """
     global _without_threads
     if _in_parallel:

@@ -14,30 +14,16 @@ import ctypes
 import functools
 import threading
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
-from halfstep.kernels import native
+from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import (
-    ADDRESSES,
-    FLOATS,
-    TableCache,
-    TensorTable,
-    address,
-    alignments,
-    all_flattened,
-    all_have_memory,
-    by_dtype,
-    check_tensor_list,
-    checked_addresses,
-    locate,
-    own_operations,
-)
+from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import current_stream, to_device, upload
 from halfstep.kernels.threads import threads
@@ -191,7 +177,6 @@ def note(flags: torch.Tensor, tally: Tally) -> None:
 
 
 def _factor_in_torch(factor: Factor | None, device: torch.device) -> torch.Tensor | None:
-    """The factor as a 0-dim fp32 tensor."""
     if factor is None:
         return None
     if isinstance(factor.value, float):
@@ -217,7 +202,6 @@ def _by_operations(
 def _finish_by_operations(
     total: torch.Tensor, out: Verdict, norm: torch.Tensor | None = None, tally: Tally | None = None
 ) -> None:
-    """Write what follows from `out.flags` and the sum of squares."""
     out.sum_of_squares.copy_(total)
     out.found_inf.copy_(out.flags.any())
     if norm is not None:
@@ -245,7 +229,6 @@ def _tree_sum_block(values, LENGTH: tl.constexpr):
 
 @jit
 def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
-    """Record the flags and the sum of squares of one chunk."""
     magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     biggest = tl.max(magnitude, axis=0)
     if biggest >= 0x7F800000:
@@ -398,12 +381,9 @@ class _Group(NamedTuple):
     table: TensorTable
 
 
-_chunks_of = attrgetter("table.chunks")
-
-
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
     groups = []
-    for dtype, indices in by_dtype(tensors).items():
+    for dtype, indices in multi_tensor.by_dtype(tensors).items():
         listed, slots_of = tensors, list(slots)
         if len(indices) < len(tensors):
             listed, slots_of = [tensors[index] for index in indices], [slots[index] for index in indices]
@@ -437,7 +417,7 @@ def _check_groups(
         else:
             number = ctypes.c_float(value) if isinstance(value, float) else value  # lives as long as the call
             at = address(number) if isinstance(number, torch.Tensor) else ctypes.addressof(number)
-            buffers = checked_addresses((scratch.flags, scratch.sums))
+            buffers = multi_tensor.checked_addresses((scratch.flags, scratch.sums))
             native.library("unscale").halfstep_check(
                 *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
                 *(buffers[0], buffers[1] + 8 * first, threads()),
@@ -466,10 +446,10 @@ def _combine(
         operands = scratch.sums, chunks, scratch.flags, slots, *tensors
         constants = {"LANES": LANES, "UNROLLED": UNROLLED, "TALLY": tally is not None, **EXACT}
         constants["num_warps"] = most_warps(device)  # a thread for each of the lanes, which load at the same time
-        misaligned = alignments((scratch.sums, scratch.flags, *tensors))
+        misaligned = multi_tensor.alignments((scratch.sums, scratch.flags, *tensors))
         launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, misaligned)
         return
-    sums, flags, *addresses = checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    sums, flags, *addresses = multi_tensor.checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
     native.library("unscale").halfstep_check_finish(
         sums, chunks, flags, slots, *addresses, *(() if tally else (None, None))
     )
@@ -501,7 +481,7 @@ def check(
     """
     device = tensors[0].device
     if in_memory is None:
-        in_memory = all_have_memory(tensors)
+        in_memory = multi_tensor.all_have_memory(tensors)
     slots = range(len(tensors)) if slots is None else slots
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
@@ -513,10 +493,10 @@ def check(
             _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    flat = all_flattened(tensors)
+    flat = multi_tensor.all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(map(_chunks_of, groups))
+    chunks = sum(group.table.chunks for group in groups)
     scratch = _scratches.take(device, chunks, out.flags.numel())
     try:
         _check_groups(implementation, groups, factor, write, scratch)
@@ -547,7 +527,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
             for tensor, total, mark in zip(tensors, totals, marks, strict=True):
                 _by_operations(tensor, inv_scale, False, mark, total)
         return PartialCheck(dtypes, totals, marks, False)
-    groups = _grouped(all_flattened(tensors), range(len(tensors)))
+    groups = _grouped(multi_tensor.all_flattened(tensors), range(len(tensors)))
     sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
     scratch = _Scratch(device, sum(sizes), len(tensors))
     _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
@@ -622,7 +602,7 @@ def foreach_check(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | float
         >>> halfstep.foreach_check([torch.ones(2), torch.tensor([float("inf")])]).flags
         tensor([0, 1], dtype=torch.int32)
     """
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = multi_tensor.check_tensor_list(grads, "grads")
     if not tensors:
         return Verdict(*map(torch.zeros_like, Verdict.empty(0, torch.device("cpu"))))
     return check(tensors, _checked_factor(inv_scale, tensors[0].device), in_memory=in_memory)
@@ -632,19 +612,11 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
     """Multiply a list of tensors by `inv_scale` in place and check the result, in one pass.
 
     The product is computed in fp32 and rounded once to the dtype of the tensor; the check and the norm use the stored
-    values.
-
-    Args:
-        grads: fp32, fp16 and bf16 tensors of any shapes on one device; may be empty.
-        inv_scale: a float or a one-element tensor on any device.
+    values. Arguments and errors are those of `foreach_check`, except that `inv_scale` is required.
 
     Returns:
         `Unscaled`: ``(found_inf, norm)``, 0-dim tensors on the device. The call does not wait for the device, except
         for an `inv_scale` on a GPU that gradients on the CPU are multiplied by.
-
-    Raises:
-        TypeError: an element of `grads` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, or `inv_scale` is not one number.
 
     Examples:
         >>> gradients = [torch.tensor([6.0, 8.0])]
@@ -652,7 +624,7 @@ def foreach_unscale_(grads: Sequence[torch.Tensor], inv_scale: torch.Tensor | fl
         >>> gradients, norm
         ([tensor([3., 4.])], tensor(5.))
     """
-    tensors, in_memory = check_tensor_list(grads, "grads")
+    tensors, in_memory = multi_tensor.check_tensor_list(grads, "grads")
     if not tensors:
         return Unscaled(*(torch.zeros((), dtype=torch.float32, device="cpu") for _ in Unscaled._fields))
     device = tensors[0].device

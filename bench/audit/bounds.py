@@ -1,9 +1,8 @@
 """Recorded bounds of the compiled kernels, so that no change makes them worse unnoticed.
 
-The file has one line per kernel, variant and target, sorted, so that a diff shows the changed numbers. Bytes, spills,
-shared memory, barriers and layout conversions may not increase, access widths may not decrease, and registers may
-increase by one unit of their allocation. With another version of Triton, only bytes and spills are compared, since
-the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
+Bytes, spills, shared memory, barriers and layout conversions may not increase, access widths may not decrease, and
+registers may increase by one unit of their allocation. With another version of Triton, only bytes and spills are
+compared, since the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Bounds(NamedTuple):
 
 
 def key(row: dict[str, Any]) -> str:
-    """The name of a row of the audit in the file."""
     return f"{row['kernel']} | {row['variant']} | {row['target']}"
 
 
@@ -43,11 +41,7 @@ def entry(row: dict[str, Any]) -> Entry:
 
 
 def load(path: Path) -> Bounds:
-    """Read the file.
-
-    Raises:
-        ValueError: the file is missing, or was not written by `save`.
-    """
+    """Read the file. A ValueError if it is missing, or was not written by `save`."""
     try:
         content = json.loads(path.read_text())
         return Bounds(content["triton"], content["bounds"])
@@ -90,8 +84,7 @@ def departures(
 ) -> list[str]:
     """One sentence for each violation of `bounds`, and for each row or entry without a counterpart.
 
-    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`. `remedy`
-    is the command that records bounds.
+    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`.
     """
     measures = MEASURES if triton == bounds.triton else EVERYWHERE
     audited = {key(row): row for row in rows}
@@ -116,10 +109,8 @@ def record(
     families: Collection[str] | None,
     targets: Collection[str],
 ) -> str:
-    """Write the bounds of `rows` to `path`. Entries that this audit does not cover stay. Returns a summary in one line.
-
-    Raises:
-        ValueError: entries that would stay were recorded with another version of Triton.
+    """Write the bounds of `rows` to `path`, where entries that this audit does not cover stay. Returns a summary in one
+    line. A ValueError if such entries were recorded with another version of Triton.
     """
     old = load(path) if path.exists() else Bounds(triton, {})
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}

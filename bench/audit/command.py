@@ -1,10 +1,8 @@
 """``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the machine code.
 
-For each variant and target it prints the bytes that the code moves per element and the least possible, the widths of
-its accesses, and the registers, shared memory, barriers and layout conversions that it uses. It fails (status 1) if a
-variant does not compile, spills, exceeds the threads or the shared memory of a block, or promises the bits of the
-reference but contains a fused multiply-add, an approximation or flushed subnormals, and with ``--bounds`` if a row is
-worse than recorded. A module lists its variants in a function ``variants()``; `launches.Variant` describes them.
+It fails (status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
+promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals, and with
+``--bounds`` if a row is worse than recorded. A module lists its `launches.Variant`s in a function ``variants()``.
 """
 
 from __future__ import annotations
@@ -167,5 +165,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``halfstep bench audit`` with the arguments `argv`. Returns the exit status: 0 if every variant passes."""
     return run(_parser(), argv, _run, (ValueError,))

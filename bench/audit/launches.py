@@ -1,9 +1,7 @@
 """Record the launches of Triton kernels, and what Triton would compile for each, instead of running them.
 
-A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the
-arguments for a target that need not exist here. Its decisions are recorded (the types of arguments, which are constants
-or divisible by 16, and all compiler options) and the kernel is not run. The audit therefore needs no copy of a
-launcher's decisions that could become outdated.
+A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the arguments for a target that
+need not exist here, and its decisions are recorded, so that the audit needs no copy of a launcher's decisions.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ class Launch:
     options: dict[str, Any]  # all options of the compiler
 
     def constant(self, name: str) -> Any:
-        """The value of a constant argument."""
         return self.constants[(self.kernel.arg_names.index(name),)]
 
     def compile(self, target: str) -> Any:
@@ -94,13 +91,9 @@ def _active(target: str) -> Iterator[None]:
 
 @contextmanager
 def recording(target: str) -> Iterator[list[Launch]]:
-    """A context in which launches are recorded instead of compiled and run.
+    """A context in which launches of kernels, also for CPU tensors, are recorded instead of compiled and run.
 
-    In this context halfstep launches its Triton kernels for CPU tensors. The kernels must not have been imported under
-    TRITON_INTERPRET.
-
-    Args:
-        target: the architecture of the GPU, e.g. ``"sm_90"``.
+    The kernels must not have been imported under TRITON_INTERPRET. `target` is an architecture, such as ``"sm_90"``.
     """
     import triton
 
@@ -127,11 +120,7 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
 
 def recorded(variant: Variant, target: str) -> Launch:
-    """The recorded launch of a variant.
-
-    Raises:
-        RuntimeError: `variant.launch` does not launch the kernel.
-    """
+    """The recorded launch of a variant. A RuntimeError if `variant.launch` does not launch the kernel."""
     with recording(target) as launches:
         variant.launch()
     of_kernel = [launch for launch in launches if launch.kernel is variant.kernel]

@@ -1,20 +1,17 @@
 """Analyze the code of a compiled kernel: global memory accesses, registers, spills, barriers, contractions.
 
 The input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA,
-assembly on AMD, and the TTGIR of both. No kernel is run, and no GPU is needed.
+assembly on AMD, and the TTGIR of both.
 
-**Bulk path.** A kernel over a device table has a few uniform loads (pointers, sizes, scalars), a wide path for aligned
-tensors, and narrow code for tails and misaligned tensors. Debug information gives the source line of every access, and
-the TTGIR gives the type that the line loads or stores: a single value or a tile. Uniform accesses are ignored. Of the
-other loads, the bulk path has every access of at least 64 bits or 4 elements, or the widest accesses if there are none;
-the same for stores. Atomic operations are ignored, since kernels use them only for flags. An operand whose accesses are
-narrower is therefore missing from the bytes, which are then fewer than the least possible. An access without a line
-(line 0) is ignored as well: the compiler made it from accesses of several lines, which only uniform ones are, since
-those of tiles have different operands.
+**Bulk path.** A kernel has a few uniform loads (pointers, sizes, scalars), a wide path for aligned tensors, and narrow
+code for tails. Debug information gives the source line of every access, and the TTGIR whether the line moves a single
+value or a tile. Of the accesses of tiles, the bulk path has those of at least 64 bits or 4 elements, or else the
+widest. Atomic operations are ignored, since kernels use them only for flags; so are accesses without a line (line 0),
+which the compiler made from several uniform ones.
 
-**Limits.** The count is static: each instruction counts once, even if it is predicated, and so does the body of a loop.
-On NVIDIA the number of instructions comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a
-software pipeline issues before its loop are counted in addition to those in the loop. Caches are not modelled.
+**Limits.** Each instruction counts once, even if it is predicated or in a loop. On NVIDIA the number of instructions
+comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a software pipeline issues before its
+loop are counted in addition to those in the loop.
 """
 
 from __future__ import annotations
@@ -65,7 +62,6 @@ _ELEMENT = re.compile(r"tensor<(?:\d+x)+(?:!tt\.ptr<)?[a-z]+(\d+)")
 
 
 def _locations(ttgir: str) -> dict[str, Site]:
-    """The innermost source line of each location name."""
     sites: dict[str, Site] = {}
     alias: dict[str, str] = {}
     for line in ttgir.splitlines():
@@ -149,8 +145,8 @@ def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iter
 def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
     """Every global memory instruction in PTX, and the line that the debug information gives it.
 
-    Triton writes its accesses as inline assembly of several lines. Since 3.9, each of them has its own debug line,
-    numbered consecutively. Only the first is the line of the source.
+    Since Triton 3.9, each line of inline assembly has a debug line, numbered consecutively, of which the first is the
+    line of the source.
     """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
@@ -252,10 +248,8 @@ _AMD_EXPANSIONS = {
     "f16": ("half", "v_sqrt_f16", 0),
 }
 # The required modes of a launch: keep subnormals (3), round to nearest even (0), keep the infinities of fp16 (0).
-_AMD_MODES = {"float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "float_round_mode_32": 0} | {
-    "float_round_mode_16_64": 0,
-    "fp16_overflow": 0,
-}
+_AMD_MODES = dict.fromkeys(("float_denorm_mode_32", "float_denorm_mode_16_64"), 3)
+_AMD_MODES |= dict.fromkeys(("float_round_mode_32", "float_round_mode_16_64", "fp16_overflow"), 0)
 _AMD_MODE = re.compile(rf"^\s*\.amdhsa_({'|'.join(_AMD_MODES)}) (\d+)", re.MULTILINE)
 _AMD_SETS_MODE = re.compile(r"^\s*(s_setreg(?:_imm32)?_b32)\b", re.MULTILINE)
 _LLVM_FUSED = re.compile(r"\bcall\b.*@llvm\.(fma|fmuladd)\b")
@@ -268,13 +262,12 @@ _LLVM_INEXACT = re.compile(
 def amd_inexact(llir: str, text: str) -> list[str]:
     """Instructions that change the bits of the reference on AMD, from LLVM IR and the assembly; see `ptx_inexact`.
 
-    The modes of the launch, or those that a kernel sets, determine whether subnormals are kept, and the rounding. LLVM
-    IR shows explicit fused multiply-adds, flags that permit them, and approximations (``!fpmath`` permits a division
-    that is not correctly rounded). Contraction happens later, during the translation to assembly, where the expansion
-    of correctly rounded operations also contains fused multiply-adds. As counted in the output of Triton 3.7, these are
-    5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a 64-bit integer, and 2 (fp32) for a
-    division of 64-bit integers. More than these are contractions. Divisions that share a denominator need fewer, so
-    that a contraction may go unnoticed. The check for NVIDIA has no such gap.
+    The modes that a launch has, or a kernel sets, determine the rounding and whether subnormals are kept. LLVM IR shows
+    explicit fused multiply-adds, flags that permit them, and approximations. Contraction happens later, in the
+    translation to assembly, where the expansion of correctly rounded operations has fused multiply-adds too. In the
+    output of Triton 3.7, these are 5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a
+    64-bit integer, and 2 (fp32) for a division of 64-bit integers. More are contractions; divisions that share a
+    denominator need fewer, so that a contraction may go unnoticed.
     """
     counts: Counter[str] = Counter()
     for line in llir.splitlines():

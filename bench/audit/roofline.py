@@ -6,10 +6,8 @@
 
 The counts are recorded by ``make bounds``, while a software GPU executes the kernels (docs/software_gpu.md). A sector
 is fresh if no instruction of the launch accessed it before. The others miss the cache in proportion to the part of the
-data of the running blocks that exceeds `CACHE_KEPT` of it. Nothing here was measured on a GPU, and no time is
-predicted: the order of instructions, their dependencies and the time of the host are not modelled. Bandwidths,
-multiprocessors, clocks and caches are those of the manufacturers (NVIDIA's whitepapers on A100 and H100, AMD's CDNA 3
-whitepaper; for B200 commonly reported values).
+data of the running blocks that exceeds `CACHE_KEPT` of it. No time is predicted: the order of instructions and the host
+are not modelled. The GPUs' numbers are the manufacturers', for B200 commonly reported ones.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ LABELLED = 9  # kernels per GPU: those beyond the limit with the most instructio
 
 
 class GPU(NamedTuple):
-    """A GPU."""
-
     target: str  # the architecture, for example "sm_90"
     multiprocessors: int
     lanes: int  # threads per clock for which a multiprocessor issues an instruction
@@ -120,11 +116,7 @@ def ratios(counts: dict[str, Any]) -> Iterator[Ratios]:
 
 
 def draw(path: Path, counts: dict[str, Any]) -> None:
-    """Draw every recorded kernel on the roofline of each GPU, the speed that issue leaves over that of memory alone.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw every recorded kernel on the roofline of each GPU, the speed that issue leaves over that of memory alone."""
     rows, drawing = list(ratios(counts)), figure(14, 14)
     grid = list(drawing.subplots(3, 2).flat)
     colours = {family: f"C{index}" for index, family in enumerate(dict.fromkeys(row.case.split()[0] for row in rows))}

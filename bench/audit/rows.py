@@ -83,7 +83,6 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
 
 
 def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> None:
-    """Fill in `row` from the compiled kernel."""
     from halfstep.kernels.backend import MOST_THREADS
 
     ttgir = compiled.asm["ttgir"]
@@ -153,8 +152,7 @@ def audit(
 ) -> list[dict[str, Any]]:
     """Audit every variant of `modules` for every target, in `jobs` processes, or in this one if `jobs` is 1.
 
-    Returns:
-        One `AuditRow` per variant and target, as a dictionary, in the order of the modules.
+    Returns the `AuditRow`s as dictionaries, in the order of the modules.
     """
     work = [
         (module, index, target) for module in modules for index in range(len(_listed(module))) for target in targets

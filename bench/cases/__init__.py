@@ -50,11 +50,7 @@ def sizes_for(device_type: str, quick: bool) -> Sizes:
 
 
 def listed(module: str, function: str, *arguments: object) -> list[Any]:
-    """What a function of a module lists, both by name: what to measure or to audit.
-
-    Raises:
-        UsageError: there is no such module or function, or the list is empty.
-    """
+    """What a function of a module lists, both by name: what to measure or to audit. A UsageError if there is none."""
     try:
         items = list(getattr(importlib.import_module(module), function)(*arguments))
     except ModuleNotFoundError as error:
@@ -69,10 +65,6 @@ def listed(module: str, function: str, *arguments: object) -> list[Any]:
 
 
 def cases(groups: Sequence[str], sizes: Sizes, modules: Sequence[str] = ()) -> list[Case]:
-    """All cases of `groups`, then of other `modules`. A case may need several times the memory of the bytes it moves.
-
-    Raises:
-        UsageError: one of `modules` cannot be imported, or lists no cases.
-    """
+    """All cases of `groups`, then of other `modules`. One may need several times the memory of the bytes it moves."""
     homes = [*(f"halfstep.bench.cases.{group}" for group in groups), *modules]
     return [case for home in homes for case in listed(home, "cases", sizes)]

@@ -10,14 +10,10 @@ bf16, 8-bit moments        the same, with moments in 8 bits                     
 bf16, 8-bit, no master     bf16 weights, moments in 8 bits                       10.19
 =========================  ====================================================  ================
 
-Bytes are those of halfstep's layout in `halfstep.numerics.planning`. Providers with another layout (masters of 24 bits,
-coarser scales) are measured by the bytes of their own. torch does the jobs with fp32 masters and moments, and copies
-between the masters and the bf16 weights and gradients; it is measured by the bytes of the job. Without masters, its
-moments are in bf16.
-
-The error is that of the exact weights (masters) after three steps with different gradients, against float64: the 2-norm
-of the error over the 2-norm of the update, of the worst tensor. eps is as large as the gradients, since Adam otherwise
-hides errors in the scale of the gradients. Bounds: 16-bit moments lose 2^-9 each, 8-bit moments several percent.
+Bytes are those of halfstep's layout in `halfstep.numerics.planning`, or of a provider's other layout. torch has fp32
+masters and moments, without masters bf16 moments, and copies between masters and bf16 tensors. The error is that of the
+exact weights (masters) after three steps against float64: the 2-norm of the error over that of the update, of the worst
+tensor. eps is as large as the gradients, since Adam otherwise hides errors in their scale.
 """
 
 from __future__ import annotations
@@ -75,18 +71,15 @@ class OptimizerInputs:
 
     @property
     def low(self) -> bool:
-        """Whether the weights have 16 bits."""
         return self.weights.dtype != torch.float32
 
     def parameters(self, dtype: torch.dtype) -> Parameters:
-        """A separate parameter for each row, with a separate gradient."""
         result = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
         for parameter, grad in zip(result, self.grads, strict=True):
             parameter.grad = grad.to(dtype, copy=True)
         return result
 
     def scaled(self, grads: torch.Tensor, factor: float) -> torch.Tensor:
-        """The gradients of a step."""
         return grads * factor
 
     def load(self, grads: list[torch.Tensor], factor: float) -> None:
@@ -100,22 +93,23 @@ def rows_and_columns(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, rule: Optimizer) -> OptimizerInputs:
+def prepare(
+    device: torch.device,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    rule: Optimizer,
+    inputs: type[OptimizerInputs] = OptimizerInputs,
+) -> OptimizerInputs:
     """Normally distributed weights and gradients with the standard deviation `TYPICAL`."""
     weights, grads = (TYPICAL * normal(device, 2, *shape)).to(dtype)
-    return OptimizerInputs(weights, grads, rule)
-
-
-def error(start: torch.Tensor, got: list[torch.Tensor], truth: torch.Tensor) -> float:
-    """The error of the worst tensor: the 2-norm of the difference from `truth` over that of the exact update."""
-    weights = torch.stack([weight.detach().double() for weight in got])
-    update = (truth - start.double()).flatten(1).norm(dim=1)
-    return float(((weights - truth).flatten(1).norm(dim=1) / update).max())
+    return inputs(weights, grads, rule)
 
 
 def update_error(inputs: OptimizerInputs, got: list[torch.Tensor]) -> float:
-    """The error of the exact weights after the checked steps."""
-    return error(inputs.weights, got, inputs.truth)
+    """The 2-norm of the error after the checked steps over that of the exact update, of the worst tensor."""
+    weights = torch.stack([weight.detach().double() for weight in got])
+    update = (inputs.truth - inputs.weights.double()).flatten(1).norm(dim=1)
+    return float(((weights - inputs.truth).flatten(1).norm(dim=1) / update).max())
 
 
 class Weights:
@@ -255,15 +249,12 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     fp32, bf16 = torch.float32, torch.bfloat16
     fused = {"torch fused": partial(_torch, fused=True)}
     flashoptim = partial(_peer, "flashoptim", "FlashAdamW", gpu=True)
-    of_torch: Providers = {
-        **fused,
-        "torch foreach": partial(_torch, foreach=True),
-        "torch.compile": partial(_compiled, sizes),
-    }
+    eager = {**fused, "torch foreach": partial(_torch, foreach=True)}
+    of_torch: Providers = {**eager, "torch.compile": partial(_compiled, sizes)}
 
     def ours(state_dtype: Any) -> Providers:
-        options: dict[str, dict[str, Any]] = {"halfstep": {}, "halfstep split24": {"master_weights": "split24"}}
-        return {name: partial(_halfstep, state_dtype=state_dtype, **master) for name, master in options.items()}
+        halfstep = partial(_halfstep, state_dtype=state_dtype)
+        return {"halfstep": halfstep, "halfstep split24": partial(halfstep, master_weights="split24")}
 
     of_fp32: Providers = {
         "halfstep": _halfstep,
@@ -295,9 +286,8 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
     # flashoptim's, too, has a byte of remainder and bf16 moments.
     of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), _moved("halfstep-split24-bf16"))
     of_24_coded = {"halfstep split24": _moved("halfstep-split24-8bit"), "flashoptim": _moved("flashoptim-24")}
-    bare = {"torch fused": _moved("torch-fused")} | {
-        name: _moved(f"{name}-8bit") for name in ("torchao", "bitsandbytes")
-    }
+    rows = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
+    bare = {name: _moved(row) for name, row in rows.items()}
     split: Providers = {"halfstep": _halfstep, **full, **of_torch}
     coded = _moved("halfstep-split-8bit"), _moved("halfstep-stochastic-8bit")
     return (
@@ -316,6 +306,7 @@ def optimizer_cases(
     rule: Optimizer,
     sizes: Sizes,
     sides: Callable[[int], tuple[int, int]] = rows_and_columns,
+    inputs: type[OptimizerInputs] = OptimizerInputs,
 ) -> Iterator[Case]:
     """Every job with each number of tensors, then with the large tensor."""
     for job in jobs:
@@ -336,12 +327,11 @@ def optimizer_cases(
                 layout_bytes={name: int(moved * elements) for name, moved in job.other_layouts.items()},
                 bound=job.bound,
                 error_unit="as a share of the update",
-                prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule),
+                prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule, inputs=inputs),
                 providers=job.providers,
                 error=update_error,
             )
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of AdamW."""
     return optimizer_cases("adam", "adamw", _jobs(sizes), RULE, sizes)

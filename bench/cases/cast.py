@@ -17,12 +17,7 @@ from halfstep.bench.cases import Sizes
 from halfstep.bench.cases.installed import compiled
 from halfstep.bench.harness import Case, Prepared, normal
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp8 e4m3": torch.float8_e4m3fn,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8_e4m3fn}
 PAIRS = (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32"), ("fp32", "fp8 e4m3"))
 NEAREST = 0.5
 
@@ -103,10 +98,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         }
         for elements in sizes.cast_elements:
             yield _case("cast", source, target, 1, elements, "elements", providers)
-    functions: dict[str, Callable[..., Any]] = {
-        "halfstep": _foreach_cast,
-        "torch foreach": torch._foreach_copy_,
-    }
+    functions: dict[str, Callable[..., Any]] = {"halfstep": _foreach_cast, "torch foreach": torch._foreach_copy_}
     providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:
         yield _case("cast of a list", "fp32", "bf16", tensors, sizes.elements // tensors, "tensors", providers)

@@ -13,13 +13,11 @@ from halfstep.bench.harness import Unavailable
 
 
 def needs_gpu(device: torch.device) -> None:
-    """Raise unless `device` is a GPU."""
     if device.type != "cuda":
         raise Unavailable("needs a GPU")
 
 
 def needs(module: str) -> Any:
-    """Import a module of a peer, or raise `Unavailable`."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, AttributeError) as error:

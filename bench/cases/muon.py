@@ -1,15 +1,14 @@
 """Muon over square matrices, many and one large, for two jobs, checked as the Adam cases.
 
 Both kernels of a step move 22 bytes per weight with bf16 weights, exact fp32 masters and fp32 momentum, and 16.06 with
-momentum in 8 bits; but most of the time is that of the matrix products between them, 30 n^3 operations for n x n.
-torch does the jobs with fp32 masters and momentum, and copies as in the Adam cases. The error is relative to torch's
-step in float64, whose products are in bf16 all the same.
+momentum in 8 bits; most of the time is that of the matrix products between them. The error is relative to torch's step
+in float64, whose products are in bf16 all the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -39,28 +38,16 @@ class _Inputs(OptimizerInputs):
         return grads.roll(1 + int(factor), 1) * factor
 
 
-def _prepare(prepare: Callable[[torch.device], OptimizerInputs], device: torch.device) -> OptimizerInputs:
-    return _Inputs(**vars(prepare(device)))
-
-
 def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
     return stepping(partial(halfstep.Muon, **HYPER, **options), inputs)
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of Muon."""
-    theirs = {"torch": partial(stepping, RULE, masters=True)}
+    theirs, bf16 = {"torch": partial(stepping, RULE, masters=True)}, torch.bfloat16
+    coded = {"halfstep": partial(_halfstep, state_dtype="8bit"), **theirs}
     jobs = (
-        Job("bf16, fp32 master", torch.bfloat16, 22, ROUNDED, {"halfstep": _halfstep, **theirs}),
-        Job(
-            "bf16, 8-bit momentum",
-            torch.bfloat16,
-            Fraction(16) + Fraction(2, 32),
-            ROUNDED,
-            {"halfstep": partial(_halfstep, state_dtype="8bit"), **theirs},
-            smallest=CODED_FROM,
-        ),
+        Job("bf16, fp32 master", bf16, 22, ROUNDED, {"halfstep": _halfstep, **theirs}),
+        Job("bf16, 8-bit momentum", bf16, 16 + Fraction(2, 32), ROUNDED, coded, smallest=CODED_FROM),
     )
     sizes = replace(sizes, tensors=(1, 16))  # each is some twenty launches
-    for case in optimizer_cases("muon", "muon", jobs, RULE, sizes, _square):
-        yield replace(case, prepare=partial(_prepare, case.prepare))
+    return optimizer_cases("muon", "muon", jobs, RULE, sizes, _square, _Inputs)

@@ -14,26 +14,19 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.adam import EXACT, ROUNDED, Job, OptimizerInputs, optimizer_cases, stepping
-from halfstep.bench.harness import Case, Prepared
+from halfstep.bench.cases.adam import EXACT, ROUNDED, Job, optimizer_cases, stepping
+from halfstep.bench.harness import Case
 
 HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 RULE = partial(torch.optim.SGD, **HYPER)
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def _halfstep(state: torch.dtype, inputs: OptimizerInputs) -> Prepared:
-    return stepping(partial(halfstep.SGD, **HYPER, state_dtype=state), inputs)
-
-
-def _torch(option: str, inputs: OptimizerInputs) -> Prepared:
-    return stepping(partial(RULE, **{option: True}), inputs, masters=True)
-
-
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """The cases of SGD."""
-    torchs = {f"torch {option}": partial(_torch, option) for option in ("fused", "foreach")}
-    fp32, bf16 = ({"halfstep": partial(_halfstep, state), **torchs} for state in (FP32, BF16))
+    names = ("fused", "foreach")
+    torchs = {f"torch {name}": partial(stepping, partial(RULE, **{name: True}), masters=True) for name in names}
+    ours = (partial(halfstep.SGD, **HYPER, state_dtype=state) for state in (FP32, BF16))
+    fp32, bf16 = ({"halfstep": partial(stepping, optimizer), **torchs} for optimizer in ours)
     jobs = (
         Job("fp32", FP32, 20, EXACT, fp32),
         Job("bf16, fp32 master", BF16, 18, EXACT, fp32),

@@ -1,13 +1,11 @@
 """The whole step of mixed-precision training: check, norm, clipping, update of weights and of the loss scale.
 
-The step begins with the gradients of a scaled loss. Bytes: each gradient is read twice, because no weight may change
-before all gradients are checked. The other bytes are those of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28
-with fp32 weights. torch's step consists of `torch.amp.GradScaler` (``unscale_``, ``step``, ``update``),
-`torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
+Bytes: each gradient is read twice, because no weight may change before all gradients are checked; the others are those
+of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28 with fp32 weights. torch's step consists of
+`torch.amp.GradScaler`, `torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
 
-Errors are those of the Adam cases, after four steps. Two steps are clipped, one is not, and one has an infinite
-gradient: it must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for the
-error of torch's norm, 2^-13 at 2^22 elements on the CPU, and for clipping by this norm.
+Errors are those of the Adam cases, after four steps. Two are clipped, one is not, and one has an infinite gradient: it
+must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for torch's norm.
 """
 
 from __future__ import annotations
@@ -21,19 +19,8 @@ from typing import Any
 import torch
 
 import halfstep
-from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.adam import (
-    HYPER,
-    RULE,
-    TYPICAL,
-    OptimizerInputs,
-    Weights,
-    error,
-    exact_weights,
-    prepare,
-    rows_and_columns,
-    torch_adamw,
-)
+from halfstep.bench.cases import Sizes, adam
+from halfstep.bench.cases.adam import OptimizerInputs, Weights
 from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
@@ -49,13 +36,12 @@ class StepInputs(OptimizerInputs):
 
     @cached_property
     def norm(self) -> float:
-        """The norm of all gradients."""
         return float(self.grads.double().norm())
 
     @property
     def max_norm(self) -> float:
         """The norm to which all providers clip, in proportion to the expected norm of the gradients."""
-        return CLIPPED_AT * TYPICAL * math.sqrt(self.grads.numel())
+        return CLIPPED_AT * adam.TYPICAL * math.sqrt(self.grads.numel())
 
     @cached_property
     def truth(self) -> torch.Tensor:
@@ -63,10 +49,6 @@ class StepInputs(OptimizerInputs):
         finite = [factor for factor in FACTORS if math.isfinite(factor)]
         clips = [min(1.0, self.max_norm / (abs(factor) * self.norm + 1e-6)) for factor in finite]
         return self.exact([factor * clip for factor, clip in zip(finite, clips, strict=True)])
-
-
-def _prepare(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> StepInputs:
-    return StepInputs(**vars(prepare(device, shape, dtype, RULE)))
 
 
 def _stepping(
@@ -81,7 +63,7 @@ def _stepping(
             if not math.isfinite(factor):
                 grads[len(grads) // 2].view(-1)[-1] = factor
             step()
-        exact = exact_weights(optimizer, weights.parameters)
+        exact = adam.exact_weights(optimizer, weights.parameters)
         answer = [weight.detach().clone() for weight in exact], scaler.get_scale()
         # Unscaling in place would otherwise shrink the gradients further in every timed call.
         scaler.update(1.0)
@@ -93,12 +75,12 @@ def _stepping(
 
 def _error(inputs: StepInputs, answer: tuple[list[torch.Tensor], float]) -> float:
     weights, scale = answer
-    return error(inputs.weights, weights, inputs.truth) if scale == SCALE / 2 else math.inf
+    return adam.update_error(inputs, weights) if scale == SCALE / 2 else math.inf
 
 
 def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
     weights = Weights(inputs)
-    optimizer = halfstep.AdamW(weights.parameters, **HYPER, max_grad_norm=inputs.max_norm, **options)
+    optimizer = halfstep.AdamW(weights.parameters, **adam.HYPER, max_grad_norm=inputs.max_norm, **options)
     scaler = halfstep.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
 
     def step() -> None:
@@ -110,7 +92,7 @@ def _halfstep(inputs: StepInputs, **options: Any) -> Prepared:
 
 def _torch(inputs: StepInputs, **options: Any) -> Prepared:
     weights = Weights(inputs, masters=True)
-    optimizer = torch_adamw(weights.parameters, **options)
+    optimizer = adam.torch_adamw(weights.parameters, **options)
     scaler = torch.amp.GradScaler(inputs.weights.device.type, init_scale=SCALE, growth_interval=NEVER)
 
     def step() -> None:
@@ -124,11 +106,8 @@ def _torch(inputs: StepInputs, **options: Any) -> Prepared:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """bf16 weights with fp32 masters, and fp32 weights, with each number of tensors."""
-    fp32 = {
-        "halfstep": _halfstep,
-        "torch fused": partial(_torch, fused=True),
-        "torch foreach": partial(_torch, foreach=True),
-    }
+    torchs = {"torch fused": partial(_torch, fused=True), "torch foreach": partial(_torch, foreach=True)}
+    fp32 = {"halfstep": _halfstep, **torchs}
     full = {"halfstep": _halfstep, "halfstep full master": partial(_halfstep, master_weights="full")}
     jobs: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
         ("bf16, fp32 master", torch.bfloat16, 28, full | fp32),
@@ -136,7 +115,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     )
     for job, dtype, bytes_each, providers in jobs:
         for tensors in sizes.tensors:
-            shape = (tensors, *rows_and_columns(sizes.elements // tensors))
+            shape = (tensors, *adam.rows_and_columns(sizes.elements // tensors))
             elements = math.prod(shape)
             yield Case(
                 group="step",
@@ -147,7 +126,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                 bytes_moved=elements * bytes_each,
                 bound=BOUND,
                 error_unit="as a share of the update",
-                prepare=partial(_prepare, shape=shape, dtype=dtype),
+                prepare=partial(adam.prepare, shape=shape, dtype=dtype, rule=adam.RULE, inputs=StepInputs),
                 providers=providers,
                 error=_error,
             )

@@ -1,12 +1,10 @@
 """Adam and AdamW over lists of tensors, with unscaling, clipping and skipping inside: one launch per dtype combination.
 
-The maths is in `rule.py`; what all optimizers share, stochastic rounding and 8-bit moments among it, is described in
-kernels/optimizer.
+The maths is in `rule.py`; kernels/optimizer describes what all optimizers share.
 
 Bytes per element with a 16-bit gradient, read + written (state fp32): split master 14 + 12 = 26, full master
 14 + 14 = 28, no master 12 + 10 = 22; fp32 parameter and gradient 16 + 12 = 28. bf16 state saves 8, amsgrad adds 8 (4 in
-bf16), a remainder of 8 bits saves 2: split 18, split of 24 bits 16, no master 14. 8-bit state saves 12, less 6 bytes
-per 32 elements (10 with amsgrad) for scales: split 14.19, split of 24 bits 12.19. Random bits are computed, not read.
+bf16), a remainder of 8 bits saves 2. 8-bit state saves 12, less 6 bytes per 32 elements (10 with amsgrad) for scales.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from halfstep.kernels.optimizer.layout import *  # noqa: F403 (callers take oper
 
 @dataclass(frozen=True)
 class Layout(KernelLayout):  # noqa: F405
-    """What a kernel is compiled for: a layout of any optimizer, with the options of Adam."""
-
     amsgrad: bool  # keep the maximum of the second moment
     l2: bool  # add ``weight_decay * w`` to the gradient (Adam) instead of decaying the weight (AdamW)
 

@@ -40,7 +40,6 @@ def factor(beta):
 
 @jit
 def _numbers(group, count, gscale):
-    """`rule.numbers`."""
     lr, decay = group.lr, group.weight_decay
     decay = tl.where(group.decoupled_weight_decay != 0, lr * decay, decay)
     root = tl.full(lr.shape, 1.0, tl.float64) / tl.sqrt(1.0 - _power(group.beta2, count))

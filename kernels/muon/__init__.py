@@ -21,8 +21,6 @@ from halfstep.kernels.optimizer.layout import RESULT, KernelLayout, rounds_stoch
 
 @dataclass(frozen=True)
 class MomentumLayout(KernelLayout):
-    """What the kernel of the momentum is compiled for."""
-
     nesterov: bool
 
     @property
@@ -32,8 +30,6 @@ class MomentumLayout(KernelLayout):
 
 @dataclass(frozen=True)
 class WeightLayout(KernelLayout):
-    """What the kernel of the weight is compiled for."""
-
     @property
     def moments(self) -> int:
         return 0

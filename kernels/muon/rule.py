@@ -88,10 +88,8 @@ def matrices(shape: torch.Size | tuple[int, ...], blocks: int = 1) -> tuple[int,
 
 
 def ratio(adjust_lr_fn: str, rows: int, columns: int) -> float:
-    """What the learning rate of a matrix is multiplied by.
-
-    ``"original"``: the root of rows / columns, at least 1. ``"match_rms_adamw"``: 0.2 times the root of the longer
-    side, with which updates are about as large as AdamW's.
+    """What the learning rate of a matrix is multiplied by: ``"original"``: the root of rows / columns, at least 1;
+    ``"match_rms_adamw"``: 0.2 times the root of the longer side, with which updates are about as large as AdamW's.
     """
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

@@ -37,8 +37,6 @@ class Blocks(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a step reads of some blocks."""
-
     weight: Any
     extra: Any  # master or remainder
     grad: Any
@@ -49,8 +47,6 @@ class Loaded(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the numbers of a tensor are read from."""
-
     table: Any
     tensors: Any
     hyper: Any
@@ -73,7 +69,6 @@ def load_scales(address, blocks, TYPE: tl.constexpr):
 
 @jit
 def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr):
-    """Store the scales of the blocks that exist."""
     at = address.to(tl.pointer_type(named(TYPE))) + blocks.number
     if HINT:
         # The threads that share a block, of which the first one stores. In this shape, and with addresses that differ
@@ -190,10 +185,8 @@ def _update(
 
 @jit
 def _existing(size, HINT: tl.constexpr):
-    """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN).
-
-    Of the elements that a thread holds side by side, either all exist or none; comparing the first one's number for all
-    of them takes one comparison per thread.
+    """Which elements of blocks of `size` elements exist, of shape (blocks, SPAN). Of those that a thread holds side by
+    side, either all exist or none, so that one comparison per thread is enough.
     """
     SIDE: tl.constexpr = HINT // 2 if HINT != 0 and cuda_capability_geq(8, 0) else 1
     return (tl.arange(0, _SPAN) // SIDE * SIDE)[None, :] < size[:, None]
@@ -201,7 +194,6 @@ def _existing(size, HINT: tl.constexpr):
 
 @jit
 def _row_and_block(number, per_row):
-    """The row of a block and its number there."""
     row = number // per_row
     return row, number - row * per_row
 
@@ -292,10 +284,9 @@ def _walk_blocks(
     """Apply a rule to blocks. Arguments as for `tiles.walk`, but numbers of elements are those of whole blocks. NVIDIA
     is None, or a faster way there, `_update` itself for words that were moved down.
 
-    A GPU has many programs at work, each of which reads eight arrays. If each went through a chunk of its own, they
-    would be in so many pages of memory that they wait for addresses. So of a tensor whose rows are whole blocks, a
-    program takes every n-th trip, where n programs share the tensor: together they go through memory in its order. Of
-    other tensors it takes a chunk of CHUNK elements.
+    If each program went through a chunk of its own, all together would be in so many pages of memory that they wait for
+    addresses. So of a tensor whose rows are whole blocks, a program takes every n-th trip, where n programs share the
+    tensor. Of other tensors it takes a chunk of CHUNK elements.
     """
     CHUNK: tl.constexpr = FORM.CHUNK // _SPAN  # in blocks, as all that follows
     TILE: tl.constexpr = FORM.BLOCK // _SPAN

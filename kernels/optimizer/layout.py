@@ -67,7 +67,6 @@ class KernelLayout:
 
     @property
     def coded(self) -> bool:
-        """Whether the moments are codes in 8 bits."""
         return self.state in (torch.uint8, torch.int8)
 
     @property
@@ -77,12 +76,10 @@ class KernelLayout:
 
     @property
     def operands(self) -> int:
-        """The rows of tables."""
         return CODED_OPERANDS if self.coded else STOCHASTIC_OPERANDS if self.stochastic else OPERANDS
 
     @property
     def chunk(self) -> int:
-        """Elements per program."""
         return LONG_CHUNK if self.coded or self.stochastic else CHUNK
 
     def sizes(self, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[int]:
@@ -94,7 +91,6 @@ class KernelLayout:
 
     @property
     def codes(self) -> tuple[int, ...]:
-        """What C++ needs to know of the layout."""
         state = {torch.uint8: CODED, torch.int8: LINEAR}.get(self.state) or DTYPE_CODES[self.state]
         options = sum(option << bit for bit, option in enumerate(self.options))
         return DTYPE_CODES[self.param], DTYPE_CODES[self.grad], state, self.master, self.stochastic, options
@@ -125,10 +121,8 @@ class Form(NamedTuple):
 
 
 def _constants(layout: KernelLayout, hyper: torch.Tensor) -> dict[str, Any]:
-    """What a kernel is compiled for.
-
-    Each thread holds eight elements of a block, and four where eight would spill registers: with a third fp32 moment,
-    and on GPUs with warps of 64 threads (AMD).
+    """What a kernel is compiled for. A thread holds eight elements of a block, and four where eight would spill: with a
+    third fp32 moment, and on GPUs with warps of 64 threads (AMD).
     """
     lanes = MOST_THREADS // most_warps(hyper.device)
     by_fours = lanes == 64 or (layout.moments > 2 and layout.state == torch.float32)
@@ -178,7 +172,6 @@ class Batch:
 
     @cached_property
     def constants(self) -> dict[str, Any]:
-        """What Triton compiles the kernel for."""
         return _constants(self.layout, self.hyper)
 
 

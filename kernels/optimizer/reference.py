@@ -12,17 +12,7 @@ from halfstep.kernels import block_codes
 from halfstep.kernels.block_codes import LARGEST_POSITIVE
 from halfstep.kernels.multi_tensor import ADDRESSES, has_memory, own_operations
 from halfstep.kernels.optimizer import layout as layouts
-from halfstep.kernels.optimizer.layout import (
-    MAX,
-    NO_MASTER,
-    REMAINDERS,
-    RESULT,
-    ROWS,
-    SCALES_OF,
-    Batch,
-    Control,
-    KernelLayout,
-)
+from halfstep.kernels.optimizer.layout import ROWS, Batch, Control, KernelLayout
 from halfstep.kernels.philox import reference_words
 from halfstep.kernels.rounding import FORMATS, STOCHASTIC, join_master, reference_round, split_master
 
@@ -40,15 +30,11 @@ def sqrt_fp64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _count(step: torch.Tensor) -> torch.Tensor:
-    """A step count as a number that powers and random bits can use.
-
-    A count of 0 (the first step was skipped) would divide by zero; nothing is done with the result.
-    """
+    """A step count as a number that powers and random bits can use: not 0, as it is if the first step was skipped."""
     return step.clamp(1.0, 2.0**30).long()
 
 
 def _prepare(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    """Advance the step counts and fill `batch.hyper`."""
     device = batch.hyper.device
     skip = torch.zeros((), dtype=torch.float32, device=device)
     if control.found_inf is not None:
@@ -88,44 +74,44 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype, words: torch.Tensor | None) ->
 
 
 def _load_moment(stored: dict[int, torch.Tensor], operand: int) -> torch.Tensor:
-    """A moment in fp32, of its operands as they are stored."""
-    if SCALES_OF[operand] not in stored:
+    if layouts.SCALES_OF[operand] not in stored:
         return stored[operand].float()
-    return block_codes.decode(stored[operand], stored[SCALES_OF[operand]], signed=operand == ROWS.M)
+    return block_codes.decode(stored[operand], stored[layouts.SCALES_OF[operand]], signed=operand == ROWS.M)
 
 
 def _store_moment(
     x: torch.Tensor, operand: int, before: Tensors, words: torch.Tensor | None
 ) -> dict[int, torch.Tensor]:
     """A moment as it is stored: one operand, or codes and scales. A maximum is never rounded down."""
-    moment, scales = before[operand], before[SCALES_OF[operand]]
+    moment, scales = before[operand], before[layouts.SCALES_OF[operand]]
     assert moment is not None
     if scales is None:
         return {operand: _rounded(x, moment.dtype, None if operand == ROWS.TOP else words)}
     noise = block_codes.UP if operand == ROWS.TOP else block_codes.noise_of(words)
     codes, new_scales = block_codes.encode(x, len(scales), operand == ROWS.M, noise, moment.dtype == torch.int8)
-    return {operand: codes, SCALES_OF[operand]: new_scales}
+    return {operand: codes, layouts.SCALES_OF[operand]: new_scales}
 
 
 def _load_weight(layout: KernelLayout, tensors: Tensors) -> torch.Tensor:
     param, extra = tensors[ROWS.PARAM], tensors[ROWS.EXTRA]
     assert param is not None
-    if extra is None or layout.master in (NO_MASTER, RESULT):
+    if extra is None or layout.master in (layouts.NO_MASTER, layouts.RESULT):
         return param.float()
-    return join_master(param, extra) if layout.master in REMAINDERS else extra
+    return join_master(param, extra) if layout.master in layouts.REMAINDERS else extra
 
 
 def _store_weight(w: torch.Tensor, layout: KernelLayout, words: torch.Tensor | None) -> dict[int, torch.Tensor]:
-    if layout.master in REMAINDERS:
-        return dict(zip((ROWS.PARAM, ROWS.EXTRA), split_master(w, REMAINDERS[layout.master], words), strict=True))
+    if layout.master in layouts.REMAINDERS:
+        param, remainder = split_master(w, layouts.REMAINDERS[layout.master], words)
+        return {ROWS.PARAM: param, ROWS.EXTRA: remainder}
     if layout.master == layouts.FULL_MASTER:
         return {ROWS.EXTRA: w, ROWS.PARAM: w.to(layout.param)}
-    return {ROWS.PARAM: _rounded(w, layout.param, None if layout.master == RESULT else words)}
+    return {ROWS.PARAM: _rounded(w, layout.param, None if layout.master == layouts.RESULT else words)}
 
 
 def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.Tensor, words: list[Any]) -> None:
     """One tensor's step; `row` is that of its hyper numbers, `words` are its random bits by draw."""
-    grad, largest = tensors[ROWS.GRAD], LARGEST_POSITIVE if layout.coded else MAX
+    grad, largest = tensors[ROWS.GRAD], LARGEST_POSITIVE if layout.coded else layouts.MAX
     assert grad is not None
 
     def stored(v: torch.Tensor) -> torch.Tensor:
@@ -146,7 +132,6 @@ def _update(family: Family, layout: KernelLayout, tensors: Tensors, row: torch.T
 
 
 def step(family: Family, batch: Batch, groups: torch.Tensor, control: Control) -> None:
-    """One step over the tensors of a batch, in place."""
     if family.prepares:
         _prepare(family, batch, groups, control)
     for index, row in enumerate(batch.hyper):

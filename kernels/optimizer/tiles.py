@@ -35,8 +35,6 @@ class Operands(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Elements that are updated together."""
-
     start: Any  # the chunk's first element, int64
     offsets: Any  # from there
     mask: Any  # which exist
@@ -94,7 +92,6 @@ def load_operands(table, tensors, FORM: tl.constexpr):
 
 @jit
 def are_aligned(at):
-    """Whether all operands begin at multiples of 16 bytes."""
     return (at.grad | at.param | at.extra | at.m | at.v | at.top) % 16 == 0
 
 
@@ -108,9 +105,8 @@ def named(name):
 def pointer(address, TYPE: tl.constexpr, HINT: tl.constexpr):
     """A pointer, with the alignment that the compiler may rely on; the hint must come after the cast to survive.
 
-    HINT is the alignment of 16-bit operands in bytes; 0 if nothing is known. If any operand is fp32 it is 8, so that
-    each thread holds the same four elements of every operand and no value has to move between threads; if none is, 16.
-    8-bit operands have half of it, for the same number of elements.
+    HINT is the alignment of 16-bit operands in bytes, 0 if nothing is known: 8 if any operand is fp32, so that each
+    thread holds the same four elements of every operand, else 16. 8-bit operands have half of it.
     """
     at = address.to(tl.pointer_type(named(TYPE)))
     if HINT:
@@ -146,7 +142,6 @@ def store(address, tile, x, TYPE: tl.constexpr, HINT: tl.constexpr):
 
 @jit
 def rounded(x, word, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """fp32 numbers as they are stored."""
     if STOCHASTIC and TYPE != "fp32":
         return stochastic_float32(x, word, named(TYPE), True)
     else:
@@ -160,7 +155,6 @@ def larger(v, top):
 
 @jit
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
-    """The fp32 weights of a tile."""
     if FORM.RESULT:
         w = 0.0
     elif FORM.REMAINDER:

@@ -15,8 +15,6 @@ from halfstep.kernels.sgd import kernels, rule
 
 @dataclass(frozen=True)
 class Layout(KernelLayout):  # noqa: F405
-    """What a kernel is compiled for: a layout of any optimizer, with the options of SGD."""
-
     momentum: bool
     nesterov: bool
     decays: bool

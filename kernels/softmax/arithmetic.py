@@ -52,7 +52,6 @@ def normalizer(total, LOG: tl.constexpr):
 
 @jit
 def normalized(z, e, norm, LOG: tl.constexpr):
-    """The result of a block, from z - max(z) and its exponential."""
     return z - norm if LOG else e * norm
 
 

@@ -15,7 +15,7 @@ from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.softmax import rows, rule, strided
-from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions, outer_inner
+from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
 # row. What needs more is left to the rule.
@@ -35,7 +35,6 @@ def _implementation(x: torch.Tensor, dim: int, *dtypes: torch.dtype) -> str:
 def forward(
     x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute the operator ``softmax``."""
     implementation = _implementation(x, dim, dtype)
     if implementation == "reference":
         return rule.forward(x, mask, dim, scale, causal, log, dtype)
@@ -70,7 +69,6 @@ def forward(
 def backward(
     grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute the operator ``softmax_backward``."""
     implementation = _implementation(y, dim, grad.dtype, dtype)
     if implementation == "reference":
         return rule.backward(grad, y, dim, scale, causal, log, dtype)
@@ -87,13 +85,13 @@ def backward(
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
         grad, y = grad.float(), y.float()
     grad, y = grad.contiguous(), y.contiguous()
-    sizes = (0, 0, 1) if dim == -1 else outer_inner(y.shape, dim)
-    if sizes[2] == 1:
-        if dim != -1:
-            grad, y = grad.view(sizes[:2]), y.view(sizes[:2])
-        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+    inner = math.prod(y.shape[dim + y.ndim + 1 :])
+    if inner != 1:
+        strided.backward(grad, y, dx, (math.prod(y.shape[:dim]), y.shape[dim], inner), scale, log)
     else:
-        strided.backward(grad, y, dx, sizes, scale, log)
+        if dim != -1:
+            grad, y = (tensor.view(-1, tensor.shape[dim]) for tensor in (grad, y))
+        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
     return dx
 
 

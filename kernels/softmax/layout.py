@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -72,11 +71,6 @@ def mask_operand(x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tens
     if mask is None:
         return x, 0
     return (mask.view(torch.uint8), 1) if mask.dtype == torch.bool else (mask, 2)
-
-
-def outer_inner(shape: torch.Size, dim: int) -> tuple[int, int, int]:
-    """Sizes before, of and after dimension `dim`, which counts from the end."""
-    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + len(shape) + 1 :])
 
 
 def is_transposed(x: torch.Tensor) -> bool:

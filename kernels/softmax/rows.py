@@ -1,23 +1,19 @@
 """Triton kernels and launches for sums over the last dimension.
 
-A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers, so that
-rows which it holds are read once. What a longer row has beyond its tile is read twice: forward for the maximum and the
-sum, and backward, from its end, for the result. What was read last is then read again first, while it is still in L2.
+A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers. What a
+longer row has beyond it is read twice: forward for the maximum and the sum, and backward, from its end, for the result,
+so that what was read last is read again first, while it is still in L2.
 
-A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), which lie one after the other along the row, so that
-its length need not be a power of two. A thread holds whole vectors of neighbouring columns. What can be done once per
-vector instead of once per element is: asking whether it lies in the row, and rescaling the sum.
+A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), one after the other along the row, so that its length
+need not be a power of two. A thread holds whole vectors of neighbouring columns, which are masked and rescaled at once.
 
-Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), as every second row of an odd length does, the
-tile begins at the first boundary in the row, and the elements before it and after the last whole vector, fewer than
-two vectors, are handled one per lane beside the tile. Where the operands of a row begin at different distances from
-the boundaries, vectors have one element.
+Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), the tile begins at the first boundary in the
+row, and the elements before it and after the last whole vector are handled one per lane beside the tile. Where the
+operands of a row begin at different distances from the boundaries, vectors have one element.
 
 If there are few long rows, each is cut into pieces: one launch leaves the maximum and sum of each piece, a second one
-puts them together in the same order every time and writes.
-
-Triton compiles a kernel again for an integer that is 1 and for one that 16 divides. What the kernels gain from that
-the launcher finds out and passes as constants, so that nothing is left for Triton to specialize.
+puts them together in the same order every time and writes. The launcher passes what Triton would find out of integers
+that are 1, or that 16 divides, as constants, so that no kernel is compiled again for them.
 """
 
 from __future__ import annotations
@@ -64,8 +60,6 @@ class Strides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
-
     MASK: int  # PLAIN, BOOLEAN or ADDITIVE
     CAUSAL: bool  # drop the columns above the diagonal
     LOG: bool  # y is the logarithm of the softmax
@@ -187,22 +181,17 @@ def _ends(span, columns, form: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _vectors(begin, PART: tl.constexpr, tile: tl.constexpr):
-    """The first element of each vector in one part of a tile that begins at `begin`."""
     return begin + (PART * tile.LANES + tl.arange(0, tile.LANES)[None, :, None]) * tile.VECTOR
 
 
 @jit
 def _elements(begin, PART: tl.constexpr, tile: tl.constexpr):
-    """The elements of one part of a tile that begins at `begin`."""
     return _vectors(begin, PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
 
 
 @jit
 def _kept(span, PART: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """Whether `causal` keeps an element of a part in any row of the program.
-
-    The condition is the same for all threads. What is dropped is then neither computed nor compared, only stored.
-    """
+    """Whether `causal` keeps an element of a part in any row of the program: the same for all threads."""
     if form.DROPS:
         return span.begin + PART * tile.LANES * tile.VECTOR < span.longest
     else:
@@ -224,7 +213,6 @@ def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _logits(operands, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """A tile of x, and its z."""
     xs = _loaded(operands.x, 1, begin, span.read, POLICY, tile)
     masks = xs
     if form.MASK != arithmetic.PLAIN:
@@ -256,7 +244,6 @@ def _tops(xs, zs, tops, scale, begin, span, form: tl.constexpr, tile: tl.constex
 
 @jit
 def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """exp(z - top) of a tile, and its sum over the vectors of each lane."""
     es = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
@@ -273,13 +260,11 @@ def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
 
 @jit
 def _in_lanes(terms, begin, PART: tl.constexpr, span, tile: tl.constexpr):
-    """The sums of a part over the vectors of each lane."""
     return tl.where(_vectors(begin, PART, tile) < span.read, tl.sum(terms, axis=2, keep_dims=True), 0.0)
 
 
 @jit
 def _store(y, zs, es, top, norm, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """Write the result of a tile."""
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
             result = arithmetic.normalized(zs[part] - top, es[part], norm, form.LOG)
@@ -292,10 +277,8 @@ def _store(y, zs, es, top, norm, begin, span, form: tl.constexpr, tile: tl.const
 
 @jit
 def _per_lane(block):
-    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES).
-
-    In the three-dimensional layout, Triton keeps a copy per element of a vector; carried through a loop, every copy
-    would be computed.
+    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES): in three dimensions, Triton would carry a copy
+    per element of a vector through a loop.
     """
     return tl.max(block, axis=2)
 
@@ -402,7 +385,6 @@ def _summed(grad, y, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile
 
 @jit
 def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """Write dx of a tile."""
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         result = arithmetic.gradient(to_float32(dys[part]), to_float32(ys[part]), total, scale, form.LOG)
         if form.CAUSAL:
@@ -482,9 +464,8 @@ SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as
 def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: int) -> tuple[Tile, int]:
     """A tile that holds whole rows, and its warps.
 
-    Up to 32 times `per_thread` columns, a row stays within a warp, so that no reduction crosses warps: no barrier and
-    no shared memory. A thread holds `per_thread` elements of a row, or a quarter more. With `ends`, each of the
-    elements at both ends of a row needs a lane.
+    Up to 32 times `per_thread` columns, a row stays within a warp: no barrier and no shared memory. A thread holds
+    `per_thread` elements of a row, or a quarter more. With `ends`, each of the elements at both ends needs a lane.
     """
     block = max(16, 1 << (columns - 1).bit_length())
     max_parts = max(1, per_thread // vector)

@@ -32,8 +32,6 @@ class Strides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
-
     ONE_PASS: bool  # a tile holds whole sums
     COLUMNS: int  # shape of a tile
     WIDTH: int
@@ -59,13 +57,11 @@ def _plane(pointer, a, b, c, strides):
 
 @jit
 def _at(plane, column):
-    """Pointers to columns of all sums of a program."""
     return plane.first + (column.to(tl.int64)[:, None] * plane.step + plane.side)
 
 
 @jit
 def _loaded(plane, column, inside, POLICY: tl.constexpr):
-    """Columns of all sums of a program, 0 for those that are not `inside`."""
     return tl.load(_at(plane, column), mask=inside, other=0.0, eviction_policy=POLICY)
 
 
@@ -73,8 +69,8 @@ def _loaded(plane, column, inside, POLICY: tl.constexpr):
 def _neighbours(tile, WIDTH: tl.constexpr, element: tl.constexpr):
     """The indices of a tile along the dimension in which neighbours lie, for a result of the dtype `element`.
 
-    The compiler is told that no more neighbours than 16 bytes of the result lie in a run. A thread would otherwise load
-    16 of a mask of bytes, and exchange results with others through shared memory before it stores them.
+    The compiler is told that no more neighbours than 16 bytes of the result lie in a run, or results would go through
+    shared memory before they are stored.
     """
     BYTES: tl.constexpr = element.primitive_bitwidth // 8
     RUN: tl.constexpr = WIDTH if WIDTH * BYTES < 16 else 16 // BYTES
@@ -101,9 +97,8 @@ def _over_columns(tile, MAX: tl.constexpr, form: tl.constexpr):
     """Maxima or sums over the columns of a tile, which `_to_columns` gives back to all of them.
 
     A thread has HELD columns of 2^HALVINGS sums or more side by side, of which its neighbours in the warp have other
-    columns. Two such neighbours need not exchange all of their sums: each one passes on half of them and completes the
-    other half, and then half of those with the next neighbour, so that 7 shuffles do for 8 sums instead of 24. No
-    result depends on how the compiler distributes the tile; only the number of exchanges does.
+    columns. Each of two neighbours passes on half of its sums and completes the other half, then half of those with the
+    next neighbour: 7 shuffles do for 8 sums instead of 24.
 
     Returns:
         A tile of (2^HALVINGS, sums / 2^HALVINGS): sum `i` is at (i % 2^HALVINGS, with its bits reversed, and the rest).
@@ -254,7 +249,6 @@ def _launch(
 
 
 def forward(layout: Layout, y: torch.Tensor, scale: float, columns: int, log: bool) -> None:
-    """Launch the forward kernel into the contiguous `y`."""
     a, b, c = layout.sizes
     # Otherwise Triton does not know that all rows can be cut into vectors, and a thread has one neighbour.
     vectors = layout.x_strides[2] == 1 and c % 16 == 0

@@ -15,6 +15,7 @@ from halfstep.kernels import adam
 from halfstep.kernels.adam import FULL_MASTER, NO_MASTER, SPLIT24_MASTER, SPLIT_MASTER, Layout
 from halfstep.kernels.backend import TRITON_NAMES
 from halfstep.kernels.multi_tensor import FLOATS, TensorTable
+from halfstep.kernels.optimizer.launch import Family
 from halfstep.numerics.state_layout import ADAM, MASTERS, StateLayout
 
 
@@ -32,27 +33,32 @@ def variant(kernels: Any, layout: Any, names: tuple[str, ...]) -> Variant:
     state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
     master, moments = list(MASTERS)[layout.master], names[: layout.moments]
     read, written = StateLayout(TRITON_NAMES[layout.param], master, state, moments, layout.stochastic).moved()
+    return step_variant(kernels.FAMILY, layout, name(layout), read + layout.grad.itemsize, written)
+
+
+def step_variant(family: Family, layout: Any, title: str, read: float, written: float) -> Variant:
     # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
     copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
-    launch, read = partial(_step, kernels, layout), read + layout.grad.itemsize
-    return Variant(kernels.FAMILY.kernel, name(layout), launch, read, written, copies=copies, copies_on=on)
+    return Variant(family.kernel, title, partial(_step, family, layout), read, written, copies=copies, copies_on=on)
 
 
-def _step(kernels: Any, layout: Any) -> None:
+def _step(family: Family, layout: Any) -> None:
     """The compiled kernel depends only on the layout."""
     table = TensorTable(layout.sizes([(1, 128)]), layout.operands, layout.chunk, torch.device("cpu"))
-    hyper = torch.empty(1, kernels.HYPER_COLUMNS, dtype=torch.float32, device="cpu")
-    groups = torch.empty(1, kernels.GROUP_COLUMNS, dtype=torch.float64, device="cpu")
+    hyper = torch.empty(1, family.hyper_columns, dtype=torch.float32, device="cpu")
+    groups = torch.empty(1, family.group_columns, dtype=torch.float64, device="cpu")
     of_group = torch.zeros(1, dtype=torch.int64, device="cpu")
-    kernels.step(kernels.Batch(layout, table, [], of_group, hyper), groups, kernels.Control())
+    family.step(adam.Batch(layout, table, [], of_group, hyper), groups, adam.Control())
 
 
-def _amp_step(clip: bool) -> None:
+def amp_step(max_grad_norm: float | None = None, **scaling: Any) -> None:
+    """A step of AdamW with a loss scaler of the options `scaling`."""
     parameter = torch.nn.Parameter(torch.zeros(64, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)
-    scaler = halfstep.GradScaler("cpu")
+    scaler = halfstep.GradScaler("cpu", **scaling)
     scaler.scale(torch.zeros((), device="cpu"))
-    scaler.step(halfstep.AdamW([parameter], max_grad_norm=1.0 if clip else None))
+    scaler.step(halfstep.AdamW([parameter], max_grad_norm=max_grad_norm))
+    scaler.update()
 
 
 def _layouts() -> list[Layout]:
@@ -76,5 +82,5 @@ def variants() -> Iterator[Variant]:
     """Each layout once, with the bytes of kernels/adam, and the kernel that prepares a step."""
     for layout in _layouts():
         yield variant(adam, layout, (*ADAM, "max_exp_avg_sq"))
-    yield Variant(adam.FAMILY.prepare_kernel, "prepare", partial(_amp_step, False))
-    yield Variant(adam.FAMILY.prepare_kernel, "prepare, clip", partial(_amp_step, True))
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare", amp_step)
+    yield Variant(adam.FAMILY.prepare_kernel, "prepare, clip", partial(amp_step, 1.0))

@@ -1,10 +1,8 @@
 """The softmax kernels: one or two variants of each code path, at the sizes with the most registers.
 
-For a long row, the static count contains its tile once and one iteration of each loop over the other elements: a
-forward one for the maximum and the sum, and a backward one for the result. Its bytes are per element of an iteration.
-
-The name of a variant says all of it. ``out of step`` rows of x and of the result begin at different distances from a
-multiple of 16 bytes. Long rows that are few are computed in pieces, by two launches.
+For a long row, the static count contains its tile once and one iteration of each loop over the other elements. In the
+names of variants, ``out of step`` rows of x and of the result begin at different distances from a multiple of 16 bytes.
+Few long rows are computed in pieces, by two launches.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ _TILE, _TRIP = ("tile",), ("trip",)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:
-    """A tensor of uninitialized memory."""
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
 
 
@@ -94,7 +91,6 @@ def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, 
 
 
 def _variant(kernel: Any, name: str, backward: bool) -> Variant:
-    """The variant of a name."""
     of = _NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
     columns, source, target, mask = int(of["columns"]), of["source"], of["target"], of["mask"]
     read, written = _DTYPES[source].itemsize, _DTYPES[target].itemsize

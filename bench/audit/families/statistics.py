@@ -14,7 +14,6 @@ from halfstep.kernels.statistics import count_kernel, foreach_count_
 
 
 def variants() -> Iterator[Variant]:
-    """Each dtype, with and without errors."""
     grid = Grid(dropped=13, emin=-14, emax=15, overflow=(2**11 - 1) << 12)
     for dtype, name in TRITON_NAMES.items():
         for errors in (False, True):
