@@ -42,7 +42,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("way", gpu_checks.WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way != "captured")) for way in gpu_checks.WAYS]
+)
 def test_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
     way: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

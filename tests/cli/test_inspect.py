@@ -153,6 +153,6 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("kind", damaged_files.KINDS)
 def test_damaged_files_are_answered_in_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = damaged_files.main(["--kind", kind, "--tries", "20"])
+    status = damaged_files.main(["--kind", kind, "--tries", "10"])
     printed = capsys.readouterr()
     assert status == 0 and f"{kind}: refused" in printed.out, printed
