@@ -63,7 +63,7 @@ def test_steps_are_those_of_torch(implementation: str, name: str) -> None:
 @pytest.mark.parametrize("implementation", ["native", "triton"])
 def test_layouts_have_the_bits_of_the_reference(implementation: str, name: str) -> None:
     """All layouts in C++, by turns with each form of the momentum; the digests of every layout are in tests/golden."""
-    for layout in LAYOUTS[name == "nesterov" :: 2 if implementation == "native" else 8]:
+    for layout in LAYOUTS[name == "nesterov" :: 2 if implementation == "native" else 16]:
         runs = []
         for chosen in ("reference", implementation):
             with using(chosen, "sgd") as device:

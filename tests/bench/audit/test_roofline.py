@@ -78,6 +78,7 @@ def test_the_recorded_kernels_are_within_the_limits() -> None:
     assert set(EXCEPTIONS) <= used, "an exception that nothing needs"
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_is_drawn_on_the_roofline_of_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
