@@ -167,9 +167,7 @@ def _stored(training: Training) -> Iterator[Part]:
         part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
             unpadded = sum(
-                count * part_of[0].bytes(numel, length)
-                for part_of in of_rules
-                for numel, count, length in shards.states
+                count * form.bytes(numel, length) for form, _, _ in of_rules for numel, count, length in shards.states
             )
             yield replace(part, name=f"{name} on the host", bytes=unpadded, place=HOST)
         if name == "gradients" and training.mirrored and not strategy.buckets:

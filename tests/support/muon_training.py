@@ -80,7 +80,10 @@ def main() -> None:
         losses = [
             loss(corpus, options.size, name, seed, options.steps, options.device) for seed in range(options.seeds)
         ]
-        first = first or losses
+        first = losses if name == NAMES[0] else first
+        if not first:  # there is nothing to compare with
+            print(f"{name:28}", *(f"{value:.4f}" for value in losses), flush=True)
+            continue
         relative = [value / reference - 1 for value, reference in zip(losses, first, strict=True)]
         mean = sum(relative) / len(relative)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in relative) / max(len(relative) - 1, 1))
