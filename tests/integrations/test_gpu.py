@@ -415,3 +415,38 @@ def test_autocast_training_follows_torchs() -> None:
     assert losses["halfstep"][-1] < 0.5 * losses["halfstep"][0]
     # fp16 products of weights that differ in their last bits: 2^-11 of the loss, some steps long.
     torch.testing.assert_close(losses["halfstep"], losses["torch"], rtol=0.02, atol=0.0)
+
+
+@pytest.mark.gpu(only="needs NCCL")
+def test_fsdp2_sends_16_bits_over_nccl_with_the_bits_of_its_own_reduction() -> None:
+    """One rank, whose sum is its own gradient: the exchange, its buffers and their streams, steps after each other."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
+
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+        results = []
+        for ours in (False, True):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))).cuda()
+            for layer in (*net, net):
+                fully_shard(layer, mp_policy=policy)
+            keep_reduced_gradients(net)
+            if ours:
+                send_gradients_in_16_bits(net)
+            optimizer = halfstep.AdamW(net.parameters(), lr=1e-2)
+            x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+            for step in range(6):
+                net.set_requires_gradient_sync(step % 3 != 0)  # type: ignore[operator]
+                net(x + step).square().mean().backward()
+                if step % 3:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                    optimizer.step()
+                    net.zero_grad()
+            results.append([parameter.to_local().cpu() for parameter in net.parameters()])  # type: ignore[attr-defined]
+        for pair in zip(*results, strict=True):
+            assert_same_bits(*pair)
+    finally:
+        torch.distributed.destroy_process_group()
