@@ -23,7 +23,9 @@ from gpt import GPT, SIZES, Precision
 BATCH = 16
 LAYOUTS: dict[str, dict[str, Any]] = {
     "halfstep, split": {},
+    "halfstep, split, bf16": {"state_dtype": torch.bfloat16},
     "halfstep, split, 8 bits": {"state_dtype": "8bit"},
+    "halfstep, split, 8 bits, nearest": {"state_dtype": "8bit", "rounding": "nearest"},
     "halfstep, split24, 8 bits": {"state_dtype": "8bit", "master_weights": "split24"},
 }
 NAMES = ("torch, fp32", *LAYOUTS, "torch, bf16")
@@ -82,13 +84,13 @@ def main() -> None:
         ]
         first = losses if name == NAMES[0] else first
         if not first:  # there is nothing to compare with
-            print(f"{name:28}", *(f"{value:.4f}" for value in losses), flush=True)
+            print(f"{name:32}", *(f"{value:.4f}" for value in losses), flush=True)
             continue
         relative = [value / reference - 1 for value, reference in zip(losses, first, strict=True)]
         mean = sum(relative) / len(relative)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in relative) / max(len(relative) - 1, 1))
         error = deviation / math.sqrt(len(relative))
-        print(f"{name:28}", *(f"{value:.4f}" for value in losses), f"{mean:+.2%} ± {error:.2%}", flush=True)
+        print(f"{name:32}", *(f"{value:.4f}" for value in losses), f"{mean:+.2%} ± {error:.2%}", flush=True)
 
 
 if __name__ == "__main__":

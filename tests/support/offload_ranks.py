@@ -161,7 +161,9 @@ def plain(model: Any, optimizer: Any) -> None:
 
 def clipped_by_torch(model: Any, optimizer: Any) -> None:
     """With torch's scaler, gradients set to 0, gathered ones, and weights that are written without a trace."""
-    scaler = torch.amp.GradScaler(model.head.weight.device.type, init_scale=2.0**8)
+    device = model.head.weight.device.type
+    scalers = torch.amp.GradScaler if device == "cpu" else halfstep.GradScaler  # torch's takes no bf16 on a GPU
+    scaler = scalers(device, init_scale=2.0**8)
     for step in range(5):
         scaler.scale(loss(model, step)).backward()
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
