@@ -322,8 +322,9 @@ def muon_groups(model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **o
 
     Args:
         model: the model. What shares the weight of an embedding is one.
-        adamw: words of names, between dots and underscores, of parameters for AdamW. Those of `torch.nn.Embedding` are
-            for AdamW in any case.
+        adamw: words of names, between dots and underscores, of parameters for AdamW. Those of `torch.nn.Embedding`, and
+            of the last `torch.nn.Linear` if it has an output for each row of the largest embedding (a head by any
+            name, such as ``output``), are for AdamW in any case.
         options: options of the group of AdamW, such as ``lr``, ``betas`` and ``weight_decay``.
 
     Examples:
@@ -333,6 +334,10 @@ def muon_groups(model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **o
         [('muon', 1), ('adamw', 2)]
     """
     for_adamw = {id(module.weight) for module in model.modules() if isinstance(module, _FOR_ADAMW)}
+    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    last = next((module for module in reversed([*model.modules()]) if isinstance(module, torch.nn.Linear)), None)
+    if last is not None and last.out_features == max(vocabularies, default=0):
+        for_adamw.add(id(last.weight))
     matrices: list[tuple[str, torch.Tensor]] = []
     others: list[tuple[str, torch.Tensor]] = []
     for name, parameter in model.named_parameters():

@@ -129,6 +129,18 @@ def test_words_of_names_go_to_adamw() -> None:
     assert [name for name, _ in others["params"]] == ["lm_head.weight", "patch_embed.weight"]
 
 
+@pytest.mark.parametrize(("outputs", "algorithm"), [(9, "adamw"), (8, "muon")])
+def test_a_head_of_any_name_goes_to_adamw(outputs: int, algorithm: str) -> None:
+    layers = {
+        "tokens": torch.nn.Embedding(9, 4),
+        "attention": torch.nn.Linear(4, 9),
+        "output": torch.nn.Linear(4, outputs),
+    }
+    groups = halfstep.muon_groups(torch.nn.ModuleDict({**layers, "positions": torch.nn.Embedding(4, 4)}))
+    of_name = {name: group.get("algorithm", "muon") for group in groups for name, _ in group["params"]}
+    assert (of_name["attention.weight"], of_name["output.weight"]) == ("muon", algorithm)
+
+
 def test_groups_of_a_model() -> None:
     groups = halfstep.muon_groups(net(), lr=1e-3)
     assert [name for name, _ in groups[0]["params"]] == ["experts", "up.weight", "down.weight", "last.weight"]
