@@ -25,9 +25,7 @@ from unittest import mock
 import generated
 import torch
 
-from halfstep.bench.audit import roofline
-
-from . import gpu, sass
+from . import gpu, roofline, sass
 
 # Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
