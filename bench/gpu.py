@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from halfstep.bench import gpu_checks, run_report
-from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED
+from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, TOO_LONG
 from halfstep.bench.harness import Result
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
@@ -64,7 +64,7 @@ def _run_checks(names: list[str], shares: int, file: Path, quick: bool, end: flo
         names = [name for name in names if name not in records]
         if names:
             name, *names = names
-            why = "it took too long" if done.returncode == 1 else f"its process ended with status {done.returncode}"
+            why = "it took too long" if done.returncode == TOO_LONG else f"its process ended with {done.returncode}"
             gpu_checks.append(file, {"check": name, "status": STOPPED, "error": why})
             print(f"{name}: {STOPPED}, {why}", flush=True)
 
@@ -91,7 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         names = sorted(of_stage, key=lambda name: before.get(name) == STOPPED)
         batches, shares = ([[name] for name in names], SIDE_BY_SIDE) if stage == "bits" else ([names], 1)
         with ThreadPoolExecutor(shares) as pool:
-            list(pool.map(lambda batch, shares=shares: _run_checks(batch, shares, file, options.quick, end), batches))
+            apply = pool.map if shares > 1 else map  # a single batch runs in this thread, which an interrupt ends
+            list(apply(lambda batch, shares=shares: _run_checks(batch, shares, file, options.quick, end), batches))
     records = gpu_checks.records(file)
     rest = sum(name not in records or records[name]["status"] not in DONE for name in checks)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}

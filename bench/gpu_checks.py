@@ -37,6 +37,7 @@ GPU_TESTS = ROOT / "tests" / "support" / "run_gpu_tests.py"
 # The statuses of a check. One that does not end with one of the first two is tried again by the next call.
 PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
 DONE = (PASSED, FAILED)
+TOO_LONG = 1  # the exit status of a process in which a check reached its limit: that of `faulthandler`
 LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
 PEERS = ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
 HEADLINE = 8  # times that come before the tests
@@ -243,7 +244,7 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
     table = checks(Path(file).parent, bool(int(quick)))
     for name in names:
         print(f"{name} ...", flush=True)
-        faulthandler.dump_traceback_later(table[name].limit, exit=True)  # with status 1
+        faulthandler.dump_traceback_later(table[name].limit, exit=True)
         start = time.monotonic()
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:

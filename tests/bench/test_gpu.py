@@ -133,7 +133,7 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
     assert statuses(tmp_path) == {"machine": "passed", "hangs": "stopped", "dies": "stopped", "last": "passed"}
     printed = capsys.readouterr().out
     assert "hangs: stopped, it took too long" in printed
-    assert "dies: stopped, its process ended with status -11" in printed
+    assert "dies: stopped, its process ended with -11" in printed
     assert "2 of 4 checks and times are left: the same command continues" in printed
     # A line that was cut off, and records of other code, do not count.
     with (tmp_path / "checks.jsonl").open("a") as file:
