@@ -1,10 +1,10 @@
 """``halfstep bench gpu``: check and measure halfstep on this machine's GPU.
 
-Each check runs in a process that is ended if it takes more than a minute, and appends its outcome to ``checks.jsonl``.
-In order: versions and copy bandwidth; the bits of every job of ``halfstep bench run`` against the reference, AMP steps
-also captured and on two streams without a wait, and the compilation of kernels, several at a time; the times of
-optimizer steps; the tests marked gpu of a checkout; the other times, the largest tensors first and ``torch.compile``
-last. ``results.json``, as of ``halfstep bench run``, is made from ``checks.jsonl``.
+Each check runs in a process that ends if a check takes more than a minute, and appends its outcome to ``checks.jsonl``;
+another process goes on behind it. In order: versions and copy bandwidth; the bits of every job of ``halfstep bench
+run`` against the reference and the compilation of kernels, several at a time; the times of optimizer steps; the tests
+marked gpu of a checkout; the other times, the largest tensors first and ``torch.compile`` last. ``results.json``, as of
+``halfstep bench run``, is made from ``checks.jsonl``.
 
 The command ends after ``--minutes``; the next call continues. Outcomes of other code or versions do not count. It
 needs torch, Triton and numpy, and no installation: ``PYTHONPATH=src python3 -m halfstep bench gpu``. Exit status: 0 if
@@ -16,19 +16,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from halfstep.bench import gpu_checks, run_report
-from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, Check
+from halfstep.bench.gpu_checks import DONE, FAILED, PASSED, STOPPED, TOO_LONG
 from halfstep.bench.harness import Result
 from halfstep.cli import command_line
 from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
@@ -51,65 +50,23 @@ def _parser() -> Parser:
     return parser
 
 
-class _Process:
-    """A process that runs `names` one after the other, with a share of the processors.
-
-    It imports the halfstep of this one, wherever this one runs.
-    """
-
-    def __init__(self, names: Sequence[str], file: Path, quick: bool, shares: int) -> None:
-        self.left, self._file, self._since = list(names), file, time.monotonic()
-        self._offset = file.stat().st_size if file.exists() else 0
-        path = [str(Path(gpu_checks.__file__).parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-        if shares > 1:
-            environment["OMP_NUM_THREADS"] = str((os.cpu_count() or 1) // shares)
-        command = [*PROCESS, str(file), str(int(quick)), *names]
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def ended(self, checks: Mapping[str, Check]) -> str | None:
-        """Why no further check of it passes, or an empty text when all are done; None while it works on one."""
-        status, time_now = self._process.poll(), time.monotonic()
-        done = gpu_checks.records(self._file, self._offset)
-        left = [name for name in self.left if name not in done]
-        if len(left) < len(self.left):
-            self.left, self._since = left, time_now
-        if status is not None:
-            return f"its process ended with status {status}" if left else ""
-        slow = left and time_now > self._since + checks[left[0]].limit
-        return f"it took more than {time_now - self._since:.0f} s" if slow else None
-
-    def kill(self) -> None:
-        """End it, and what it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def _run_checks(
-    checks: Mapping[str, Check], batches: list[list[str]], shares: int, file: Path, quick: bool, end: float
-) -> None:
-    """Run each batch in a process, `shares` of them at a time, and in another one what is left after a fault."""
-    running: list[_Process] = []
-    try:
-        while (batches or running) and time.monotonic() < end:
-            while batches and len(running) < shares:
-                running.append(_Process(batches.pop(0), file, quick, shares))
-            for process in list(running):
-                why = process.ended(checks)
-                if why is None:
-                    continue
-                running.remove(process)
-                process.kill()
-                if why:
-                    name, *rest = process.left
-                    gpu_checks.append(file, {"check": name, "status": STOPPED, "error": why})
-                    print(f"{name}: {STOPPED}, {why}", flush=True)
-                    batches += [rest] if rest else []
-            time.sleep(0.05)
-    finally:
-        for process in running:
-            process.kill()
+def _run_checks(names: list[str], shares: int, file: Path, quick: bool, end: float) -> None:
+    """Run checks one after the other in a process with a share of the processors; after a fault, those behind it in
+    another one."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str((os.cpu_count() or 1) // shares)} if shares > 1 else None
+    while names and (left := end - time.monotonic()) > 0:
+        offset = file.stat().st_size if file.exists() else 0
+        try:
+            done = subprocess.run([*PROCESS, str(file), str(int(quick)), *names], env=environment, timeout=left)
+        except subprocess.TimeoutExpired:
+            return
+        records = gpu_checks.records(file, offset)
+        names = [name for name in names if name not in records]
+        if names:
+            name, *names = names
+            why = "it took too long" if done.returncode == TOO_LONG else f"its process ended with {done.returncode}"
+            gpu_checks.append(file, {"check": name, "status": STOPPED, "error": why})
+            print(f"{name}: {STOPPED}, {why}", flush=True)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -133,7 +90,9 @@ def _run(options: argparse.Namespace) -> int:
         # What a process had to be stopped in, or what ended it, comes last.
         names = sorted(of_stage, key=lambda name: before.get(name) == STOPPED)
         batches, shares = ([[name] for name in names], SIDE_BY_SIDE) if stage == "bits" else ([names], 1)
-        _run_checks(checks, batches, shares, file, options.quick, end)
+        with ThreadPoolExecutor(shares) as pool:
+            apply = pool.map if shares > 1 else map  # a single batch runs in this thread, which an interrupt ends
+            list(apply(lambda batch, shares=shares: _run_checks(batch, shares, file, options.quick, end), batches))
     records = gpu_checks.records(file)
     rest = sum(name not in records or records[name]["status"] not in DONE for name in checks)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}

@@ -6,6 +6,7 @@ python -m halfstep.bench.gpu_checks FILE QUICK NAME...      # append a line of J
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import hashlib
 import importlib.util
 import json
@@ -36,6 +37,7 @@ GPU_TESTS = ROOT / "tests" / "support" / "run_gpu_tests.py"
 # The statuses of a check. One that does not end with one of the first two is tried again by the next call.
 PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
 DONE = (PASSED, FAILED)
+TOO_LONG = 1  # the exit status of a process in which a check reached its limit: that of `faulthandler`
 LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
 PEERS = ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
 HEADLINE = 8  # times that come before the tests
@@ -96,45 +98,8 @@ def _same_bits(left: Any, right: Any) -> bool:
     return left.dtype == right.dtype and bool(equal.all())
 
 
-def captured(device: torch.device, call: Callable[[], Any]) -> None:
-    """Eager calls between the replays of a CUDA graph, and a graph that is not replayed. No capture waits."""
-    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    for graph in graphs:
-        call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph), timing.refusing_waits():
-            call()
-        graphs[0].replay()
-    torch.cuda.synchronize()  # before the graphs and their tables are freed
-
-
-def two_streams(device: torch.device, call: Callable[[], Any]) -> None:
-    """Four calls alternately on two streams, none of which waits, and concurrent checks on a third stream."""
-    tensors = [torch.ones(size, dtype=torch.bfloat16, device=device) for size in (1, 1000, 65_536)]
-    *streams, aside = (torch.cuda.Stream(device) for _ in range(3))
-    torch.cuda.synchronize()
-    sums = []
-    try:
-        with timing.refusing_waits():
-            for index in range(4):
-                current, before = streams[index % 2], streams[1 - index % 2]
-                current.wait_stream(before)
-                with torch.cuda.stream(current):
-                    call()
-                with torch.cuda.stream(aside):
-                    sums.append(halfstep.foreach_check(tensors).sum_of_squares)
-    finally:
-        torch.cuda.synchronize()  # before memory that other streams use is freed
-    if any(value.item() != 66_537.0 for value in sums):
-        raise AssertionError("checks on another stream")
-
-
-Calls = Callable[[torch.device, Callable[[], Any]], None]  # a way to make four calls
-WAYS: dict[str, Calls] = {"captured": captured, "on two streams": two_streams}
-
-
-def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any]:
-    """Do each job of ours in a group, and with `calls` four more of its calls and the job again.
+def bits(group: str, device: torch.device) -> dict[str, Any]:
+    """Do each job of ours in a group.
 
     The values must have the bits of the reference on the CPU, and those of softmax and Muon be within their bound.
     """
@@ -143,11 +108,11 @@ def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any
         for provider in filter(harness.ours, case.providers):
             name = f"{case.name}: {provider}"
             with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
-                ours = _values(case, provider, device, calls)
+                ours = _values(case, provider, device)
             with halfstep.backend("reference"):
-                reference = _values(case, provider, CPU, calls and _four)
+                reference = _values(case, provider, CPU)
             if case.group in ("softmax", "muon"):  # the bits of a matrix product are those of a type of device
-                error = case.error(case.prepare(CPU), ours[0])
+                error = case.error(case.prepare(CPU), ours)
                 if not error <= case.bound:
                     raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")
             else:
@@ -158,24 +123,9 @@ def bits(group: str, calls: Calls | None, device: torch.device) -> dict[str, Any
     return {"compared": compared}
 
 
-def _four(device: torch.device, call: Callable[[], Any]) -> None:
-    for _ in range(4):
-        call()
-
-
-def _values(case: harness.Case, provider: str, device: torch.device, calls: Calls | None) -> list[Any]:
+def _values(case: harness.Case, provider: str, device: torch.device) -> Any:
     job = case.providers[provider](case.prepare(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-    def values() -> Any:
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), (job.values or job.call)())
-
-    before = values()
-    if calls is None:
-        return [before]
-    calls(device, job.call)
-    return [before, values()]
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), (job.values or job.call)())
 
 
 # --------------------------------------------------------------------------------------------------- tests and timings
@@ -239,8 +189,7 @@ def timings(quick: bool) -> dict[str, harness.Case]:
 def checks(folder: Path, quick: bool) -> dict[str, Check]:
     """All checks by name, in their order."""
     before: dict[str, Run] = {
-        **{f"bits of {group}": partial(bits, group, None) for group in GROUPS},
-        **{f"bits of steps {manner}": partial(bits, "step", calls) for manner, calls in WAYS.items()},
+        **{f"bits of {group}": partial(bits, group) for group in GROUPS},
         **{f"kernels for the times of {group}": partial(_compile, group, quick) for group in GROUPS},
     }
     times = [(name, partial(_measured, case)) for name, case in timings(quick).items()]
@@ -295,6 +244,7 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
     table = checks(Path(file).parent, bool(int(quick)))
     for name in names:
         print(f"{name} ...", flush=True)
+        faulthandler.dump_traceback_later(table[name].limit, exit=True)
         start = time.monotonic()
         record: dict[str, Any] = {"check": name, "status": PASSED}
         try:
@@ -303,6 +253,7 @@ def main(argv: Sequence[str], device: torch.device | None = None) -> None:
             record |= {"status": UNFINISHED, "error": str(error)}
         except Exception:
             record |= {"status": FAILED, "error": traceback.format_exc()}
+        faulthandler.cancel_dump_traceback_later()
         record["seconds"] = round(time.monotonic() - start, 2)
         append(Path(file), record)
         print(f"{name}: {record['status']}, {record['seconds']:.1f} s", flush=True)

@@ -14,8 +14,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,16 +61,6 @@ FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if
 # The longest delay of the GPU while the host queues a call: about 0.1 s. A call that takes longer to queue is assumed
 # to wait for the GPU.
 MOST_CYCLES = 1 << 28
-
-
-@contextmanager
-def refusing_waits() -> Iterator[None]:
-    """A context in which every synchronization with the GPU is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class GpuClock:
@@ -151,12 +140,13 @@ class GpuClock:
     def graph_us(self, call: Call, repeat: int = 11) -> float | None:
         """The median time to replay a CUDA graph of the call, cold, in microseconds; None if it cannot be captured."""
         torch.cuda.synchronize(self.device)
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            with refusing_waits():
-                call()
+            call()
         except RuntimeError:  # it waits; a failed capture may leave the process in capture mode
             return None
         finally:
+            torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize(self.device)
         side, graph, result = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph(), None
         side.wait_stream(torch.cuda.current_stream(self.device))

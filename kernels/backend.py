@@ -81,11 +81,6 @@ def chosen() -> str:
     return _chosen
 
 
-def interpreting() -> bool:
-    """Whether the kernels were imported under ``TRITON_INTERPRET=1``, so that Triton's interpreter runs them."""
-    return INTERPRET
-
-
 def resolve(device: torch.device, family: str) -> str:
     """The implementation that runs for tensors on `device`: ``"reference"``, ``"native"`` or ``"triton"``.
 

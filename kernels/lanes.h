@@ -37,24 +37,17 @@ inline V select(I take, V a, V b) { return (V)_mm256_blendv_ps((__m256)b, (__m25
 inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
 #endif
 inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
-
+// A NaN in `a` is dropped, one in `b` is kept.
 #if defined(HALFSTEP_AVX512)
-// a > b ? a : b, and a < b ? a : b: a NaN in `a` is dropped, one in `b` is kept.
 inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
-inline U larger(U a, U b) { return (U)_mm512_max_epu32((__m512i)a, (__m512i)b); }
-inline I larger(I a, I b) { return (I)_mm512_max_epi32((__m512i)a, (__m512i)b); }
-inline I smaller(I a, I b) { return (I)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 #elif defined(__AVX2__)
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
-inline U larger(U a, U b) { return (U)_mm256_max_epu32((__m256i)a, (__m256i)b); }
-inline I larger(I a, I b) { return (I)_mm256_max_epi32((__m256i)a, (__m256i)b); }
-inline I smaller(I a, I b) { return (I)_mm256_min_epi32((__m256i)a, (__m256i)b); }
 #else
 inline V smaller(V a, V b) { return select(a < b, a, b); }
-inline U larger(U a, U b) { return select((I)(a > b), a, b); }
-inline I larger(I a, I b) { return (I)select(a > b, (U)a, (U)b); }
-inline I smaller(I a, I b) { return (I)select(a < b, (U)a, (U)b); }
 #endif
+inline I smaller(I a, I b) { return a < b ? a : b; }
+inline I larger(I a, I b) { return a > b ? a : b; }
+inline U larger(U a, U b) { return a > b ? a : b; }
 
 HALFSTEP_INLINE int32_t largest_lane(I x) {
 #if defined(HALFSTEP_AVX512)

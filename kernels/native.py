@@ -4,13 +4,12 @@ The module or package `name` may have a file `name.cpp`. A wheel brings it compi
 compiled at its first use (2 to 6 s), stored in the user's cache folder and loaded with ctypes. Without a compiler the
 reference runs: the same bits, but moments of 8 bits take 260 times as long.
 
-Loading a library runs its code: folders and files that others can write to are not used, and the name of a library ends
-in a digest of its content, which detects truncated and damaged files.
+Loading a library runs its code: a folder that others can write to is not used, and the name of a library ends in a
+digest of its content, which detects truncated and damaged files.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import hashlib
@@ -19,15 +18,12 @@ import os
 import platform
 import re
 import shlex
-import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +31,6 @@ from halfstep.kernels.compiler import EXACT, compiler, prebuilt
 
 _HERE = Path(__file__).resolve().parent
 _SHARED = [*EXACT, "-shared"]
-_COMPILATION = "compilation-"  # how the names of folders begin in which a compiler works
 _LONGEST = 300  # seconds that a compilation may take
 _logger = logging.getLogger("halfstep")
 
@@ -65,72 +60,24 @@ def _cpu_identity() -> str:
         return platform.processor() + platform.machine()
 
 
-def _is_private_group(group: int) -> bool:
-    """Whether this user is the only member of a group, as of the private groups that many systems create."""
-    import grp
-    import pwd
-
-    try:
-        user = pwd.getpwuid(os.geteuid())
-        return user.pw_gid == group and set(grp.getgrgid(group).gr_mem) <= {user.pw_name}
-    except KeyError:
-        return False
-
-
-def _danger(folder: Path) -> str:
-    """Why another user could have put a library into a folder, and the remedy; "" if none could."""
-    real = folder.resolve()
-    for path in (real, *real.parents):
-        info = path.stat()
-        if info.st_uid not in (0, os.geteuid(), Path("/").stat().st_uid):
-            return f"{path} belongs to user {info.st_uid}"
-        writable = info.st_mode & 0o022
-        if path != real:  # who can rename a folder can replace it
-            private = not writable & 0o002 and _is_private_group(info.st_gid)
-            writable = 0 if info.st_mode & stat.S_ISVTX or private else writable
-        if writable:
-            return f"others may write to {path}; use `chmod go-w {shlex.quote(str(path))}`"
-    return ""
-
-
 @functools.cache
-def _warn_of(folder: Path, danger: str) -> None:
-    warnings.warn(
-        f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
-        f"compiles them for this process only: {danger}, or set HALFSTEP_CACHE to a folder that only you can write to.",
-        RuntimeWarning,
-        stacklevel=5,
-    )
-
-
-def _private_cache() -> Path | None:
-    """The cache folder, which is created if it is missing; None if it cannot be, or if others can write to it."""
-    folder = cache_folder()
+def _is_private(folder: Path) -> bool:
+    """Whether a folder, which is created if it is missing, is there and others cannot write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        danger = _danger(folder)
+        info = folder.stat()
     except OSError:
-        return None
-    if danger:
-        _warn_of(folder, danger)
-    return None if danger else folder
-
-
-_temporary: Path | None = None
-
-
-def _temporary_folder() -> Path:
-    """A folder of this process that no other user can write to. It is removed when the process ends."""
-    global _temporary
-    if _temporary is None or not _temporary.is_dir():  # the system may delete temporary folders
-        _temporary = Path(tempfile.mkdtemp(prefix="halfstep-"))
-        atexit.register(_remove, _temporary, os.getpid())
-    return _temporary
-
-
-def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a process forked from it
-        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    if info.st_uid in (0, os.geteuid()) and not info.st_mode & 0o022:
+        return True
+    warnings.warn(
+        f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
+        f"compiles them for this process only: use `chmod go-w {shlex.quote(str(folder))}` if it is yours, or set "
+        "HALFSTEP_CACHE to a folder that only you can write to.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False
 
 
 @contextmanager
@@ -139,10 +86,8 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     from filelock import FileLock  # imported here, because it takes 70 ms
 
     lock = FileLock(folder / "lock")
-    try:
+    with suppress(OSError, NotImplementedError):  # as on some network file systems: two may compile the same
         lock.acquire()
-    except (OSError, NotImplementedError) as error:  # as on some network file systems: two may compile the same
-        _logger.info("%s cannot be locked: %s", folder, error)
     try:
         yield
     finally:
@@ -171,19 +116,6 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def _holds_what_it_says(path: Path) -> bool:
-    """Whether a library is a regular file that only this user or root can write, with the digest in its name."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            info = os.fstat(handle)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:
-                return False
-            return _digest(file.read()) == path.stem.rpartition("-")[2]
-    except OSError:
-        return False
-
-
 def _loaded(paths: Iterable[Path]) -> ctypes.CDLL | None:
     """The first of some libraries that loads."""
     for path in paths:
@@ -195,26 +127,21 @@ def _loaded(paths: Iterable[Path]) -> ctypes.CDLL | None:
 
 
 def _stored(folder: Path, name: str) -> ctypes.CDLL | None:
-    return _loaded(filter(_holds_what_it_says, sorted(folder.glob(f"{name}-*.so"))))
+    files = filter(Path.is_file, sorted(folder.glob(f"{name}-*.so")))
+    return _loaded(file for file in files if _digest(file.read_bytes()) == file.stem.rpartition("-")[2])
 
 
-def _add(folder: Path, name: str, source: Path, command: list[str]) -> ctypes.CDLL | str:
-    """Compile a library, store it in a private folder and load it. Returns the reason if that fails."""
-    for unfinished in folder.glob(f"{_COMPILATION}*"):  # by a process that was killed
-        if time.time() - unfinished.stat().st_mtime > 2 * _LONGEST:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder)
-    with tempfile.TemporaryDirectory(prefix=_COMPILATION, dir=folder, ignore_cleanup_errors=True) as workplace:
-        fresh = Path(workplace) / f"{name}.so"
-        complaint = _build(source, fresh, command)
+def _add(folder: Path | None, name: str, source: Path, command: list[str]) -> ctypes.CDLL | str:
+    """Compile a library and load it. With a folder, it is stored there. Returns the reason if that fails."""
+    _logger.info("compiling %s with %s into %s", source.name, shlex.join(command), folder or "a temporary folder")
+    with tempfile.TemporaryDirectory(prefix="compilation-", dir=folder, ignore_cleanup_errors=True) as workplace:
+        library = Path(workplace, f"{name}.so")
+        complaint = _build(source, library, command)
         if complaint:
             return f"{shlex.join(command)} could not compile {source.name}: {complaint}"
-        fresh.chmod(0o755)
-        with open(fresh, "rb+") as written:
-            target = folder / f"{name}-{_digest(written.read())}.so"
-            os.fsync(written.fileno())  # a power failure must not leave an empty file with the final name
-        os.replace(fresh, target)
-    return _loaded([target]) or f"{target} does not load"
+        if folder is not None:
+            library = library.replace(folder / f"{name}-{_digest(library.read_bytes())}.so")
+        return _loaded([library]) or f"{library} does not load"
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
@@ -232,13 +159,15 @@ def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
     options = (_SHARED, _flag_sets(), command[1:], version, _cpu_identity())
     headers = [header.read_bytes() for header in sorted(_HERE.glob("*.h"))]  # the source includes some of them
     key = hashlib.sha256(b"\0".join([source.read_bytes(), *headers, repr(options).encode()])).hexdigest()[:20]
-    name, cache = f"{family}-{key}", _private_cache()
-    if cache is not None and (library := _stored(cache, name)) is not None:
+    name, cache = f"{family}-{key}", cache_folder()
+    private = _is_private(cache)
+    if private and (library := _stored(cache, name)) is not None:
         return library
-    folder = cache if cache is not None and os.access(cache, os.W_OK) else _temporary_folder()
-    with _one_at_a_time(folder):
+    if not (private and os.access(cache, os.W_OK)):
+        return _add(None, name, source, command)
+    with _one_at_a_time(cache):
         # Another process may have compiled it meanwhile.
-        return _stored(folder, name) or _add(folder, name, source, command)
+        return _stored(cache, name) or _add(cache, name, source, command)
 
 
 _TYPES = {f"{name}_t": getattr(ctypes, f"c_{name}") for name in ("int32", "int64", "uint64")}

@@ -18,7 +18,7 @@ import torch
 
 from halfstep.kernels import cells, multi_tensor, native
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
-from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid, width
+from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, address, alignments, locate, own_operations
@@ -178,29 +178,6 @@ def count_kernel(
 _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 
 
-def _check(tensors: list[torch.Tensor], counts: torch.Tensor, rows: Sequence[int], scale: torch.Tensor | None) -> None:
-    device = tensors[0].device
-    if counts.dtype != torch.int64 or counts.dim() != 2 or not counts.is_contiguous() or counts.device != device:
-        raise ValueError(
-            f"Expected counts to be contiguous (tensors, width(errors)) int64 on {device}, "
-            f"but got {tuple(counts.shape)} {counts.dtype} on {counts.device}"
-        )
-    if counts.shape[1] not in (CELLS, width(True)):
-        raise ValueError(
-            f"Expected counts to have {CELLS} or {width(True)} columns, width(errors), but got {counts.shape[1]}"
-        )
-    if len(rows) != len(tensors) or len(set(rows)) != len(rows) or not 0 <= min(rows) <= max(rows) < counts.shape[0]:
-        raise ValueError(
-            f"Expected rows to be one distinct row of counts per tensor, {len(tensors)} from 0 to "
-            f"{counts.shape[0] - 1}, but got {list(rows)}"
-        )
-    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device):
-        raise ValueError(
-            f"Expected scale to be one fp32 number on {device}, "
-            f"but got {tuple(scale.shape)} {scale.dtype} on {scale.device}"
-        )
-
-
 @torch.no_grad()
 def foreach_count_(
     tensors: Sequence[torch.Tensor],
@@ -221,20 +198,19 @@ def foreach_count_(
         scale: a one-element fp32 tensor on the device; what is counted is ``tensor * scale``. Must be finite and above
             0, and if a power of two a normal number.
         inverted: count ``tensor / scale`` instead.
-        rows: the row of each tensor; None: in order.
+        rows: the row of each tensor, all different; None: in order.
 
     Returns:
         `counts`.
 
     Raises:
         TypeError: an element of `tensors` is not a dense fp32, fp16 or bf16 tensor.
-        ValueError: the tensors are on different devices, or `counts`, `rows` or `scale` does not fit.
+        ValueError: the tensors are on different devices.
     """
     listed, in_memory = multi_tensor.check_tensor_list(tensors, "tensors")
     if not listed:
         return counts
     rows = range(len(listed)) if rows is None else rows
-    _check(listed, counts, rows, scale)
     flat, device, errors = multi_tensor.all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
     implementation = resolve(device, "statistics") if in_memory else "reference"
     number = None if scale is None else scale.detach().reshape(())

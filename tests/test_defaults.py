@@ -28,7 +28,7 @@ SCRIPT = Path(defaults.__file__)
     ],
 )
 def test_nothing_depends_on_the_defaults_of_torch(name: str, arguments: list[str]) -> None:
-    if name == "triton" and (backend.triton is None or not backend.interpreting()):
+    if name == "triton" and (backend.triton is None or not backend.INTERPRET):
         pytest.skip("needs Triton's interpreter")
     environment = {key: value for key, value in os.environ.items() if key != "HALFSTEP_BACKEND"}
     done = forks.run([SCRIPT, "--backend", name, *arguments], environment, timeout=540)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -17,13 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from halfstep.bench.audit import bounds as audit_bounds
-from halfstep.bench.audit import roofline
 from halfstep.bench.audit.rows import FAMILIES, TARGETS, audit
-from halfstep.cli.command_line import Parser, UsageError, a_path, answer, make_folder, output_file, run
+from halfstep.cli.command_line import Parser, UsageError, a_path, answer, output_file, run
 from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, Table, joined, say, text
 
@@ -102,7 +99,6 @@ def _parser() -> Parser:
         "--record", type=output_file, metavar="FILE",
         help="record the rows as bounds in FILE; with --module or --target, only those of its rows",
     )  # fmt: skip
-    option("--out", type=a_path, metavar="DIR", help="also draw all kernels on each GPU's roofline: DIR/roofline.png")
     option(
         "--jobs", type=whole(1), default=min(os.cpu_count() or 1, 8), metavar="N",
         help="processes (default: one per core, at most 8)",
@@ -110,26 +106,9 @@ def _parser() -> Parser:
     return parser
 
 
-def _draw(folder: Path) -> None:
-    """Draw the counts that ``make bounds`` recorded."""
-    try:
-        counts = json.loads(roofline.COUNTS_FILE.read_text(encoding="utf-8"))
-        list(roofline.ratios(counts)), counts["triton"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--out draws the counts of {roofline.COUNTS_FILE}, which comes with a checkout of halfstep: run this in "
-            f"its root, or record them again with make bounds ({type(error).__name__}: {error})"
-        ) from error
-    picture = make_folder(folder) / "roofline.png"
-    roofline.draw(picture, counts)
-    say(f"wrote {picture}", sys.stderr)
-
-
 def _run(options: argparse.Namespace) -> int:
     """Audit, print, compare and record. Returns the exit status. A module or file that cannot be used: ValueError."""
     bounds = audit_bounds.load(options.bounds) if options.bounds else None  # before the audit, which takes minutes
-    if options.out:
-        _draw(options.out)
     if os.environ.get("TRITON_INTERPRET"):
         raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
     if importlib.util.find_spec("triton") is None:

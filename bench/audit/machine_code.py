@@ -1,7 +1,6 @@
 """Analyze the code of a compiled kernel: global memory accesses, registers, spills, barriers, contractions.
 
-The input is the text that Triton keeps of a compiled kernel: PTX and SASS (disassembled from the cubin) on NVIDIA,
-assembly on AMD, and the TTGIR of both.
+The input is the text that Triton keeps of a compiled kernel: PTX on NVIDIA, assembly on AMD, and the TTGIR of both.
 
 **Bulk path.** A kernel has a few uniform loads (pointers, sizes, scalars), a wide path for aligned tensors, and narrow
 code for tails. Debug information gives the source line of every access, and the TTGIR whether the line moves a single
@@ -9,9 +8,8 @@ value or a tile. Of the accesses of tiles, the bulk path has those of at least 6
 widest. Atomic operations are ignored, since kernels use them only for flags; so are accesses without a line (line 0),
 which the compiler made from several uniform ones.
 
-**Limits.** Each instruction counts once, even if it is predicated or in a loop. On NVIDIA the number of instructions
-comes from PTX, since ptxas unrolls loops, and their widths from SASS. Loads that a software pipeline issues before its
-loop are counted in addition to those in the loop.
+**Limits.** Each instruction counts once, even if it is predicated or in a loop. Loads that a software pipeline issues
+before its loop are counted in addition to those in the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ import math
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +42,7 @@ class Resources(NamedTuple):
     """The resources of a compiled kernel, without shared memory, whose size is an argument of the launch."""
 
     registers: int  # per thread
-    spills: int
+    spills: int  # bytes per thread
     barriers: int
 
 
@@ -114,11 +112,9 @@ def layout_conversions(ttgir: str) -> int:
 
 # --- NVIDIA --------------------------------------------------------------------------------------------------------
 
-_SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
-_SASS_GLOBAL = re.compile(r"\b(LDGSTS|LDG|STG)\.(\S+)")
 _PTX_GLOBAL = re.compile(r"\b(ld|st)(?:\.\w+)*?\.global\S*?(?:\.v(\d))?\.[busf](\d+)\s")
 _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
-_SASS_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+_PTX_BARRIER = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bar|barrier)(?:\.cta)?\.(?:sync|red|arrive)\b", re.MULTILINE)
 
 
 def output_of(*command: str | Path) -> str:
@@ -129,64 +125,37 @@ def output_of(*command: str | Path) -> str:
     return done.stdout
 
 
-def sass_accesses(text: str, shifted: Mapping[Site, Site] | None = None) -> Iterator[Access]:
-    """Every global memory instruction in SASS. `shifted` is the result of `ptx_shifted_lines` for the PTX."""
-    site: Site = ("", 0)
-    for line in text.splitlines():
-        if match := _SASS_LINE.match(line):
-            site = (Path(match[1]).name, int(match[2]))
-            site = (shifted or {}).get(site, site)
-        elif match := _SASS_GLOBAL.search(line):
-            fields = match[2].split(".")
-            bits = next((_SASS_WIDTHS[field] for field in fields if field in _SASS_WIDTHS), 32)
-            yield Access(match[1] == "STG", bits, site)
-
-
-def _ptx_sited(text: str) -> Iterator[tuple[Access, Site]]:
-    """Every global memory instruction in PTX, and the line that the debug information gives it.
+def ptx_accesses(text: str) -> Iterator[Access]:
+    """Every global memory instruction in PTX, including asynchronous copies to shared memory.
 
     Since Triton 3.9, each line of inline assembly has a debug line, numbered consecutively, of which the first is the
     line of the source.
     """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
-    stated = site
     lines = None  # number of debug lines so far in a block of inline assembly; None outside of one
     for line in text.splitlines():
         if "begin inline asm" in line:
             lines = 0
         elif "end inline asm" in line:
-            lines, stated = None, site
+            lines = None
         elif match := _LINE.match(line):
-            stated = (Path(files.get(match[1], "")).name, int(match[2]))
             if not lines:
-                site = stated
+                site = (Path(files.get(match[1], "")).name, int(match[2]))
             if lines is not None:
                 lines += 1
         elif match := _PTX_GLOBAL.search(line):
-            lanes = int(match[2] or 1)
-            yield Access(match[1] == "st", lanes * int(match[3]), site), stated
+            yield Access(match[1] == "st", int(match[2] or 1) * int(match[3]), site)
         elif match := _PTX_ASYNC.search(line):
-            yield Access(False, 8 * int(match[1], 0), site), stated
+            yield Access(False, 8 * int(match[1], 0), site)
 
 
-def ptx_accesses(text: str) -> Iterator[Access]:
-    """Every global memory instruction in PTX, including asynchronous copies to shared memory."""
-    return (access for access, _ in _ptx_sited(text))
-
-
-def ptx_shifted_lines(text: str) -> dict[Site, Site]:
-    """The source line of each debug line of a memory access in PTX, if they differ."""
-    return {stated: access.site for access, stated in _ptx_sited(text) if stated != access.site}
-
-
-def sass_resources(text: str, usage: str) -> Resources:
-    """Registers from ``cuobjdump --dump-resource-usage``, spills and barriers from the instructions."""
-    registers = re.search(r"\bREG:(\d+)", usage)
-    if registers is None:
+def ptx_resources(text: str, usage: str) -> Resources:
+    """Registers and spills from ``cuobjdump --dump-resource-usage``, barriers from PTX."""
+    numbers = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    if "REG" not in numbers:
         raise ValueError(f"cuobjdump names no registers: {usage.strip()!r}")
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", text))
-    return Resources(int(registers[1]), spills, len(re.findall(r"\bBAR\.(?:SYNC|RED|ARV)", text)))
+    return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], len(_PTX_BARRIER.findall(text)))
 
 
 _PTX_FUSED = re.compile(r"\b(?:fma|mad)(?:\.\w+)*\.(?:f16|f16x2|bf16|bf16x2|f32|f32x2|f64)\b")
@@ -232,7 +201,7 @@ def amd_resources(text: str) -> Resources:
     """Registers and spills from the metadata at the end of AMD assembly; barriers from the instructions."""
     numbers = {key: int(value) for key, value in re.findall(r"\.(\w+): +(\d+)$", text, re.MULTILINE)}
     barriers = len(re.findall(r"^\s*s_barrier\b", text, re.MULTILINE))
-    spills = numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]
+    spills = 4 * (numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"])
     return Resources(numbers["vgpr_count"], spills, barriers)
 
 

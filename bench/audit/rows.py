@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import multiprocessing
 import pkgutil
+import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +19,12 @@ import numpy as np
 
 from halfstep.bench.audit import families, machine_code
 from halfstep.bench.audit.launches import Launch, Variant, gpu_target, recorded
-from halfstep.bench.audit.roofline import GPUS, SHARED_RESERVED, resident
 from halfstep.bench.cases import listed
 
 FAMILIES = tuple(f"{families.__name__}.{module.name}" for module in pkgutil.iter_modules(families.__path__))
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-_GPU_OF = {gpu.target: gpu for gpu in GPUS.values()}
+SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10, "gfx942": 64 << 10}  # bytes of a multiprocessor
+SHARED_RESERVED = 1024  # bytes per block, reserved by NVIDIA's driver
+TARGETS = tuple(SHARED)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class AuditRow:
     access_bits: int | None = None  # width of the narrowest access of the bulk path, per thread
     operand_bits: dict[str, int] = field(default_factory=dict)  # the same, by the width of the elements
     registers: int | None = None
-    spills: int | None = None  # instructions that access local memory (NVIDIA), or spilled registers (AMD)
+    spills: int | None = None  # bytes per thread
     shared_bytes: int | None = None  # per block, without the bytes that the driver reserves
     barriers: int | None = None
     layout_conversions: int | None = None
@@ -49,37 +49,44 @@ class AuditRow:
     problems: list[str] = field(default_factory=list)  # why the variant fails the audit
 
 
+def resident(target: str, threads: int, registers: int, shared_bytes: int) -> int:
+    """The number of blocks of `threads` that a multiprocessor of `target` holds at a time.
+
+    Registers are allocated to warps in units of 256, from four partitions of the register file.
+    """
+    lanes = 64 if target.startswith("gfx") else 32
+    warps = max(1, threads // lanes)
+    if lanes == 64:  # each of 4 units has 512 registers per lane, allocated in units of 8, and holds 8 waves
+        fitting = 4 * min(8, 512 // max(8, math.ceil(registers / 8) * 8))
+    else:
+        fitting = min(64, 65536 // 4 // max(256, math.ceil(registers * 32 / 256) * 256) * 4)
+    blocks = min(32, fitting // warps)
+    if shared_bytes:
+        blocks = min(blocks, SHARED[target] // (shared_bytes + (SHARED_RESERVED if lanes == 32 else 0)))
+    return max(1, blocks)
+
+
 def most_shared(target: str) -> int:
     """The largest shared memory of a block, in bytes: 64 KiB on AMD's gfx9."""
-    return _GPU_OF[target].shared - SHARED_RESERVED if target.startswith("sm_") and target in _GPU_OF else 64 << 10
+    return SHARED[target] - SHARED_RESERVED if target.startswith("sm_") and target in SHARED else 64 << 10
 
 
 def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) -> float | None:
-    """The share of the warps of a multiprocessor that can be resident; None for a target without a GPU in `GPUS`."""
-    if target not in _GPU_OF:
+    """The share of the warps of a multiprocessor that can be resident; None for a target that is not in `TARGETS`."""
+    if target not in SHARED:
         return None
     max_warps, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
-    return resident(_GPU_OF[target], num_warps * lanes, registers, shared_bytes) * num_warps / max_warps
+    return resident(target, num_warps * lanes, registers, shared_bytes) * num_warps / max_warps
 
 
-def _disassembled(cubin: bytes) -> tuple[str, str]:
-    """SASS and resource usage of `cubin`. They are cached in Triton's cache, since nvdisasm takes most of the time."""
+def _resource_usage(cubin: bytes) -> str:
     import triton
-    from triton.runtime.cache import get_cache_manager
 
-    cache = get_cache_manager(hashlib.sha256(f"halfstep audit {triton.__version__}".encode() + cubin).hexdigest())
-    kept = cache.get_file("kernel.sass"), cache.get_file("kernel.usage")
-    if all(kept):
-        text, usage = (Path(file).read_text() for file in kept)
-        return text, usage
     with tempfile.TemporaryDirectory(prefix="halfstep-audit-") as folder:
-        file, tools = Path(folder, "kernel.cubin"), triton.knobs.nvidia
+        file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        text = machine_code.output_of(tools.nvdisasm.path, "-g", "-c", file)
-        usage = machine_code.output_of(tools.cuobjdump.path, "--dump-resource-usage", file)
-    cache.put(text, "kernel.sass", binary=False)
-    cache.put(usage, "kernel.usage", binary=False)
-    return text, usage
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(file)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> None:
@@ -94,35 +101,34 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
     if compiled.metadata.shared > limit:
         row.problems.append(f"{compiled.metadata.shared} bytes of shared memory per block; at most {limit} are allowed")
     if "ptx" in compiled.asm:
-        text, usage = _disassembled(compiled.asm["cubin"])
-        ptx = compiled.asm["ptx"]
-        counted = machine_code.bulk(list(machine_code.ptx_accesses(ptx)), ttgir)
-        emitted = machine_code.bulk(list(machine_code.sass_accesses(text, machine_code.ptx_shifted_lines(ptx))), ttgir)
-        resources = machine_code.sass_resources(text, usage)
-        inexact = machine_code.ptx_inexact(ptx)
+        text = compiled.asm["ptx"]
+        accesses = machine_code.ptx_accesses(text)
+        resources = machine_code.ptx_resources(text, _resource_usage(compiled.asm["cubin"]))
+        inexact = machine_code.ptx_inexact(text)
     else:
         text = compiled.asm["amdgcn"]
-        counted = emitted = machine_code.bulk(list(machine_code.amd_accesses(text)), ttgir)
+        accesses = machine_code.amd_accesses(text)
         resources = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
+    bulk = machine_code.bulk(list(accesses), ttgir)
     elements = machine_code.tile_elements(ttgir)
     if variant.tile:
         elements = math.prod(int(np.prod(launch.constant(name))) for name in variant.tile)
     if elements:
         elements *= variant.copies_on.get(row.target, variant.copies)
         row.bytes_read, row.bytes_written = (
-            sum(access.bits // 8 for access in counted if access.writes is writes) * threads / elements
+            sum(access.bits // 8 for access in bulk if access.writes is writes) * threads / elements
             for writes in (False, True)
         )
-    if emitted:
-        row.access_bits = min(access.bits for access in emitted)
-        row.operand_bits = {str(key): bits for key, bits in machine_code.operand_bits(emitted, ttgir).items()}
+    if bulk:
+        row.access_bits = min(access.bits for access in bulk)
+        row.operand_bits = {str(key): bits for key, bits in machine_code.operand_bits(bulk, ttgir).items()}
     row.registers, row.spills, row.barriers = resources.registers, resources.spills, resources.barriers
     row.shared_bytes = compiled.metadata.shared
     row.occupancy = occupancy(row.target, resources.registers, compiled.metadata.shared, warps)
     row.layout_conversions = machine_code.layout_conversions(ttgir)
     if row.spills:
-        row.problems.append(f"{row.spills} spills")
+        row.problems.append(f"spills {row.spills} bytes per thread")
     if variant.exact and inexact:
         row.problems.append(f"promises the reference's bits, but contains {', '.join(inexact)}")
 

@@ -93,7 +93,7 @@ def _update_packed(
     PAIRED: tl.constexpr = cuda_capability_geq(10, 0)
     w = 0.0
     if L2 or not FORM.REMAINDER:
-        w = tensor_blocks.weight_of(loaded, FORM)
+        w = tiles.weight_of(loaded.weight, loaded.extra, FORM)
     gscale = hyper.gscale
     if SHORT:
         # So that elements beyond the end of a short block have m = 0, and do not change its scale. (In a NaN block they

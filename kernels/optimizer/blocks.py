@@ -11,7 +11,7 @@ from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer import tiles
 from halfstep.kernels.optimizer.tiles import ROW, Position, indices, named
 from halfstep.kernels.philox import words_of, words_of_groups
-from halfstep.kernels.rounding import join_float32, to_float32
+from halfstep.kernels.rounding import to_float32
 
 if tl is not None:  # what kernels read of the above
     _ADDRESSES, _SPAN, _HALF, _UP = map(tl.constexpr, (ADDRESSES, SPAN, block_codes.HALF, block_codes.UP))
@@ -84,11 +84,7 @@ def store_scales(address, blocks, scales, TYPE: tl.constexpr, HINT: tl.constexpr
 
 @jit
 def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
-    weight, extra = 0.0, 0.0
-    if not (FORM.FULL or FORM.RESULT):
-        weight = tiles.load(at.param, blocks, tl.constexpr(FORM.PARAM), HINT)
-    if FORM.FULL or FORM.REMAINDER:
-        extra = tiles.load(at.extra, blocks, tl.constexpr(FORM.EXTRA), HINT)
+    weight, extra = tiles.load_weight(at, blocks, FORM, HINT)
     grad = tiles.load(at.grad, blocks, tl.constexpr(FORM.GRAD), HINT, 0)
     m = tiles.load(at.m, blocks, tl.constexpr(FORM.STATE), HINT, 0)
     v = m
@@ -99,18 +95,6 @@ def _load(at, scales, blocks, FORM: tl.constexpr, HINT: tl.constexpr):
     if FORM.MOMENTS > 1:
         v_scales = load_scales(scales.v, blocks, "int16")
     return Loaded(weight, extra, grad, m, v, m_scales, v_scales)
-
-
-@jit
-def weight_of(loaded, FORM: tl.constexpr):
-    if FORM.RESULT:
-        return 0.0
-    elif FORM.FULL:
-        return loaded.extra
-    elif FORM.REMAINDER:
-        return join_float32(loaded.weight, loaded.extra)
-    else:
-        return to_float32(loaded.weight)
 
 
 @jit
@@ -152,7 +136,7 @@ def _update(
         NVIDIA(loaded, at, scales, blocks, words, hyper, FORM, HINT, SHORT)
     else:
         DOWN: tl.constexpr = 0 if MOVED else 8
-        w, g, v = weight_of(loaded, FORM), to_float32(loaded.grad), 0.0
+        w, g, v = tiles.weight_of(loaded.weight, loaded.extra, FORM), to_float32(loaded.grad), 0.0
         power = block_codes.power_of_exponents(loaded.m_scales)[:, None]
         if FORM.STATE == "int8":
             m = block_codes.decode_linear_block(loaded.m, power)

@@ -155,16 +155,26 @@ def larger(v, top):
 
 @jit
 def load_weight(at, tile, FORM: tl.constexpr, HINT: tl.constexpr):
-    if FORM.RESULT:
-        w = 0.0
-    elif FORM.REMAINDER:
+    """What the weights of a tile are made of: the parameter, and its master or remainder. See `weight_of`."""
+    weight, extra = 0.0, 0.0
+    if not (FORM.FULL or FORM.RESULT):
         weight = load(at.param, tile, tl.constexpr(FORM.PARAM), HINT)
-        w = join_float32(weight, load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT))
+    if FORM.FULL or FORM.REMAINDER:
+        extra = load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT)
+    return weight, extra
+
+
+@jit
+def weight_of(weight, extra, FORM: tl.constexpr):
+    """The weights in fp32; 0 if there are none."""
+    if FORM.RESULT:
+        return 0.0
     elif FORM.FULL:
-        w = load(at.extra, tile, tl.constexpr(FORM.EXTRA), HINT)
+        return extra
+    elif FORM.REMAINDER:
+        return join_float32(weight, extra)
     else:
-        w = to_float32(load(at.param, tile, tl.constexpr(FORM.PARAM), HINT))
-    return w
+        return to_float32(weight)
 
 
 @jit
@@ -253,7 +263,8 @@ def _update(
 ):  # fmt: skip
     """Apply a rule to a tile, whose moments are not in 8 bits."""
     STATE: tl.constexpr = FORM.STATE
-    w = load_weight(at, tile, FORM, HINT)
+    weight, extra = load_weight(at, tile, FORM, HINT)
+    w = weight_of(weight, extra, FORM)
     g = to_float32(load(at.grad, tile, tl.constexpr(FORM.GRAD), HINT))
     m, v = 0.0, 0.0
     if FORM.MOMENTS > 0:

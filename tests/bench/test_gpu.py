@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from stream_model import Model
 
-import halfstep
 from halfstep.bench import gpu, gpu_checks, harness, timing
 from halfstep.bench.cases import GROUPS, Sizes, cases
 from halfstep.kernels import backend
@@ -41,47 +38,25 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_checks, "CHECKED", Sizes(2**12, (100,), (99,), (1, 3), 0, slow=False))
 
 
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.exhaustive] * (way != "captured")) for way in gpu_checks.WAYS]
-)
-def test_steps_pass_on_a_model_of_a_gpu_and_fail_where_they_wait(
-    way: str, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, step = gpu_checks.checks(Path(), True)[f"bits of steps {way}"].run, halfstep.GradScaler.step
-
-    def waiting(scaler: Any, optimizer: Any) -> None:
-        step(scaler, optimizer)
-        scaler.get_scale()
-
-    if waits:
-        monkeypatch.setattr(halfstep.GradScaler, "step", waiting)
-        with Model("late") as model, pytest.raises(RuntimeError, match=r"synchronizing|previous error during capture"):
-            run(model.device)
-    else:
-        with Model("random") as model:
-            assert run(model.device) == {"compared": 6}
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_bits_of_every_job_of_ours_are_compared(group: str) -> None:
     """On the CPU, whose kernels are C++."""
     ours = [name for case in cases((group,), gpu_checks.CHECKED) for name in case.providers if name[:8] == "halfstep"]
-    assert gpu_checks.bits(group, None, CPU) == {"compared": len(ours)} and len(ours) >= 3
+    assert gpu_checks.bits(group, CPU) == {"compared": len(ours)} and len(ours) >= 3
 
 
 def test_a_bit_of_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     values = gpu_checks._values
 
-    def flipped(case: Any, provider: str, device: torch.device, calls: Any) -> list[Any]:
-        (weights,) = values(case, provider, device, calls)
+    def flipped(case: Any, provider: str, device: torch.device) -> Any:
+        weights = values(case, provider, device)
         if backend.chosen() == "reference" and provider == "halfstep split24":
             weights[-1].view(torch.int32)[0, 7] ^= 1
-        return [weights]
+        return weights
 
     monkeypatch.setattr(gpu_checks, "_values", flipped)
     with pytest.raises(AssertionError, match=r"bf16 moments, 1 tensors: halfstep split24.*reference's: values \[0\]"):
-        gpu_checks.bits("adam", None, CPU)
+        gpu_checks.bits("adam", CPU)
 
 
 def test_the_largest_come_first_and_what_compiles_last() -> None:
@@ -127,17 +102,19 @@ def test_the_outcome_of_each_check_is_appended(tmp_path: Path, monkeypatch: pyte
     assert [result["provider"] for result in records[time_of]["detail"]["results"]] == ["halfstep"]
 
 
-# In place of the processes of the command: each check appends its outcome, hangs or ends its process.
+# The processes of the command, with other checks: some pass, one hangs, one ends its process.
 PROCESS = """
-import json, os, sys, time
-file, _, *names = sys.argv[1:]
-for name in names:
-    if name == os.environ.get("FAULTY_HANGS"):
-        time.sleep(600)
-    if name == os.environ.get("FAULTY_DIES"):
-        os.kill(os.getpid(), 11)
-    with open(file, "a") as output:
-        output.write("\\n" + json.dumps({"check": name, "status": "passed", "code": os.environ["CODE"]}) + "\\n")
+import os, sys, time, torch
+from halfstep.bench import gpu_checks
+from halfstep.bench.gpu_checks import Check
+runs = {
+    "machine": lambda device: None,
+    "dies": lambda device: os.kill(os.getpid(), 11) if os.environ.get("FAULTY") else None,
+    "hangs": lambda device: time.sleep(600) if os.environ.get("FAULTY") else None,
+    "last": lambda device: None,
+}
+gpu_checks.checks = lambda folder, quick: {name: Check(run, "", 1.0) for name, run in runs.items()}
+gpu_checks.main(sys.argv[1:], torch.device("cpu"))
 """
 
 
@@ -146,27 +123,23 @@ def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_fro
 ) -> None:
     stages = {"machine": "first", "dies": "bits", "hangs": "times", "last": "times"}
     checks = {name: gpu_checks.Check(lambda device: None, stage) for name, stage in stages.items()}
-    checks["hangs"] = checks["hangs"]._replace(limit=0.5)
     monkeypatch.setattr(gpu_checks, "checks", lambda folder, quick: checks)
-    monkeypatch.setattr(gpu, "PROCESS", [sys.executable, "-S", "-c", PROCESS])
+    monkeypatch.setattr(gpu, "PROCESS", [sys.executable, "-c", PROCESS])
     for name, answer in {"is_available": True, "current_device": 0, "get_device_name": "model of a GPU"}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *arguments, answer=answer: answer)
-    for name, value in {"CODE": gpu_checks.fingerprint(), "FAULTY_HANGS": "hangs", "FAULTY_DIES": "dies"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FAULTY", "1")
     arguments = ["--out", str(tmp_path)]
     assert gpu.main(arguments) == 1
     assert statuses(tmp_path) == {"machine": "passed", "hangs": "stopped", "dies": "stopped", "last": "passed"}
     printed = capsys.readouterr().out
-    assert re.search(r"hangs: stopped, it took more than \d s", printed)
-    assert "dies: stopped, its process ended with status -11" in printed
+    assert "hangs: stopped, it took too long" in printed
+    assert "dies: stopped, its process ended with -11" in printed
     assert "2 of 4 checks and times are left: the same command continues" in printed
     # A line that was cut off, and records of other code, do not count.
     with (tmp_path / "checks.jsonl").open("a") as file:
         file.write(json.dumps({"check": "hangs", "status": "passed", "code": "other"}) + '\n{"check": "hangs')
-    assert gpu.main([*arguments, "--minutes", "0.005"]) == 1, "too short for what hangs"
-    checks["hangs"] = checks["last"]
-    monkeypatch.delenv("FAULTY_HANGS")
-    monkeypatch.delenv("FAULTY_DIES")
+    assert gpu.main([*arguments, "--minutes", "0.001"]) == 1, "too short"
+    monkeypatch.delenv("FAULTY")
     capsys.readouterr()
     assert gpu.main(arguments) == 0
     assert "model of a GPU: 2 of 4 checks" in capsys.readouterr().out

@@ -79,7 +79,7 @@ def test_the_norm_that_the_scaler_returns_is_all_that_its_clipping_adds() -> Non
     assert sorted(operations.names) == ["aten._to_copy.default", "aten.sqrt.default"]
 
 
-@pytest.mark.skipif(backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(backend.triton is None or not backend.INTERPRET, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(("dtype", "clip"), [(torch.bfloat16, "optimizer"), (torch.float32, "scaler")])
 def test_each_gradient_is_read_twice_and_written_never(
     dtype: torch.dtype, clip: str, monkeypatch: pytest.MonkeyPatch
@@ -128,7 +128,7 @@ print("stepped", flush=True)
 torch.amp.GradScaler("cpu", init_scale=1.0)._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), True)
 print("written", flush=True)
 """
-    if name == "triton" and (backend.triton is None or not backend.interpreting()):
+    if name == "triton" and (backend.triton is None or not backend.INTERPRET):
         pytest.skip("needs TRITON_INTERPRET=1")
     done = forks.run(["-c", code])
     assert done.stdout == "stepped\n", done.stderr

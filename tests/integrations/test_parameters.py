@@ -133,7 +133,7 @@ def test_lazy_negations_are_stepped_with_their_sign(backend: str, master_weights
     """Their memory holds the opposite numbers: gradients of ``x.conj().imag``, for example."""
     from halfstep.kernels import backend as kernels_backend
 
-    if backend == "triton" and (kernels_backend.triton is None or not kernels_backend.interpreting()):
+    if backend == "triton" and (kernels_backend.triton is None or not kernels_backend.INTERPRET):
         pytest.skip("needs TRITON_INTERPRET=1")
     with halfstep.backend(backend):
         stepped = []

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import stat
 import subprocess
-import sys
-import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,7 +135,6 @@ def put_library(folder: Path, name: str, content: bytes) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"{name.rpartition('-')[0]}-{native._digest(content)}.so"
     path.write_bytes(content)
-    path.chmod(0o755)
     return path
 
 
@@ -154,7 +149,7 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
     return cached(tmp_path)[0], tmp_path / "second"
 
 
-@pytest.mark.parametrize("damage", ["bit", "empty", "cut", "another library", "a symbolic link", "a FIFO"])
+@pytest.mark.parametrize("damage", ["bit", "cut", "another library", "a FIFO"])
 def test_a_damaged_library_is_built_anew(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -162,90 +157,38 @@ def test_a_damaged_library_is_built_anew(
     name, folder = in_a_new_folder(tmp_path, monkeypatch)
     content = (tmp_path / "cache" / name).read_bytes()
     folder.mkdir(mode=0o700)
-    bad = {"empty": b"", "cut": content[:-4096], "bit": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]}
+    bad = {"cut": content[:-4096], "bit": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:]}
     if damage == "a FIFO":
         os.mkfifo(folder / name)
-    elif damage == "a symbolic link":
-        (folder / name).symlink_to(put_library(tmp_path / "elsewhere", "toy-x.so", other_library(tmp_path)))
     else:
-        (folder / name).write_bytes(bad.get(damage) if damage in bad else other_library(tmp_path))
-        (folder / name).chmod(0o755)
+        (folder / name).write_bytes(bad[damage] if damage in bad else other_library(tmp_path))
     assert answer() == 42
-    assert (folder / name).read_bytes() == content and not (folder / name).is_symlink()
+    assert (folder / name).read_bytes() == content
     assert sorted(path.name for path in folder.iterdir()) == ["lock", name], "something was left behind"
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o707, "another user's"])
 def test_a_library_planted_where_others_may_write_is_not_run(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int | str
 ) -> None:
     name, folder = in_a_new_folder(tmp_path, monkeypatch)
     planted = put_library(folder, name, other_library(tmp_path))
-    folder.chmod(mode)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(native.tempfile, "tempdir", None)
+    if isinstance(mode, int):
+        folder.chmod(mode)
+    elif os.geteuid() == 0:
+        folder.chmod(0o755)
+        os.chown(folder, 54321, -1)
+    else:
+        pytest.skip("only root may give a folder away")
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
     with pytest.warns(RuntimeWarning) as caught:
-        library = native.library("toy")
-        native.library.cache_clear()
-        assert library is not None and library.answer() == 42
-        again = native.library("toy")
-        assert again is not None and again.answer() == 42
+        assert answer() == answer() == 42
     assert [str(warning.message) for warning in caught] == [
         f"halfstep does not use {folder} for compiled CPU kernels, because another user could put code there, and "
-        f"compiles them for this process only: others may write to {folder}; use `chmod go-w {folder}`, or set "
+        f"compiles them for this process only: use `chmod go-w {folder}` if it is yours, or set "
         "HALFSTEP_CACHE to a folder that only you can write to."
     ]
-    assert list(folder.iterdir()) == [planted]
-    # Once only its owner can write to the folder, it is used. The planted file is owned by the user too, but others can
-    # write to it, so it is not loaded.
-    folder.chmod(0o700)
-    planted.chmod(0o757)
-    assert answer() == 42, "a file that others may write to"
-
-
-@pytest.mark.parametrize(
-    ("mode", "refused"), [(0o777, True), (0o1777, False), (0o755, False), (0o770, None), (0o700, False)]
-)
-def test_whoever_may_rename_a_parent_could_exchange_the_folder(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, refused: bool | None
-) -> None:
-    parent = tmp_path / "parent"
-    parent.mkdir()
-    parent.chmod(mode)
-    (tmp_path / "link").symlink_to(parent)
-    for name in ("parent", "link"):
-        folder = tmp_path / name / "new" / "cache"
-        if refused is None:  # a group may be the user's own
-            for private in (True, False):
-                monkeypatch.setattr(native, "_is_private_group", lambda group, private=private: private)
-                folder.mkdir(parents=True, exist_ok=True)
-                assert bool(native._danger(folder)) is not private
-            continue
-        monkeypatch.setenv("HALFSTEP_CACHE", str(folder))
-        native.library.cache_clear()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert answer() == 42
-        assert len(caught) == refused
-        if refused:
-            assert f"others may write to {parent}; use `chmod go-w {parent}`" in str(caught[0].message)
-        assert bool(list(folder.glob("toy-*.so"))) is not refused
-
-
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root may give a folder away")
-    folder = tmp_path / "theirs"
-    folder.mkdir(mode=0o755)
-    assert native._danger(folder) == ""
-    os.chown(folder, 54321, -1)
-    assert native._danger(folder) == f"{folder} belongs to user 54321"
-    file = folder / "x-y.so"
-    file.write_bytes(b"")
-    file = file.rename(folder / f"x-{native._digest(b'')}.so")
-    assert native._holds_what_it_says(file)
-    os.chown(file, 54321, -1)
-    assert not native._holds_what_it_says(file)
+    assert list(folder.iterdir()) == [planted] and not list(tmp_path.glob("compilation-*"))
 
 
 def test_a_cache_that_cannot_be_written_is_read(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,30 +318,3 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
     started = [forks.Program(["-c", code], environment, cwd="/") for _ in range(2)]
     assert [process.stdout.read().strip() for process in started] == ["True", "True"]
     assert log.read_text().splitlines() == ["compiling"]
-
-
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
-def test_what_a_killed_compilation_leaves_is_removed(
-    name: str, toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "cache"
-    script = compiler_script(tmp_path, '[ "$1" = --version ] || { echo > "$TMPDIR/of-the-compiler"; exec sleep 20; }')
-    environment = {**os.environ, "HALFSTEP_CACHE": str(cache), "CXX": str(script)}
-    code = "from halfstep.kernels import native; native.library('adam')"
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while not (left := list(cache.glob("compilation-*/of-the-compiler"))) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert left, "what the compiler hands to the assembler is in the cache folder too"
-    process.send_signal(getattr(signal, name))
-    process.wait()
-    if name != "SIGINT":  # which Python makes an exception
-        assert left[0].exists()
-        native.library("toy")
-        assert left[0].exists(), "its compiler may be at work"
-        old = time.time() - 3600
-        os.utime(left[0].parent, (old, old))
-        toy.write_text(SOURCE.replace("42", "43"))
-        native.library.cache_clear()
-        native.library("toy")
-    assert not list(cache.glob("compilation-*"))

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.sample(3)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-INTERPRETED = pytest.mark.skipif(
-    backend.triton is None or not backend.interpreting(), reason="needs TRITON_INTERPRET=1"
-)
+INTERPRETED = pytest.mark.skipif(backend.triton is None or not backend.INTERPRET, reason="needs TRITON_INTERPRET=1")
 REACH = 8  # elements: whole vectors are loaded, of so many at most
 
 

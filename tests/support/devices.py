@@ -31,7 +31,7 @@ def kernels_on(where: str) -> Iterator[torch.device]:
 
 def interpreted(where: str) -> bool:
     """Whether the kernels are interpreted on this device, which is slow."""
-    return where == "interpreter" and backend.interpreting()
+    return where == "interpreter" and backend.INTERPRET
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:

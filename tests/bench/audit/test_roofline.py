@@ -1,17 +1,13 @@
-"""What kernels take of a GPU's issue and shared memory: the formula, the limits, the picture."""
+"""What kernels take of a GPU's issue and shared memory: the formula and the limits."""
 
 from __future__ import annotations
 
 import json
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from halfstep.bench.audit import command, roofline
-
-ROOT = Path(__file__).resolve().parents[3]
+from software_gpu import roofline
 
 ZERO = "the slow path of the root and the quotient of a zero"
 # Cases beyond a limit, and the most that they may be beyond it: issue over memory on H100 and B200, shared memory over
@@ -67,7 +63,7 @@ def test_the_recorded_kernels_are_within_the_limits() -> None:
     """Issue at most 60 % of the time of memory on an H100 and 85 % on a B200, shared memory at most 20 %; what is
     beyond is named above, and may not get worse."""
     beyond, used = [], set()
-    for row in roofline.ratios(json.loads((ROOT / roofline.COUNTS_FILE).read_text())):
+    for row in roofline.ratios(json.loads(roofline.COUNTS_FILE.read_text())):
         pattern = next((pattern for pattern in EXCEPTIONS if fnmatchcase(row.case, pattern)), None)
         used.add(pattern)
         h100, b200, shared = EXCEPTIONS[pattern][:3] if pattern else (0.60, 0.85, 0.20)
@@ -76,23 +72,3 @@ def test_the_recorded_kernels_are_within_the_limits() -> None:
             beyond.append(f"{row.case} on {row.gpu}: issue {row.issue:.2f}, shared {row.shared:.2f}")
     assert not beyond
     assert set(EXCEPTIONS) <= used, "an exception that nothing needs"
-
-
-@pytest.mark.exhaustive
-def test_every_kernel_is_drawn_on_the_roofline_of_each_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    drawings: list[Any] = []
-    save = roofline.save
-    monkeypatch.setattr(roofline, "save", lambda drawing, path: (drawings.append(drawing), save(drawing, path)))
-    monkeypatch.setattr(command, "audit", lambda *arguments: [])
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.chdir(ROOT)
-    assert command.main(["--out", str(tmp_path / "new")]) == 0
-    assert f"wrote {tmp_path / 'new' / 'roofline.png'}" in capsys.readouterr().err
-    assert (tmp_path / "new" / "roofline.png").read_bytes().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in drawings[0].axes[:-1]] == ["A100", "H100", "H200", "B200", "MI300X"]
-    monkeypatch.chdir(tmp_path)
-    assert command.main(["--out", "out"]) == 2
-    assert "run this in its root, or record them again" in capsys.readouterr().err and not Path("out").exists()

@@ -284,7 +284,7 @@ def test_a_card_has_the_names_that_drivers_give_it() -> None:
 
 
 def test_cards_have_the_bandwidths_of_the_audit() -> None:
-    from halfstep.bench.audit.roofline import GPUS
+    from software_gpu.roofline import GPUS
 
     predicted = {name.lower(): gpu.bandwidth for name, gpu in GPUS.items()}
     assert {name.removesuffix("-80"): gpu.bandwidth for name, gpu in CARDS.items()}.items() >= predicted.items()

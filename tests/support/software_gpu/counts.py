@@ -6,28 +6,22 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import generated
 import torch
 
-from halfstep.bench.audit import roofline
-
-from . import gpu, sass
+from . import gpu, roofline, sass
 
 # Machine instructions that ptxas makes of one of PTX, where it makes several, and those
 # that run besides in a warp of which a lane takes the subroutine: on the way of a zero, read from the SASS; a subnormal
@@ -47,7 +41,6 @@ MACHINE = {
     "mul.lo.s64": (4, 0),
 }
 LOADS = ("ld.global", "global_load", "buffer_load")
-MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 MACHINE_CODE = ("sm_90", "sm_100")  # for sm_80, ptxas takes loops apart in ways that sass.py does not tell from copies
 SIZE = 2**20
 SHOWN, SHOWN_GPUS = "sm_90", ("H100", "B200", "MI300X")  # whose counts, and whose times, docs/performance.md shows
@@ -273,54 +266,6 @@ def cases() -> dict[str, Callable[[], Made]]:
     }
 
 
-def _liger(rows: int, columns: int, backward: bool = False) -> Made:
-    function = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
-    x = _values(BF16, rows, columns).requires_grad_(backward)
-    if not backward:
-        return rows * columns, partial(function.apply, x)
-    y, grad = function.apply(x), _values(BF16, rows, columns)
-    return rows * columns, lambda: torch.autograd.grad(y, x, grad.clone(), retain_graph=True)
-
-
-def _optimi() -> Made:
-    parameter = torch.nn.Parameter(_values(BF16))
-    parameter.grad = _values(BF16)
-    optimizer = importlib.import_module("optimi").AdamW([parameter], lr=1e-3, triton=True)
-    optimizer.step()
-    return SIZE, optimizer.step
-
-
-def _flashoptim(quantized: bool) -> Made:
-    """A step of flashoptim's AdamW by its launcher, since its optimizer requires a GPU."""
-    step = importlib.import_module("flashoptim.optimizers")._fused_adam_step
-    scales, state, bf16 = (SIZE // 32, torch.float16, BF16) if quantized else (SIZE, BF16, BF16)
-    codes = [torch.full((SIZE,), 3, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
-    mom, var = codes if quantized else [_values(bf16).abs() for _ in range(2)]
-    tensors = {
-        "mom": mom, "mom_scales_f16": _values(state, scales).abs(),
-        "var": var, "var_scales_f16": _values(state, scales).abs(),
-        "param": _values(bf16).abs(), "grad": _values(bf16).abs(),
-        "errors": torch.full((SIZE,), 3, dtype=torch.int8),
-    }  # fmt: skip
-    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-5, "decoupled": True}
-    return SIZE, partial(step, **tensors, **hyper, step=1000, quantize_optim_states=quantized)
-
-
-def peer_cases() -> dict[str, tuple[str, Callable[[], Made]]]:
-    """The cases of other libraries: the distribution that each needs, and a function that creates its inputs."""
-    return {
-        f"liger softmax bf16{' backward' * backward}, {columns:,} columns": (
-            "liger-kernel", partial(_liger, rows, columns, backward)
-        )
-        for backward in (False, True)
-        for rows, columns in ((16384, 64), (3000, 333), (256, 4096), (64, 16384), (20, 50_257))
-    } | {
-        "optimi AdamW bf16, Kahan": ("torch-optimi", _optimi),
-        "flashoptim AdamW bf16, 8-bit moments": ("flashoptim", partial(_flashoptim, True)),
-        "flashoptim AdamW bf16, bf16 moments": ("flashoptim", partial(_flashoptim, False)),
-    }  # fmt: skip
-
-
 def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], elements: int) -> float:
     """Machine instructions issued per element, times the lanes of a warp, with the subroutines of divisions and roots.
 
@@ -340,28 +285,24 @@ def machine_code(machine: gpu.SoftwareGPU, launches: Sequence[gpu.Launch], eleme
     return round(issued / elements, 2)
 
 
-def _kernels(machine: gpu.SoftwareGPU, make: Callable[[], Made]) -> dict[str, dict[str, Any]]:
-    elements, call = make()
-    machine.launches.clear()
-    with machine.set(keep=True, counting=True, races=False):
-        call()
-    found: dict[str, list[gpu.Launch]] = {}
-    for launch in machine.launches:
-        found.setdefault(launch.program.name, []).append(launch)
-    counted = {}
-    for kernel, launches in sorted(found.items()):
-        counted[kernel] = summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
-        if machine.target in MACHINE_CODE:
-            counted[kernel]["machine"] = machine_code(machine, launches, elements)
-    return counted
-
-
 def counted(machine: gpu.SoftwareGPU, name: str) -> dict[str, dict[str, Any]]:
     """The `summary` and `usage` of each kernel that one case launches."""
     import halfstep
 
     with halfstep.backend("triton"):
-        return _kernels(machine, cases()[name])
+        elements, call = cases()[name]()
+        machine.launches.clear()
+        with machine.set(keep=True, counting=True, races=False):
+            call()
+    found: dict[str, list[gpu.Launch]] = {}
+    for launch in machine.launches:
+        found.setdefault(launch.program.name, []).append(launch)
+    kernels = {}
+    for kernel, launches in sorted(found.items()):
+        kernels[kernel] = summary(launches, elements) | usage(machine.text(launches[0].program), machine.target)
+        if machine.target in MACHINE_CODE:
+            kernels[kernel]["machine"] = machine_code(machine, launches, elements)
+    return kernels
 
 
 @cache  # of a kernel that spills a lot ptxas takes minutes
@@ -403,39 +344,6 @@ def markdown(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@contextmanager
-def as_cuda(multiprocessors: int) -> Iterator[None]:
-    """A context in which torch without CUDA answers questions of other libraries' launchers about the device."""
-    properties = mock.Mock(multi_processor_count=multiprocessors)
-    with (
-        mock.patch.object(torch.cuda, "get_device_properties", mock.Mock(return_value=properties)),
-        mock.patch.object(torch.cuda, "device", lambda *_: nullcontext()),
-    ):
-        yield
-
-
-def _count_here(target: str, pattern: str) -> dict[str, dict[str, Any]]:
-    """Count the cases of halfstep and of installed peers, in this process, which must not have a GPU yet."""
-    machine = gpu.install(target)
-    torch.set_num_threads(1)
-    own = {name: counted(machine, name) for name in cases() if fnmatchcase(name, pattern)}
-    theirs = {}
-    for name, (distribution, make) in peer_cases().items():
-        if not fnmatchcase(name, pattern):
-            continue
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{name}: {distribution} is not installed", file=sys.stderr)
-            continue
-        try:
-            with as_cuda(MULTIPROCESSORS[target]):
-                theirs[name] = {"peer": f"{distribution} {version}", "kernels": _kernels(machine, make)}
-        except Exception as error:  # a peer's kernel may do anything; what it did is said
-            print(f"{name}: {distribution} {version} is not counted: {type(error).__name__}: {error}", file=sys.stderr)
-    return {"targets": own, "peers": theirs}
-
-
 def text_of(record: dict[str, Any]) -> str:
     """The record as JSON with one line per kernel, so that a diff shows the changed numbers."""
 
@@ -458,24 +366,23 @@ def main() -> int:
     parser.add_argument("--target", choices=gpu.TARGETS, help="count for this one and print JSON")
     given = parser.parse_args()
     if given.target:
-        print(json.dumps(_count_here(given.target, given.case)))
+        machine = gpu.install(given.target)
+        torch.set_num_threads(1)
+        print(json.dumps({name: counted(machine, name) for name in cases() if fnmatchcase(name, given.case)}))
         return 0
     import triton
 
-    record: dict[str, Any] = {"triton": triton.__version__, "targets": {}, "peers": {}}
+    record: dict[str, Any] = {"triton": triton.__version__, "targets": {}}
     if given.record and given.record.exists():
         old = json.loads(given.record.read_text())
         if given.case != "*" and old["triton"] != triton.__version__:
             parser.error(f"{given.record} was recorded with Triton {old['triton']}: count all cases, without --case")
-        record |= {key: old.get(key, {}) for key in ("targets", "peers")}
+        record["targets"] = old["targets"]
     for target in gpu.TARGETS:
         command = [sys.executable, "-m", "software_gpu.counts", "--target", target, "--case", given.case]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1])
-        found = json.loads(done.stdout.splitlines()[-1])
-        for key in ("targets", "peers"):
-            known = record[key].get(target, {}) | found[key]
-            names = cases() if key == "targets" else peer_cases()
-            record[key][target] = {name: known[name] for name in names if name in known}
+        known = record["targets"].get(target, {}) | json.loads(done.stdout.splitlines()[-1])
+        record["targets"][target] = {name: known[name] for name in cases() if name in known}
     if given.record:
         given.record.write_text(text_of(record))
     if given.markdown:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,15 +337,6 @@ def _use_driver_without_torch(capability: int) -> None:
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", capability, 32)
-
-        def get_benchmarker(self) -> Any:
-            """A benchmarker for autotuners: all configurations take the same time, so the first one is chosen."""
-
-            def run_once(call: Callable[[], object], *, quantiles: Sequence[float], **options: Any) -> list[float]:
-                call()
-                return [1.0 for _ in quantiles]
-
-            return run_once
 
     triton.runtime.driver.set_active(Driver())
 

@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from statistics import multimode
 
-from halfstep.bench.audit.machine_code import output_of
-
 _ENDS = ("BRA", "EXIT", "CALL", "RET", "BRX", "JMP")
 # Those of which ptxas makes exactly one, so that more of a line are copies.
 _ANCHORS = ("LDG", "STG", "MUFU.EX2", "SHFL", "BAR", "ATOM")
@@ -70,7 +68,8 @@ def assembled(ptx: str, target: str) -> str:
         cubin = Path(folder) / "out.cubin"
         command = [tool.path, "-lineinfo", f"--gpu-name={asked[1]}", str(file), "-o", str(cubin)]
         subprocess.run(command, check=True)
-        return output_of(triton.knobs.nvidia.nvdisasm.path, "-g", "-c", cubin)
+        command = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", str(cubin)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def blocks(listing: str) -> list[Block]:
