@@ -63,7 +63,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
     question = format = None
     try:
-        format = _format(state["f"])
+        format = formats[state["f"].strip()]
         question = _question(state, format)
         result, answer["error"] = question.result(format)
         if result.stored is not None and {"flip", "field", "step"} & set(move):
@@ -86,13 +86,6 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
     options += [("rounding", state["r"]), ("overflow", state["o"])]
     return {**answer, "command": typed_command("halfstep explore", options)}
-
-
-def _format(name: str) -> Format:
-    try:
-        return formats[name.strip()]
-    except KeyError as error:
-        raise ValueError(str(error)) from error
 
 
 def _question(state: dict[str, str], format: Format) -> _Question:
@@ -265,7 +258,7 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
 
 def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any]:
     try:
-        second = _format(name)
+        second = formats[name.strip()]
     except ValueError as error:
         return {"title": "Two formats compared", "error": str(error)}
     title = f"{first.name} and {second.name}"
