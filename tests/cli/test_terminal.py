@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from halfstep.cli.terminal import Progress, Table, joined, rendered, say, show, text
+from halfstep.cli.terminal import Progress, Table, joined, rendered, show, text
 
 ROWS = [("a", "12", "several words here"), (), ("total", "3", "")]
 HEADER = ("name", "n\n%", "note")
@@ -50,13 +50,6 @@ def test_only_our_colours_are_escape_codes(colour: bool, monkeypatch: pytest.Mon
     safe = r"a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n[red]:smile:\udc80"
     first = f"\x1b[31m{safe}\x1b[0m \x1b[1mok\x1b[0m" if colour else f"{safe} ok"
     assert stream.getvalue() == f"{first}\n{safe}  x\n"
-
-
-def test_a_said_line_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "10")
-    stream = Screen()
-    say("wrote /a/path/with a space/x.png", stream)
-    assert stream.getvalue() == "wrote /a/path/with a space/x.png\n"
 
 
 def test_progress_is_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
