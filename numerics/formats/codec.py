@@ -279,7 +279,10 @@ def _encode(
         unit = np.where(s == 0, form.emin, np.maximum(e + np.frexp(s)[1] - 1, form.emin)) - form.mantissa
     # All that is below 2^-100 units rounds alike, and all integers above 2^60 overflow.
     s = np.minimum(np.ldexp(s, (e - unit).clip(-153, 60)), 2.0**60)
-    code = _rounded(s, rounding, negative, words, form)
+    code = (np.rint(s) if rounding == "nearest" else s).astype(np.int64)
+    if rounding != "nearest":
+        part = s - code
+        code += (part > 0) & exact.moves_away(code, part, rounding, negative, words, form)
     if form.kind == "scale":
         code = np.where(s >= 1, np.maximum(code + (unit - form.emin - 1), 0), 0)
     elif form.kind != "integer":  # as if the exponent had no upper limit
@@ -297,28 +300,6 @@ def _encode(
     if rare.any():
         codes[rare] = _beyond(values[rare], form, rounding, overflow, nan)
     return codes
-
-
-def _rounded(s: Array, rounding: str, negative: Array, words: Array | None, form: Format) -> Array:
-    """Magnitudes in units rounded to integers, as `exact.py` does it."""
-    if rounding == "nearest":
-        return np.rint(s).astype(np.int64)
-    below = s.astype(np.int64)
-    rest = s - below
-    if rounding == "nearest_away":
-        return below + (rest >= 0.5)
-    if rounding == "odd":
-        return below | (rest > 0)
-    if rounding in ("up", "down"):
-        return below + ((rest > 0) & (negative == (rounding == "down")))
-    if words is None:
-        return below  # toward zero
-    moves = rest * 2.0**32 >= 2.0**32 - words
-    steps = exact.subnormal_steps(form)
-    if steps is not None:
-        coarse = np.rint(rest * 2.0**steps) + (words >> (32 - steps)) >= 2**steps
-        moves = np.where(below < 1 << form.mantissa, coarse, moves)
-    return below + moves
 
 
 def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str) -> Array:

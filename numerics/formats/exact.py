@@ -134,26 +134,24 @@ def unit_exponent(number: Fraction, form: Format) -> int:
     return (max(power_of_two(number), form.emin) if number else form.emin) - form.mantissa
 
 
-def moves_away(below: int, part: Fraction, rounding: str, negative: bool, word: int, form: Format) -> bool:
-    """Whether rounding chooses k + 1 = `below` + 1 for a number `part` units above `below`, which is not 0."""
-    if rounding == "nearest":
-        return 2 * part > 1 or (2 * part == 1 and below % 2 == 1)
-    if rounding == "nearest_away":
-        return 2 * part >= 1
+def moves_away(below: Any, part: Any, rounding: str, negative: Any, word: Any, form: Format) -> Any:
+    """Whether rounding chooses k + 1 = `below` + 1 for a number `part` units above `below`, where that is not 0.
+
+    Of one number, with a Fraction `part`, or of arrays of numbers, with `part` in float64, which holds it exactly.
+    """
+    if rounding in ("nearest", "nearest_away"):
+        return (2 * part > 1) | ((2 * part == 1) & (rounding == "nearest_away" or below % 2 == 1))
     if rounding == "odd":
         return below % 2 == 0
-    if rounding == "stochastic":
-        steps = subnormal_steps(form)
-        if steps is not None and below < 1 << form.mantissa:
-            return (word >> (32 - steps)) + round(part * 2**steps) >= 2**steps
-        return word + part * 2**32 >= 2**32
-    return rounding == ("down" if negative else "up")
-
-
-def subnormal_steps(form: Format) -> int | None:
-    """The number of bits of the dropped fraction that stochastic rounding of subnormal numbers uses; None for all."""
-    coarse = form.emin > -126 and form.has_subnormals and form.mantissa <= 10
-    return 23 - form.mantissa if coarse else None
+    if rounding != "stochastic":
+        return rounding != "toward_zero" and negative == (rounding == "down")
+    moves, bits = part * 2**32 >= 2.0**32 - word, 23 - form.mantissa
+    if form.emin <= -126 or not form.has_subnormals or form.mantissa > 10:
+        return moves
+    coarse = part * 2**bits
+    nearest = round(coarse) if isinstance(coarse, Fraction) else coarse.round()
+    subnormal = below < 1 << form.mantissa
+    return (subnormal & ((word >> (32 - bits)) + nearest >= 2**bits)) | ((subnormal ^ True) & moves)
 
 
 def stops_at_the_end(rounding: str, negative: bool, form: Format) -> bool:
