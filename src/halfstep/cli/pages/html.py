@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 
-from halfstep.cli.pages.answers import EXAMPLES, answer, fixed
+from halfstep.cli.pages.answers import EXAMPLES, FIXED, answer
 
 DOCUMENTATION = "https://github.com/halfstep/halfstep/tree/main/docs"  # to which pages outside of the site link
 MODES = ("local", "site", "file")  # who answers: the local server, Pyodide, nobody
@@ -18,7 +18,7 @@ def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
     first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state)})
     if "refused" in first:
         raise ValueError(first["refused"])
-    start = {"page": page, "mode": mode, "answer": first, **fixed(page)}
+    start = {"page": page, "mode": mode, "answer": first, **(FIXED if page == "explorer" else {})}
     # Without imports and exports: in one file, a page also opens from the file system.
     modules = "\n".join(map(asset, ("common.mjs", f"{page}.mjs")))
     script = re.sub(r"^import .*\n|^export (?=\w)", "", modules, flags=re.MULTILINE)
