@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import shlex
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_run import STEADY, lines, results, said
+from lookup_run import STEADY, lines, results
 
 from halfstep.cli.formats.compare import shared_values
 from halfstep.cli.formats.values import Stored, encoded, overflow_threshold, overflows, rounded, roundings
@@ -338,19 +335,3 @@ def test_outcomes_and_numbers_as_they_are_shown() -> None:
     assert "+0.499999999" in lines("encode", "1+2^-11+2^-40", "-f", "fp16")[2], "which is no tie"
     assert "+0.5 " in lines("encode", "1+3*2^-11", "-f", "fp16")[2]
     assert encoded(Fraction(1, 10), formats["bf16"]).outcome_text == "rounded"
-
-
-def shown() -> list[tuple[str, str]]:
-    """Commands of the lookup in docs/lookup.md, and the output beneath each."""
-    page = Path(__file__).resolve().parents[3] / "docs" / "lookup.md"
-    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    command = r"\$ halfstep ((?:format|encode|decode|why|compare|ladder) .*)\n"
-    parts = [re.split(command, block)[1:] for block in blocks]
-    return [pair for part in parts for pair in zip(part[::2], part[1::2], strict=True)]
-
-
-@pytest.mark.parametrize(("command", "output"), shown())
-def test_the_page_shows_what_is_printed(command: str, output: str) -> None:
-    status, out, errors = said(*shlex.split(command), COLUMNS="80")
-    assert (out + errors).rstrip() == output.rstrip()
-    assert status == (2 if errors else 0)
