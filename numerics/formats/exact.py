@@ -378,6 +378,8 @@ def parse_number(text: str) -> Number:
         return _value(tree, iter(literals))
     except (SyntaxError, RecursionError, MemoryError):
         raise _refused(text) from None
+    except ZeroDivisionError:
+        raise _refused(text, ": it divides by zero; an infinity is written inf") from None
     except (ValueError, OverflowError) as error:
         raise _refused(text, f": {error}") from None
 
@@ -409,27 +411,24 @@ def _value(node: ast.AST, literals: Iterator[str]) -> Number:
 
 
 def _combined(left: Number, operator: ast.operator, right: Number) -> Number:
-    a, b, minus = Fraction(left), Fraction(right), _negative(left) != _negative(right)
+    a, b = Fraction(left), Fraction(right)
     match operator:
         case ast.Add():
             return _limited(a + b)
         case ast.Sub():
             return _limited(a - b)
-        case ast.Mult():
-            return _limited(a * b) or (-0.0 if minus else Fraction(0))
-        case ast.Div() if b:
-            return _limited(a / b) or (-0.0 if minus else Fraction(0))
+        case ast.Mult() | ast.Div():
+            zero = -0.0 if _negative(left) != _negative(right) else Fraction(0)
+            return _limited(a * b if isinstance(operator, ast.Mult) else a / b) or zero
         case ast.Pow() if b.denominator != 1:
             raise ValueError("an exponent is not an integer")
         case ast.Pow() if abs(a) == 1:
             return a if b % 2 else Fraction(1)
-        case ast.Pow() if a or b >= 0:
+        case ast.Pow():
             # |a|^n has at least n bits before or after the binary point, so this limits the work as well.
             if a and abs(b) * max(a.numerator.bit_length() - 1, a.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
                 raise ValueError("it or an intermediate result is too large or too small")
-            return _limited(a ** int(b) if a else Fraction(b == 0))
-        case ast.Div() | ast.Pow():
-            raise ValueError("it divides by zero; an infinity is written inf")
+            return _limited(a ** int(b))
     raise SyntaxError
 
 
