@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import pkgutil
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import layout_table
 import pytest
 import torch
 import torch.distributed as dist
+from lookup_run import lines, said
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -166,6 +168,35 @@ def test_bytes_of_the_layouts() -> None:
         made = planning.plan(10**9, optimizer=optimizer, precision=precision)
         held, moved = made.totals.peak / 1e9, made.step_traffic / 1e9
         assert row[2:5] == [f"{round(number, 2):g}" for number in (held, held - 2, moved)], options
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+
+def commands(language: str, pattern: str) -> list[tuple[str, str]]:
+    """The commands of a pattern in the blocks of a language on all pages, and what follows each."""
+    texts = [block for page in sorted(DOCS.glob("*.md")) for block in blocks(page, language)]
+    parts = [re.split(pattern, text, flags=re.MULTILINE)[1:] for text in texts]
+    return [pair for part in parts for pair in zip(part[::2], part[1::2], strict=True)]
+
+
+SHOWN = commands("console", r"^\$ halfstep ((?:format|encode|decode|why|compare|plan) (?:.*\\\n)*.*)\n")
+TYPED = commands("sh", r"^halfstep (plan (?:.*\\\n)*.*)$")
+
+
+@pytest.mark.parametrize(("command", "output"), SHOWN)
+def test_commands_print_what_is_shown(command: str, output: str) -> None:
+    status, out, errors = said(*shlex.split(command.replace("\\\n", " ")), COLUMNS="80")
+    printed = "\n".join(map(str.rstrip, (out + errors).splitlines()))
+    assert status == (2 if errors else 0)
+    assert printed.startswith(output.strip().removesuffix("..."))
+    assert output.strip().endswith("...") or printed == output.strip()
+
+
+@pytest.mark.parametrize("command", [command for command, _ in TYPED if "--page" not in command])
+def test_plans_can_be_typed(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert lines(*shlex.split(command.replace("\\\n", " "), comments=True))
 
 
 # ------------------------------------------------------------------------------------------------------ Python blocks

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.cli.pages.answers import EXAMPLES, answer
-from halfstep.cli.pages.html import html, worker
+from halfstep.cli.pages.html import asset, html
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.planning import CARDS, OPTIMIZERS, PRECISIONS, STRATEGIES
 
@@ -119,7 +119,7 @@ def fetch(folder: Path) -> Path | None:
 def write(site: Path) -> None:
     """Write the pages with their common answers, and the modules for Python in the browser."""
     site.mkdir(parents=True, exist_ok=True)
-    (site / "worker.mjs").write_text(worker(), encoding="utf-8")
+    (site / "worker.mjs").write_text(asset("worker.mjs"), encoding="utf-8")
     for page in EXAMPLES:
         (site / f"{page}.html").write_text(html(page, "site"), encoding="utf-8")
         content = json.dumps(common_answers(page), ensure_ascii=False, separators=(",", ":")).encode()

@@ -134,26 +134,24 @@ def unit_exponent(number: Fraction, form: Format) -> int:
     return (max(power_of_two(number), form.emin) if number else form.emin) - form.mantissa
 
 
-def moves_away(below: int, part: Fraction, rounding: str, negative: bool, word: int, form: Format) -> bool:
-    """Whether rounding chooses k + 1 = `below` + 1 for a number `part` units above `below`, which is not 0."""
-    if rounding == "nearest":
-        return 2 * part > 1 or (2 * part == 1 and below % 2 == 1)
-    if rounding == "nearest_away":
-        return 2 * part >= 1
+def moves_away(below: Any, part: Any, rounding: str, negative: Any, word: Any, form: Format) -> Any:
+    """Whether rounding chooses k + 1 = `below` + 1 for a number `part` units above `below`, where that is not 0.
+
+    Of one number, with a Fraction `part`, or of arrays of numbers, with `part` in float64, which holds it exactly.
+    """
+    if rounding in ("nearest", "nearest_away"):
+        return (2 * part > 1) | ((2 * part == 1) & (rounding == "nearest_away" or below % 2 == 1))
     if rounding == "odd":
         return below % 2 == 0
-    if rounding == "stochastic":
-        steps = subnormal_steps(form)
-        if steps is not None and below < 1 << form.mantissa:
-            return (word >> (32 - steps)) + round(part * 2**steps) >= 2**steps
-        return word + part * 2**32 >= 2**32
-    return rounding == ("down" if negative else "up")
-
-
-def subnormal_steps(form: Format) -> int | None:
-    """The number of bits of the dropped fraction that stochastic rounding of subnormal numbers uses; None for all."""
-    coarse = form.emin > -126 and form.has_subnormals and form.mantissa <= 10
-    return 23 - form.mantissa if coarse else None
+    if rounding != "stochastic":
+        return rounding != "toward_zero" and negative == (rounding == "down")
+    moves, bits = part * 2**32 >= 2.0**32 - word, 23 - form.mantissa
+    if form.emin <= -126 or not form.has_subnormals or form.mantissa > 10:
+        return moves
+    coarse = part * 2**bits
+    nearest = round(coarse) if isinstance(coarse, Fraction) else coarse.round()
+    subnormal = below < 1 << form.mantissa
+    return (subnormal & ((word >> (32 - bits)) + nearest >= 2**bits)) | ((subnormal ^ True) & moves)
 
 
 def stops_at_the_end(rounding: str, negative: bool, form: Format) -> bool:
@@ -292,14 +290,6 @@ def next_exact(value: Any, format: Any, *, up: bool) -> Number:
     return decode_exact(signed_code(abs(order), minus, form), form)
 
 
-def ulp_exact(value: Any, format: Any) -> Number:
-    """The distance between the format's numbers around `value` (`Format.ulp`): NaN for NaN, infinity for infinities."""
-    number = exact(value)
-    if isinstance(number, float) and number != 0:
-        return abs(number)
-    return Fraction(2) ** unit_exponent(Fraction(number), formats[format])
-
-
 # ------------------------------------------------------------------------------------------------------ exact numbers
 
 
@@ -388,6 +378,8 @@ def parse_number(text: str) -> Number:
         return _value(tree, iter(literals))
     except (SyntaxError, RecursionError, MemoryError):
         raise _refused(text) from None
+    except ZeroDivisionError:
+        raise _refused(text, ": it divides by zero; an infinity is written inf") from None
     except (ValueError, OverflowError) as error:
         raise _refused(text, f": {error}") from None
 
@@ -419,27 +411,24 @@ def _value(node: ast.AST, literals: Iterator[str]) -> Number:
 
 
 def _combined(left: Number, operator: ast.operator, right: Number) -> Number:
-    a, b, minus = Fraction(left), Fraction(right), _negative(left) != _negative(right)
+    a, b = Fraction(left), Fraction(right)
     match operator:
         case ast.Add():
             return _limited(a + b)
         case ast.Sub():
             return _limited(a - b)
-        case ast.Mult():
-            return _limited(a * b) or (-0.0 if minus else Fraction(0))
-        case ast.Div() if b:
-            return _limited(a / b) or (-0.0 if minus else Fraction(0))
+        case ast.Mult() | ast.Div():
+            zero = -0.0 if _negative(left) != _negative(right) else Fraction(0)
+            return _limited(a * b if isinstance(operator, ast.Mult) else a / b) or zero
         case ast.Pow() if b.denominator != 1:
             raise ValueError("an exponent is not an integer")
         case ast.Pow() if abs(a) == 1:
             return a if b % 2 else Fraction(1)
-        case ast.Pow() if a or b >= 0:
+        case ast.Pow():
             # |a|^n has at least n bits before or after the binary point, so this limits the work as well.
             if a and abs(b) * max(a.numerator.bit_length() - 1, a.denominator.bit_length() - 1) > 2 * LARGEST_POWER:
                 raise ValueError("it or an intermediate result is too large or too small")
-            return _limited(a ** int(b) if a else Fraction(b == 0))
-        case ast.Div() | ast.Pow():
-            raise ValueError("it divides by zero; an infinity is written inf")
+            return _limited(a ** int(b))
     raise SyntaxError
 
 

@@ -254,7 +254,7 @@ _FP8, _FP6 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m3fn", "e3m2fn")
 AMBIGUOUS = {"fp8": _FP8, "float8": _FP8, "fp6": _FP6, "float6": _FP6}  # names that several formats share
 
 
-class UnknownFormat(KeyError):
+class UnknownFormat(KeyError, ValueError):
     """The name of no format. The message lists the formats and suggests the nearest name."""
 
     def __str__(self) -> str:

@@ -27,31 +27,23 @@ if TYPE_CHECKING:
     from halfstep.numerics.statistics.advice import advise_scale
     from halfstep.numerics.statistics.counts import statistics
 
-_HOME = {
-    "SGD": "halfstep.integrations.optim",
-    "Adam": "halfstep.integrations.optim",
-    "AdamW": "halfstep.integrations.optim",
-    "AmpMonitor": "halfstep.integrations.monitor",
-    "GradScaler": "halfstep.numerics.scaling.scaler",
-    "Muon": "halfstep.integrations.optim",
-    "SkipAwareScheduler": "halfstep.integrations.scheduler",
-    "advise_scale": "halfstep.numerics.statistics.advice",
-    "backend": "halfstep.kernels.backend",
-    "cast": "halfstep.kernels.cast",
-    "cast_parameters": "halfstep.integrations.precision",
-    "decode": "halfstep.numerics.formats.codec",
-    "doctor": "halfstep.integrations.doctor",
-    "encode": "halfstep.numerics.formats.codec",
-    "foreach_cast": "halfstep.kernels.cast",
-    "foreach_check": "halfstep.kernels.unscale",
-    "foreach_unscale_": "halfstep.kernels.unscale",
-    "formats": "halfstep.numerics.formats.table",
-    "log_softmax": "halfstep.kernels.softmax",
-    "muon_groups": "halfstep.integrations.optim",
-    "round_to": "halfstep.numerics.formats.codec",
-    "softmax": "halfstep.kernels.softmax",
-    "statistics": "halfstep.numerics.statistics.counts",
+_NAMES = {
+    "integrations.doctor": "doctor",
+    "integrations.monitor": "AmpMonitor",
+    "integrations.optim": "SGD Adam AdamW Muon muon_groups",
+    "integrations.precision": "cast_parameters",
+    "integrations.scheduler": "SkipAwareScheduler",
+    "kernels.backend": "backend",
+    "kernels.cast": "cast foreach_cast",
+    "kernels.softmax": "log_softmax softmax",
+    "kernels.unscale": "foreach_check foreach_unscale_",
+    "numerics.formats.codec": "decode encode round_to",
+    "numerics.formats.table": "formats",
+    "numerics.scaling.scaler": "GradScaler",
+    "numerics.statistics.advice": "advise_scale",
+    "numerics.statistics.counts": "statistics",
 }
+_HOME = {name: f"halfstep.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "SGD",

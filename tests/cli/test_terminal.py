@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
 import re
-import struct
-import termios
 import time
 
 import pytest
 
-from halfstep.cli.terminal import Progress, Table, joined, rendered, say, show, text, width
+from halfstep.cli.terminal import Progress, Table, joined, rendered, show, text
 
 ROWS = [("a", "12", "several words here"), (), ("total", "3", "")]
 HEADER = ("name", "n\n%", "note")
@@ -54,23 +50,6 @@ def test_only_our_colours_are_escape_codes(colour: bool, monkeypatch: pytest.Mon
     safe = r"a\x1b[2J\x1b]0;t\x07\x9b8m\x1b[8m\rb\u202e\n[red]:smile:\udc80"
     first = f"\x1b[31m{safe}\x1b[0m \x1b[1mok\x1b[0m" if colour else f"{safe} ok"
     assert stream.getvalue() == f"{first}\n{safe}  x\n"
-
-
-def test_a_said_line_is_never_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "10")
-    stream = Screen()
-    say("wrote /a/path/with a space/x.png", stream)
-    assert stream.getvalue() == "wrote /a/path/with a space/x.png\n"
-
-
-def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    master, slave = os.openpty()
-    with os.fdopen(slave, "w") as stream, os.fdopen(master):
-        fcntl.ioctl(stream.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 24, 97, 0, 0))
-        assert width(stream) == 97
-        monkeypatch.setenv("COLUMNS", "120")
-        assert width(stream) == 120
 
 
 def test_progress_is_one_line_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from counted_bytes import Messages, counted, storage_bytes
+from gpt import GPT, Block, Precision, Size
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -24,42 +26,17 @@ import halfstep
 WORLD = 2
 # Every strategy trains this one. Five positions are uneven shards, of which the last of four ranks has none, and the
 # eight elements of a norm even ones.
-SHAPE = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 6, "seq": 5}
-CODED = {**SHAPE, "hidden": 40}  # matrices of more than 4,096 elements, and smaller ones
+SHAPE = Size(layers=2, width=8, heads=2, context=5, lr=1e-3)
+CODED = replace(SHAPE, width=40)  # matrices of more than 4,096 elements, and smaller ones
+PLAIN = Precision("fp32", torch.float32, emulated=False)
 BATCH = 3
 
 
-class Layer(nn.Module):
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.width = hidden // heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.width)).permute(3, 0, 2, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """The planner's `Transformer(**shape)`."""
-
-    def __init__(self, shape: dict[str, int] = SHAPE) -> None:
-        super().__init__()
-        hidden, vocab = shape["hidden"], shape["vocab"]
-        self.embedding, self.positions = nn.Embedding(vocab, hidden), nn.Embedding(shape["seq"], hidden)
-        self.blocks = nn.ModuleList(Layer(hidden, shape["heads"]) for _ in range(shape["layers"]))
-        self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, vocab, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def of_muon(model: nn.Module) -> list[dict[str, Any]]:
+    """As `halfstep.muon_groups` makes them of models whose embedding has a usual name."""
+    matrices = [parameter for parameter in model.blocks.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if not any(parameter is matrix for matrix in matrices)]
+    return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
 
 
 def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim.Optimizer]]]:
@@ -67,31 +44,31 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
     ours = partial(halfstep.AdamW, lr=1e-3)
 
     def replicated(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = DistributedDataParallel(GPT().to(dtype))
+        model = DistributedDataParallel(GPT(SHAPE, PLAIN, seed=0).to(dtype))
         return model, ours(model.parameters())
 
     def zero1(
-        shape: dict[str, int] = SHAPE,
+        shape: Size = SHAPE,
         dtype: torch.dtype = torch.bfloat16,
         kind: type[torch.optim.Optimizer] = halfstep.AdamW,
         **options: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = DistributedDataParallel(GPT(shape).to(dtype))
+        model = DistributedDataParallel(GPT(shape, PLAIN, seed=0).to(dtype))
         return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3, **options)
 
     def sharded(
-        dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Any = SHAPE, **policy: Any
+        dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Size = SHAPE, **policy: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        groups = halfstep.muon_groups if getattr(make, "func", None) is halfstep.Muon else nn.Module.parameters
-        model = GPT(shape).to(dtype)
+        groups = of_muon if getattr(make, "func", None) is halfstep.Muon else nn.Module.parameters
+        model = GPT(shape, PLAIN, seed=0).to(dtype)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **policy)
         return fully_shard(model, mesh=mesh, **policy), make(groups(model))
 
     def fsdp1() -> tuple[nn.Module, torch.optim.Optimizer]:
-        device, units = torch.device("cpu"), ModuleWrapPolicy({Layer})
+        model, units = GPT(SHAPE, PLAIN, seed=0).bfloat16(), ModuleWrapPolicy({Block})
         model = FullyShardedDataParallel(
-            GPT().bfloat16(), auto_wrap_policy=units, device_id=device, use_orig_params=False
+            model, auto_wrap_policy=units, device_id=torch.device("cpu"), use_orig_params=False
         )
         return model, ours(model.parameters())
 
@@ -115,14 +92,13 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
 
 
 def backward(model: nn.Module, scaler: halfstep.GradScaler) -> None:
-    tokens = torch.randint(SHAPE["vocab"], (BATCH, SHAPE["seq"] + 1))
-    logits = model(tokens[:, :-1]).float()
-    scaler.scale(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
+    tokens = torch.randint(256, (BATCH, SHAPE.context + 1))
+    scaler.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
 
 
 def under_ddp(view: bool) -> dict[str, int]:
     """Bytes of gradients, of these and buckets, and of reductions. Shared storages count once."""
-    model = DistributedDataParallel(GPT().bfloat16(), gradient_as_bucket_view=view)
+    model = DistributedDataParallel(GPT(SHAPE, PLAIN, seed=0).bfloat16(), gradient_as_bucket_view=view)
     buckets: list[torch.Tensor] = []
 
     def keep(state, bucket):  # DDP compares annotations with its classes, and here they are text

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from halfstep.cli.figures import MISSING
-from halfstep.cli.terminal import show, width
+from halfstep.cli.terminal import show
 from halfstep.numerics.messages import instead, printable
 
 _NEGATIVE = re.compile(r"-\s*(?:[\d.(∞]|inf|nan)", re.IGNORECASE)  # the start of a number; no option starts so
@@ -31,10 +31,7 @@ class UsageError(ValueError):
 
 
 class _Help(argparse.HelpFormatter):
-    """argparse's formatter, with defaults shown."""
-
-    def __init__(self, prog: str) -> None:  # argparse would import shutil to find out the width
-        super().__init__(prog, width=max(20, min(width(), 100)))
+    """argparse's formatter, with the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         described, default = action.help or "", action.default
@@ -155,7 +152,7 @@ def answer(
     if options.json:
         import json  # what only some need is not what all wait for
 
-        print(json.dumps(content(), indent=2, allow_nan=False), flush=True)
+        print(json.dumps(content(), indent=2, allow_nan=False, default=str), flush=True)
     else:
         show(*parts(), **how)
 

@@ -17,7 +17,7 @@ from halfstep.cli.numbers import number, whole
 from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number
-from halfstep.numerics.formats.table import UnknownFormat, formats
+from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import printable
 
 if TYPE_CHECKING:  # imported where needed, since torch takes longer than all else
@@ -50,7 +50,7 @@ def _format(text: str) -> str:
 
     try:
         grid_of(formats[text])
-    except (UnknownFormat, ValueError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name
 
@@ -87,10 +87,11 @@ def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | N
 
     names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
     try:
-        tensors = [(printable(name), tensor) for file in files for name, tensor in deserialize(file.read_bytes())]
+        tensors = [pair for file in files for pair in sorted(deserialize(file.read_bytes()))]
     except (SafetensorError, OSError):
         return None
     for name, tensor in tensors:
+        name = printable(name)
         dtype, half = names.get(tensor["dtype"]), tensor["dtype"] == "BF16"
         if dtype is None or name in arrays:
             return None

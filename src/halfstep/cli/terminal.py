@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,15 +27,9 @@ STYLES = {
 _ASCII = str.maketrans("─├┤┼▲●━╸╺≈÷…", "-||+^o---~/~")  # for an output whose encoding has none of these
 
 
-def width(stream: TextIO | None = None) -> int:
-    """Columns of `stream` (standard output if None): COLUMNS, those of the terminal, or `UNBROKEN`."""
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        return int(columns)
-    try:
-        return os.get_terminal_size((stream or sys.stdout).fileno()).columns or 80
-    except (OSError, ValueError):
-        return UNBROKEN
+def width() -> int:
+    """Columns of the screen: COLUMNS, those of the terminal of standard output, or `UNBROKEN`."""
+    return shutil.get_terminal_size((UNBROKEN, 24)).columns
 
 
 def text(words: str, style: str = "") -> Text:
@@ -118,7 +113,7 @@ class Table:
         return grid
 
 
-def _console(stream: TextIO | None, columns: int) -> Any:
+def _console(stream: TextIO | None, columns: int | None) -> Any:
     """A console of rich, with colours if NO_COLOR, FORCE_COLOR, TERM and the stream allow them."""
     from rich.console import Console
 
@@ -141,7 +136,7 @@ def rendered(parts: Iterable[Any], columns: int, stream: TextIO | None = None) -
 def show(*parts: Any, stream: TextIO | None = None, columns: int | None = None) -> None:
     """Write texts and tables, one below the other, to `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
-    lines = "\n".join(rendered(parts, columns or width(stream), stream)) + "\n"
+    lines = "\n".join(rendered(parts, columns or width(), stream)) + "\n"
     encoding = stream.encoding or "utf-8"
     try:
         lines.encode(encoding)
@@ -169,7 +164,7 @@ class Progress:
         self._bar = progress.Progress(
             progress.BarColumn(20), progress.TaskProgressColumn(), progress.TimeRemainingColumn(),
             progress.TextColumn("{task.description}", markup=False, table_column=described),
-            console=_console(stream, width(stream)), disable=not stream.isatty() or os.environ.get("TERM") == "dumb",
+            console=_console(stream, None), disable=not stream.isatty() or os.environ.get("TERM") == "dumb",
             transient=True, expand=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total or None)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import shlex
+from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookup_run import STEADY, lines, results, said
+from lookup_run import STEADY, lines, results
 
 from halfstep.cli.formats.compare import shared_values
-from halfstep.cli.formats.values import encoded, overflow_threshold, overflows, roundings
+from halfstep.cli.formats.values import Stored, encoded, overflow_threshold, overflows, rounded, roundings
 from halfstep.numerics.formats.exact import decode_exact, encode_exact, parse_number
 from halfstep.numerics.formats.table import Format, formats
 
@@ -106,6 +104,53 @@ def test_figures_are_exact() -> None:
 def test_the_digits_say_how_wide_a_code_is(words: str, read: dict[str, str | None]) -> None:
     values = {result["format"]: result["value"]["decimal"] for result in results("decode", *words.split())}
     assert set(values) == set(read) and all(value in (None, values[name]) for name, value in read.items())
+
+
+@pytest.mark.parametrize(
+    ("number", "decimal", "hexadecimal"),
+    [("-1/10000", "-0.0001", None), ("123e-7", "1.23e-5", None), ("1e16", "10000000000000000", "0x1.1c37937e08p+53"),
+     ("1e17", "1e17", "0x1.6345785d8ap+56"), ("2^-4000", None, "0x1p-4000"), ("2^5000", None, "0x1p+5000"),
+     ("2^70 + 1", "1.180591620717411303425e21", "0x1.000000000000000004p+70")],
+)  # fmt: skip
+def test_notations_of_a_number(number: str, decimal: str | None, hexadecimal: str | None) -> None:
+    given = encode(number, "fp16")["input"]
+    assert (given["decimal"], given["hex"]) == (decimal, hexadecimal)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(Fraction(45035), 4, "4.504e4"), (Fraction(4503), 4, "4503"), (Fraction(-99999), 4, "-1e5"),
+     (Fraction(2, 3), 3, "0.667"), (Fraction(1, 30000), 2, "3.3e-5"), (Fraction(0), 3, "0")],
+)  # fmt: skip
+def test_rounded_writes_no_digit_that_is_none(value: Fraction, digits: int, text: str) -> None:
+    assert rounded(value, digits) == text
+
+
+@settings(STEADY, max_examples=200)
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_shortest_of_fp64_is_pythons_repr(value: float) -> None:
+    text = Stored(encode_exact(abs(value), "fp64"), formats["fp64"]).shortest
+    assert float(text) == abs(value) and digits_of(text) == digits_of(repr(abs(value)))
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e8m0fnu", "int8", "e4m0"])
+def test_shortest_is_shortest(name: str) -> None:
+    """Against every decimal with a digit less."""
+    row = formats[name]
+    for code in range(row.codes):
+        value = decode_exact(code, row)
+        if isinstance(value, float) or value == 0:
+            continue
+        digits, exponent = digits_of(Stored(code, row).shortest)
+        unit = Fraction(10) ** (exponent + 1) * (1 if value > 0 else -1)
+        for count in range(max(math.floor(value / unit) - 2, 1), math.floor(value / unit) + 4):
+            assert len(digits) == 1 or encode_exact(count * unit, row) != code
+
+
+def digits_of(text: str) -> tuple[str, int]:
+    """Significant digits, and the power of ten of the last one."""
+    _, digits, exponent = Decimal(text).normalize().as_tuple()
+    return "".join(map(str, digits)), int(exponent)
 
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
@@ -290,19 +335,3 @@ def test_outcomes_and_numbers_as_they_are_shown() -> None:
     assert "+0.499999999" in lines("encode", "1+2^-11+2^-40", "-f", "fp16")[2], "which is no tie"
     assert "+0.5 " in lines("encode", "1+3*2^-11", "-f", "fp16")[2]
     assert encoded(Fraction(1, 10), formats["bf16"]).outcome_text == "rounded"
-
-
-def shown() -> list[tuple[str, str]]:
-    """Commands of the lookup in docs/lookup.md, and the output beneath each."""
-    page = Path(__file__).resolve().parents[3] / "docs" / "lookup.md"
-    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    command = r"\$ halfstep ((?:format|encode|decode|why|compare|ladder) .*)\n"
-    parts = [re.split(command, block)[1:] for block in blocks]
-    return [pair for part in parts for pair in zip(part[::2], part[1::2], strict=True)]
-
-
-@pytest.mark.parametrize(("command", "output"), shown())
-def test_the_page_shows_what_is_printed(command: str, output: str) -> None:
-    status, out, errors = said(*shlex.split(command), COLUMNS="80")
-    assert (out + errors).rstrip() == output.rstrip()
-    assert status == (2 if errors else 0)

@@ -15,7 +15,6 @@ from plan_settings import settings, words
 from halfstep.cli import plan as command
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.formats.values import Stored
-from halfstep.cli.pages import planner
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.planner import at_peak
 from halfstep.cli.plan_options import settings as state_of
@@ -134,6 +133,10 @@ def test_two_formats_compared() -> None:
 # ------------------------------------------------------------------------------------------------------------ planner
 
 
+def fields(answered: dict[str, Any]) -> dict[str, Any]:
+    return {field["name"]: field for group in answered["form"] for field in group["fields"]}
+
+
 def planned(state: dict[str, str]) -> dict[str, Any]:
     """The JSON of the command."""
     return command.planned(command.parser().parse(words(state)))
@@ -166,8 +169,8 @@ def test_settings_of_a_command_line_are_a_state() -> None:
 def test_a_card_given_by_its_memory() -> None:
     answered = answer({"page": "planner", "state": {"model": "gpt2", "card": "24GiB"}})
     assert answered["plan"]["verdict"].startswith("Fits 24 GiB: ")
-    assert ["24GiB", "24GiB"] in answered["controls"]["card"]["choices"]
-    bare = answer({"page": "planner", "state": {"model": "gpt2", "checkpointing": ""}})["controls"]
+    assert ["24GiB", "24GiB"] in fields(answered)["card"]["choices"]
+    bare = fields(answer({"page": "planner", "state": {"model": "gpt2", "checkpointing": ""}}))
     assert (bare["checkpointing"]["value"], bare["step-in-backward"]["value"]) == ("full", "")
 
 
@@ -182,10 +185,9 @@ def test_each_row_of_a_comparison_leads_to_its_plan(what: str) -> None:
 
 
 def test_every_option_has_a_field() -> None:
-    named = {field["name"] for group in planner.form() for field in group["fields"]}
     others = {"compare", "json", "page", "no-open", "port"}
-    assert named == {action.option_strings[-1][2:] for action in command.parser()._actions[1:]} - others
-    assert set(answer({"page": "planner", "state": {}})["controls"]) == named
+    options = {action.option_strings[-1][2:] for action in command.parser()._actions[1:]}
+    assert set(fields(answer({"page": "planner", "state": {}}))) == options - others
 
 
 # States as a link may have them, and the arguments of the command that is copied.

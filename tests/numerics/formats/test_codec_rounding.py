@@ -1,7 +1,7 @@
 """Every code and every threshold of every format, in every mode, against an oracle of rational numbers.
 
-Three implementations that share no code meet here: `codec.py` (float64, whole arrays), `exact.py` (rational numbers,
-one at a time) and tests/support/codec_oracle.py (a sorted table).
+`codec.py` (float64, whole arrays) and `exact.py` (rational numbers, one at a time), which share the rule by which a
+fraction is rounded, are compared with tests/support/codec_oracle.py (a sorted table), which shares no code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from implementations import using
 import halfstep
 from halfstep.numerics.formats import codec, exact, philox_words
 from halfstep.numerics.formats.codec import BLOCK_ELEMENTS
-from halfstep.numerics.formats.table import custom, formats
+from halfstep.numerics.formats.table import Format, custom, formats
 
 pytestmark = pytest.mark.sample(3)
 
@@ -149,8 +149,8 @@ OWN_FORMATS = [
 @pytest.mark.parametrize(
     "form", [*map(formats.get, ("fp32", "tf32", "fp64")), *OWN_FORMATS], ids=lambda form: form.name
 )
-def test_wide_formats_and_your_own(form: codec.Format) -> None:
-    """Their tables are too long to write down: arrays and single numbers agree, by two ways that share nothing."""
+def test_wide_formats_and_your_own(form: Format) -> None:
+    """Their tables are too long to write down: arrays and single numbers agree, in rational numbers and in float64."""
     codes = np.unique(np.random.default_rng(0).integers(0, form.codes, 40, dtype=np.uint64))
     values = codec.decode(codes, form)
     values = values[~np.isnan(values)]

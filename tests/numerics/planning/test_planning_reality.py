@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counted_bytes import Outputs, Peak, counted, storage_bytes
-from gpt import DTYPES, GPT, SIZES, Precision
+from gpt import DTYPES, GPT, SIZES, Precision, shape_of
 from torch import nn
 
 import halfstep
@@ -81,7 +82,6 @@ MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "torch": (torch.optim.AdamW, {"foreach": True}),
     "torch-fused": (torch.optim.AdamW, {"fused": True}),
 }
-ROWS = [row for row in LAYOUTS if row.optimizer in MADE and not row.autocast]
 
 
 def optimizer_of(model: nn.Module, name: str, **more: Any) -> Any:
@@ -110,44 +110,37 @@ def test_every_row_of_ours_and_of_torch_is_made_here() -> None:
     assert listed == set(MADE)
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_weights_gradients_and_states(row: Any, builder: str) -> None:
-    model, loss = BUILDERS[builder](row.precision)
-    optimizer = optimizer_of(model, row.optimizer)
+ROWS = [row for row in LAYOUTS if row.optimizer in MADE and not row.autocast]
+CASES = [(row.optimizer, row.precision, None, builder) for row in ROWS for builder in BUILDERS]
+NAMES = ("halfstep", "halfstep-sgd", "halfstep-muon")
+CASES += itertools.product(NAMES, ("fp32", "bf16", "fp16"), ("bf16", "8bit"), ("rows",))
+
+
+@pytest.mark.parametrize(("name", "precision", "moments", "builder"), CASES)
+def test_weights_gradients_and_states(name: str, precision: str, moments: str | None, builder: str) -> None:
+    model, loss = BUILDERS[builder](precision)
+    options = {} if moments is None else {"state_dtype": BF16 if moments == "bf16" else moments}
+    optimizer = optimizer_of(model, name, **options)
     for _ in range(2):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
     found = allocated(model, optimizer)
     # foreach's step counts lie on the CPU whatever the device, so they are not planned: four bytes each.
-    if row.optimizer == "torch":
+    if name == "torch":
         assert found.pop("scalars") == 4 * len(list(model.parameters()))
-    expected = planned(plan_of(model, precision=row.precision, optimizer=row.optimizer))
-    assert found == expected
-    if row.ours:
-        states = sum(size for name, size in expected.items() if name not in ("weights", "gradients", "scratch"))
-        assert storage_bytes(optimizer.state_dict()["state"]) == states
-
-
-@pytest.mark.parametrize("name", ["halfstep", "halfstep-sgd", "halfstep-muon"])
-@pytest.mark.parametrize("moments", ["bf16", "8bit"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_moments_by_option(precision: str, moments: str, name: str) -> None:
-    model, loss = rows(precision)
-    optimizer = optimizer_of(model, name, state_dtype=BF16 if moments == "bf16" else moments)
-    loss(model).backward()
-    optimizer.step()
-    made = plan_of(model, precision=precision, moments=moments, optimizer=name)
-    found = allocated(model, optimizer)
+    made = plan_of(model, precision=precision, optimizer=name, moments=moments)
     assert found == planned(made)
-    # The step reads the gradient, and reads and writes all else but the weight of a full master, which it only writes.
-    other = sum(size for name, size in found.items() if name not in ("weights", "gradients", "scalars", "scratch"))
-    writes_only = precision == "fp16"
-    # Muon writes matrices in bf16, and reads them.
-    matrices = sum(p.numel() for _, p in halfstep.muon_groups(model)[0]["params"]) if name == "halfstep-muon" else 0
-    moved = found["gradients"] + (2 - writes_only) * found["weights"] + 2 * other + 4 * matrices
-    assert made.step_traffic == moved
+    if made.layout.ours:
+        states = {key: size for key, size in found.items() if key not in ("weights", "gradients", "scratch")}
+        assert storage_bytes(optimizer.state_dict()["state"]) == sum(states.values())
+        # The step reads the gradient, and reads and writes all else but the weight of a full master, which it only
+        # writes. Muon writes matrices in bf16, and reads them.
+        other, matrices = sum(states.values()) - states.get("scalars", 0), 0
+        if name.startswith("halfstep-muon"):
+            matrices = sum(p.numel() for _, p in halfstep.muon_groups(model)[0]["params"])
+        accesses = 1 if made.layout.state_layout.master == "full" else 2
+        assert made.step_traffic == found["gradients"] + accesses * found["weights"] + 2 * other + 4 * matrices
 
 
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64), (2, 64, 96), (64, 2, 6, 8)])
@@ -181,7 +174,7 @@ def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:
 
 def test_shapes_of_the_demos_gpt() -> None:
     for name, size in SIZES.items():
-        shape = Transformer(size.layers, size.width, size.heads, 256, size.context, biases=False)
+        shape = shape_of(size)
         if name in ("nano", "tiny"):
             model = GPT(size, Precision.on("fp32", CPU), seed=0)
             found = sorted(tuple(p.shape) for p in model.parameters())
@@ -292,8 +285,7 @@ def norm_statistics(dtype: torch.dtype) -> int:
 def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
     """Blocks, last norm, head and loss of a whole model; what the plan leaves out is counted here one by one."""
     size, b = SIZES["nano"], 3
-    s, h = size.context, size.width
-    shape = Transformer(size.layers, h, size.heads, 256, s, biases=False, dropout=False, flash=False)
+    s, shape = size.context, shape_of(size)
     model = GPT(size, Precision(precision, DTYPES[precision], emulated=False), seed=0).to(DTYPES[precision])
     tokens = torch.arange(b * s).view(b, s) % 256
     found = saved_bytes(lambda: model(tokens, tokens), list(model.parameters()))

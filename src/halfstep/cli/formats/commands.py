@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.text import Text
 
@@ -35,14 +35,19 @@ _COLOURS = {
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-class Typed(NamedTuple):
-    """A number, and the text it was parsed from."""
+class Typed(str):
+    """The text of a number, and the number."""
 
-    text: str
     number: Number
 
+    @classmethod
+    def parse(cls, text: str) -> Typed:
+        typed = cls(text.strip())
+        typed.number = parse_number(typed)
+        return typed
+
     def as_dict(self) -> dict[str, str | None]:
-        return {"text": self.text, **values.number_dict(self.number)}
+        return {"text": self, **values.number_dict(self.number)}
 
     @property
     def notations(self) -> str:
@@ -50,15 +55,12 @@ class Typed(NamedTuple):
         exact = [words for words in values.number_dict(self.number).values() if words and len(words) <= 40]
         if isinstance(self.number, float):
             exact = exact[:1]
-        return " = ".join(dict.fromkeys((self.text, *(exact or [values.fitting(self.number, 0, 17)])))).replace(
-            "= ≈", "≈ "
-        )
+        return " = ".join(dict.fromkeys((self, *(exact or [values.fitting(self.number, 0, 17)])))).replace("= ≈", "≈ ")
 
 
-class Code(NamedTuple):
-    """A code, the text it was parsed from, and the width in bits that its digits give it."""
+class Code(str):
+    """The text of a code, the code, and the width in bits that its digits give it."""
 
-    text: str
     code: int
     width: int
 
@@ -67,7 +69,7 @@ def _family(name: str) -> list[Format]:
     """An argparse type: a format by name, alias or fields; all formats of a name that several share, such as fp8."""
     try:
         return [formats[member] for member in AMBIGUOUS.get(name.strip().lower(), (name.strip(),))]
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         remedy = "; numbers come before -f" if re.match(r"[-\d.]", name) else ""
         raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
@@ -75,38 +77,38 @@ def _family(name: str) -> list[Format]:
 def number(hint: str) -> Callable[[str], Typed]:
     """An argparse type: a number, exactly. `hint` says what to do with the name of a format."""
 
-    def parse(typed: str) -> Typed:
-        typed = typed.strip()
+    def parse(text: str) -> Typed:
         try:
-            return Typed(typed, parse_number(typed))
+            return Typed.parse(text)
         except ValueError as error:
-            remedy = f"; {typed} is a format, and {hint}" if typed in formats else ""
+            remedy = f"; {text.strip()} is a format, and {hint}" if text in formats else ""
             raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
     return parse
 
 
-def _code(typed: str) -> Code:
+def _code(text: str) -> Code:
     """An argparse type: a code in hexadecimal, binary or decimal.
 
     The digits give the width: the first that has room for all of them. Decimals say nothing of leading zeros, and have
     the first of the common widths that holds the number. Five hexadecimal digits are TF32, if its 19 bits suffice.
     """
-    digits = typed.strip().lower().replace("_", "")
+    typed = Code(text.strip())
+    digits = typed.lower().replace("_", "")
     base, bits = {"0x": (16, 4), "0b": (2, 1)}.get(digits[:2], (10, 0))
     digits = digits[2:] if bits else digits
     if not re.fullmatch({16: "[0-9a-f]{1,99}", 2: "[01]{1,99}", 10: "[0-9]{1,99}"}[base], digits):
         raise argparse.ArgumentTypeError(
             "expected a hexadecimal (0x4100), binary (0b0100000100000000) or decimal (16640) code without a sign, but "
-            f"got {typed.strip()!r}: formats go after -f, and numbers to halfstep encode"
+            f"got {str(typed)!r}: formats go after -f, and numbers to halfstep encode"
         )
-    code, shown = int(digits, base), bits * len(digits)
+    typed.code, shown = int(digits, base), bits * len(digits)
     widths = [size for size in _WIDTHS if size >= (19 if shown == 20 else shown)] if bits else [8, 16, 32, 64]
-    for size in widths:
-        if code < 1 << size:
-            return Code(typed.strip(), code, size)
-    had = max(shown, code.bit_length())
-    raise argparse.ArgumentTypeError(f"expected up to {_WIDTHS[-1]} bits, but got {typed.strip()}, which has {had}")
+    for typed.width in widths:
+        if typed.code < 1 << typed.width:
+            return typed
+    had = max(shown, typed.code.bit_length())
+    raise argparse.ArgumentTypeError(f"expected up to {_WIDTHS[-1]} bits, but got {typed}, which has {had}")
 
 
 Option = tuple[tuple[str, ...], dict[str, Any]]  # the arguments of add_argument
@@ -173,24 +175,13 @@ def main(argv: Sequence[str], command: str) -> int:
         if isinstance(answer, int):
             return answer
         chosen, results = answer
-        about = {name: _plain(value) for name, value in vars(options).items() if name not in ("named", "json")}
+        about = {name: value for name, value in vars(options).items() if name not in ("named", "json")}
         about["formats"] = _names(chosen)
         content = {"command": command, "input": about, "results": results}
         command_line.answer(options, lambda: content, lambda: results)
         return 0
 
     return command_line.run(parser, argv, carry_out)
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case Typed() | Code():  # which are sequences too
-            return value.text
-        case [*members]:
-            return [_plain(member) for member in members]
-        case Format():
-            return value.name
-    return value if value is None or isinstance(value, int) else str(value)
 
 
 def _names(chosen: Iterable[Format]) -> list[str]:
@@ -340,11 +331,11 @@ def _decode(options: argparse.Namespace) -> Answer:
     rows = [(typed, _read_in(typed, options)) for typed in options.codes]
     chosen = list({stored.format.name: stored.format for _, row in rows for stored in row}.values())
     if options.json:
-        return chosen, [{"input": {"text": typed.text}, **stored.as_dict()} for typed, row in rows for stored in row]
+        return chosen, [{"input": {"text": typed}, **stored.as_dict()} for typed, row in rows for stored in row]
     blocks = []
     for typed, row in rows:
         widths = {stored.format.bits for stored in row}
-        title = f"{typed.text}, {widths.pop()} bits" if len(widths) == 1 else typed.text
+        title = f"{typed}, {widths.pop()} bits" if len(widths) == 1 else typed
         blocks.append([text(title, "strong"), _fitting(*(_decodings(row, digits) for digits in (44, 24, 16)))])
     return chosen, _apart(blocks, "")
 
@@ -368,7 +359,7 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
         if typed.code >= format.codes:
             raise UsageError(
                 f"argument CODE: expected a code of {format.name} from 0x0 to {format.codes - 1:#x}, but got "
-                f"{typed.text}; a wider one is chosen with --width or --format"
+                f"{typed}; a wider one is chosen with --width or --format"
             )
     return [Stored(typed.code, format) for format in chosen]
 
@@ -440,7 +431,7 @@ def _neighbours(number: Number, format: Format) -> dict[str, Any]:
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
     """The screen of `halfstep why` for one format."""
     format, stored = result.format, result.stored
-    title = joined(text(typed.text, "strong"), f" in {format.name} is ")
+    title = joined(text(typed, "strong"), f" in {format.name} is ")
     if stored is None:
         title.append("nothing")
     else:
@@ -480,10 +471,8 @@ def _compare(options: argparse.Namespace) -> Answer:
             "fp16 bf16"
         )
     pairs = list(itertools.combinations(chosen, 2))
-    examples = [
-        (Typed(number, parse_number(number)), [values.encoded(parse_number(number), format) for format in chosen])
-        for number in compare.examples(chosen)
-    ]
+    typed = list(map(Typed.parse, compare.examples(chosen)))
+    examples = [(number, [values.encoded(number.number, format) for format in chosen]) for number in typed]
 
     if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
@@ -505,7 +494,7 @@ def _compare(options: argparse.Namespace) -> Answer:
     for typed, row in examples:
         stored = (result.stored.text(15) if result.stored else "-" for result in row)
         outcomes = (_coloured(result.outcome_text) for result in row)
-        cells.append([typed.text, *(joined(*pair, by=" ") for pair in zip(stored, outcomes, strict=True))])
+        cells.append([typed, *(joined(*pair, by=" ") for pair in zip(stored, outcomes, strict=True))])
     numbers = Table(("number", *_names(chosen)), cells)
     return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
 
@@ -521,13 +510,15 @@ _PANELS = ("range", "codes", "all")
     named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
-    _option("--codes", type=lambda name: _family(name)[0], default="e4m3fn", metavar="FORMAT", help="up to 8 bits"),
+    _option(
+        "--codes", type=lambda name: _family(name)[0].name, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"
+    ),
 )
 def _ladder(options: argparse.Namespace) -> Answer:
     from halfstep.cli.formats import pictures
 
     panels = _PANELS[:-1] if options.kind == "all" else (options.kind,)
-    chosen, codes, out = _distinct([*options.named, *options.formats]), options.codes, str(options.out)
+    chosen, codes, out = _distinct([*options.named, *options.formats]), formats[options.codes], str(options.out)
     if codes.bits > 8:
         raise UsageError(f"argument --codes: expected a format of up to 8 bits, but got {codes.name}, which has more")
     pictures.draw(panels, chosen, codes, options.out)
@@ -569,14 +560,12 @@ def _explore(options: argparse.Namespace) -> int:
             f"leave out {len(names) - 2}"
         )
     if options.begin and options.number:
-        raise UsageError(
-            f"--number {options.number.text} is a second number beside {options.begin.text}; leave one out"
-        )
+        raise UsageError(f"--number {options.number} is a second number beside {options.begin}; leave one out")
     first, *second = names or ["bf16"]
     state = {"f": first, "g": second[0] if second else "bf16" if first == "fp16" else "fp16"}
     state |= {"r": options.rounding, "o": options.overflow}
     if typed := options.begin or options.number:
-        state = {"x": typed.text, **state}
+        state = {"x": typed, **state}
     if options.out is None:
         return serve("explorer", state, options.port, not options.no_open)
     say(write(options.out, "explorer", state))

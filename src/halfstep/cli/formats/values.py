@@ -188,6 +188,7 @@ class Encoded:
     number: Number
     format: Format
     stored: Stored | None
+    refusal: str = ""  # why there is none, where somebody said so
 
     @cached_property
     def error(self) -> Fraction | None:

@@ -12,7 +12,7 @@ from typing import Any
 from halfstep.cli.pages.explorer import CHOICES, explorer
 from halfstep.cli.pages.explorer import EXAMPLE as EXPLORER
 from halfstep.cli.pages.planner import EXAMPLE as PLANNER
-from halfstep.cli.pages.planner import form, planner
+from halfstep.cli.pages.planner import planner
 from halfstep.numerics.formats.table import formats
 
 EXAMPLES = {"explorer": EXPLORER, "planner": PLANNER}
@@ -32,8 +32,5 @@ def answer(request: Any) -> dict[str, Any]:
         return {"refused": str(error)}
 
 
-def fixed(page: str) -> dict[str, Any]:
-    """What a page shows in every state: the choices of the explorer, the form of the planner."""
-    if page == "planner":
-        return {"form": form()}
-    return {"choices": CHOICES, "formats": [[name, format.title] for name, format in formats.items()]}
+# What the explorer shows in every state.
+FIXED = {"choices": CHOICES, "formats": [[name, format.title] for name, format in formats.items()]}

@@ -39,47 +39,38 @@ export const paragraphs = (id, texts) => $(id).replaceChildren(...texts.map((tex
 
 const LOADING = 180_000; // milliseconds until Python must have been loaded, on a slow line
 const ANSWERING = 20_000;
-const otherwise = () => `In a terminal: ${answer.command}`;
 let worker = null;
 let loaded = start.mode === "local";
-let waiting = null; // the question that the worker answers: { resolve, reject }
 let timer = 0;
-
-function give(reason) {
-  worker?.terminate();
-  worker = null;
-  loaded = false;
-  waiting?.reject(new Error(`${reason}. ${otherwise()}`));
-}
-
-const limit = (milliseconds, what) => {
-  clearTimeout(timer);
-  timer = setTimeout(() => give(`${what} takes more than ${milliseconds / 1000} seconds`), milliseconds);
-};
 
 // Python in the browser, for the site. It is started by the first question that has no answer here.
 function python(request) {
   return new Promise((resolve, reject) => {
-    waiting = { resolve, reject };
-    if (!("WebAssembly" in globalThis)) return give("This browser has no WebAssembly");
-    if (location.protocol === "file:") return give("Browsers load no Python from a file");
+    const fail = (reason) => {
+      worker?.terminate();
+      worker = null;
+      loaded = false;
+      reject(new Error(`${reason}. In a terminal: ${answer.command}`));
+    };
+    const limit = (milliseconds, what) => {
+      clearTimeout(timer);
+      timer = setTimeout(() => fail(`${what} takes more than ${milliseconds / 1000} seconds`), milliseconds);
+    };
+    if (!("WebAssembly" in globalThis)) return fail("This browser has no WebAssembly");
+    if (location.protocol === "file:") return fail("Browsers load no Python from a file");
     limit(loaded ? ANSWERING : LOADING, loaded ? "The answer" : "Loading Python");
-    if (!worker) {
-      worker = new Worker(new URL("worker.mjs", location.href), { type: "module" });
-      worker.onerror = (event) => give(`Python was not loaded: ${event.message ?? "worker.mjs is missing"}`);
-      worker.onmessage = ({ data }) => {
-        if (data.loaded) {
-          loaded = true;
-          return limit(ANSWERING, "The answer");
-        }
-        clearTimeout(timer);
-        return data.failure ? give(data.failure) : resolveAnswer(data.answer);
-      };
-    }
+    worker ??= new Worker(new URL("worker.mjs", location.href), { type: "module" });
+    worker.onerror = (event) => fail(`Python was not loaded: ${event.message ?? "worker.mjs is missing"}`);
+    worker.onmessage = ({ data }) => {
+      if (data.failure) return fail(data.failure);
+      loaded = true;
+      if (data.loaded) return limit(ANSWERING, "The answer");
+      clearTimeout(timer);
+      return resolve(JSON.parse(data.answer));
+    };
     return worker.postMessage(request);
   });
 }
-const resolveAnswer = (text) => waiting.resolve(JSON.parse(text));
 
 // Answers that were computed when the site was built, by the state as JSON.
 let common = null;

@@ -39,18 +39,17 @@ class _Question(NamedTuple):
     format: Format
     code: int | None
     name: str  # the number or the code, as it was typed
-    rounding: str
-    options: dict[str, Any]  # overflow, nan and subnormals, as of `encode`
+    options: dict[str, Any]  # of `encode`
 
-    def result(self, format: Format, rounding: str = "", **options: Any) -> tuple[Encoded, str]:
-        """The number in a format, and why the format refuses it, if it does. A code that was chosen stays."""
-        code, error = self.code, ""
+    def result(self, format: Format, **changes: Any) -> Encoded:
+        """The number in a format, with changed options. A code that was chosen stays."""
+        code = self.code
         if code is None or format.name != self.format.name:
             try:
-                code = exact.encode_exact(self.number, format, rounding or self.rounding, **{**self.options, **options})
-            except ValueError as refusal:
-                code, error = None, str(refusal)
-        return Encoded(self.number, format, None if code is None else Stored(code, format)), error
+                code = exact.encode_exact(self.number, format, **{**self.options, **changes})
+            except ValueError as error:
+                return Encoded(self.number, format, None, str(error))
+        return Encoded(self.number, format, Stored(code, format))
 
 
 def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
@@ -63,9 +62,10 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
     question = format = None
     try:
-        format = _format(state["f"])
+        format = formats[state["f"].strip()]
         question = _question(state, format)
-        result, answer["error"] = question.result(format)
+        result = question.result(format)
+        answer["error"] = result.refusal
         if result.stored is not None and {"flip", "field", "step"} & set(move):
             try:
                 return explorer({**state, "c": _moved(result.stored, move)}, {})
@@ -76,33 +76,24 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
             answer["fields"]["c"] = result.stored.hex
             answer["chosen"] = _chosen(question, result, result.stored)
         listed = [*formats.values()] if format.name in formats else [format, *formats.values()]
-        rows = [_row(row.name, *question.result(row)) for row in listed]
+        rows = [_row(row.name, question.result(row)) for row in listed]
         answer["all"] = {"rows": rows, "here": format.name, "range": _range(question.number, format, listed)}
     except ValueError as error:
         answer["error"] = str(error)
     second = [("format", state["g"])] if state["g"].strip() else []
-    if format is not None and second:
+    if format and second:
         answer["pair"] = _pair(question, format, state["g"])
     options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
     options += [("rounding", state["r"]), ("overflow", state["o"])]
     return {**answer, "command": typed_command("halfstep explore", options)}
 
 
-def _format(name: str) -> Format:
-    try:
-        return formats[name.strip()]
-    except KeyError as error:
-        raise ValueError(str(error)) from error
-
-
 def _question(state: dict[str, str], format: Format) -> _Question:
-    options = {"overflow": state["o"], "nan": state["n"], "subnormals": state["s"] == "1"}
+    options = {"rounding": state["r"], "overflow": state["o"], "nan": state["n"], "subnormals": state["s"] == "1"}
     if not (typed := state.get("c")):
-        return _Question(exact.parse_number(state["x"]), format, None, state["x"].strip(), state["r"], options)
+        return _Question(exact.parse_number(state["x"]), format, None, state["x"].strip(), options)
     code = _integer(typed, "a code")
-    return _Question(
-        exact.decode_exact(code, format), format, code, values.code_text(code, format), state["r"], options
-    )
+    return _Question(exact.decode_exact(code, format), format, code, values.code_text(code, format), options)
 
 
 def _integer(typed: str, expected: str) -> int:
@@ -139,40 +130,38 @@ def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _outcome(result: Encoded) -> str:
-    refused = result.stored is None and result.number == result.number
-    return "refused" if refused else result.outcome_text
-
-
-def _row(name: str, result: Encoded, refusal: str) -> list[str]:
+def _row(name: str, result: Encoded) -> list[str]:
     """The cells of a table: name, stored value, code, error in ulps, outcome."""
     if result.stored is None:
-        return [name, refusal, "", "", _outcome(result)]
-    return [name, result.stored.text(20), result.stored.hex, result.ulps_text, _outcome(result)]
+        return [name, result.refusal, "", "", "no NaN" if result.number != result.number else "refused"]
+    return [name, result.stored.text(20), result.stored.hex, result.ulps_text, result.outcome_text]
 
 
 def _chosen(question: _Question, result: Encoded, stored: Stored) -> dict[str, Any]:
     error, value = f", {result.ulps_text} ulp" if result.error else "", values.all_digits(stored.value)
-    integer = result.format.kind == "integer"
+    form, modes = result.format, {"rows": _modes(question, result.format), "here": question.options["rounding"]}
     return {
         "value": [values.fitting(stored.value, _LONGEST, 24), value if len(value) > _LONGEST else ""],
-        "title": f"{_cut(question.name, 40)} in {result.format.name} is {stored.text(24)}: {_outcome(result)}{error}",
-        "bits": [[name, digits, "" if integer else str(int(digits, 2))] for name, digits in stored.fields.items()],
+        "title": f"{_cut(question.name, 40)} in {form.name} is {stored.text(24)}: {result.outcome_text}{error}",
+        "bits": [
+            [name, digits, "" if form.kind == "integer" else str(int(digits, 2))]
+            for name, digits in stored.fields.items()
+        ],
         "line": _line(question, result),
         "why": _why(question, result),
         "facts": _facts(result, stored),
-        "modes": {"rows": _modes(question, result.format), "here": question.rounding},
+        "modes": modes,
     }
 
 
 def _why(question: _Question, result: Encoded) -> list[str]:
     if question.code is not None and not values.finite(question.number):
         return [f"The code is that of {values.special(float(question.number))}."]
-    kept, _ = question.result(result.format, subnormals=True)
-    sentences = values.reasons(kept, question.rounding)
+    kept, rounding = question.result(result.format, subnormals=True), question.options["rounding"]
+    sentences = values.reasons(kept, rounding)
     if result.stored is not None and kept.stored != result.stored:
         sentences.append(f"Subnormal results are flushed to zero: {result.stored.hex} is stored.")
-    elif question.rounding == "nearest":
+    elif rounding == "nearest":
         doubles = values.double_roundings(question.number, result.format)
         sentences += [values.double_rounding_words(via, twice, result) for via, twice in doubles]
     return sentences
@@ -227,12 +216,14 @@ def _modes(question: _Question, format: Format) -> list[list[str]]:
     """A row for each rounding mode, and for each possible result of stochastic rounding."""
 
     def encode(number: Number, mode: str) -> Encoded:
-        return question._replace(number=number).result(format, mode)[0]
+        return question._replace(number=number).result(format, rounding=mode)
 
-    rows = [(_row(mode, end, ""), chance) for end, mode, chance in values.roundings(question.number, format, encode)]
-    return [
-        cells if chance is None else [*cells[:4], f"with {values.rounded(100 * chance, 6)} %"] for cells, chance in rows
-    ]
+    rows = []
+    for end, mode, chance in values.roundings(question.number, format, encode):
+        rows.append(_row(mode, end))
+        if chance is not None:
+            rows[-1][-1] = f"with {values.rounded(100 * chance, 6)} %"
+    return rows
 
 
 # -------------------------------------------------------------------------------------------------------- all formats
@@ -265,7 +256,7 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
 
 def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any]:
     try:
-        second = _format(name)
+        second = formats[name.strip()]
     except ValueError as error:
         return {"title": "Two formats compared", "error": str(error)}
     title = f"{first.name} and {second.name}"
@@ -301,7 +292,7 @@ def _around(question: _Question, pair: tuple[Format, Format]) -> dict[str, Any]:
             has = "both" if all(codes) else f"only {pair[codes[0] == ''].name}"
             rows.append([values.fitting(value, 24, digits), has, *(code or "-" for code in codes)])
         else:
-            results = (question.result(format)[0].stored for format in pair)
+            results = (question.result(format).stored for format in pair)
             cells = ("refused" if stored is None else f"→ {stored.text(20)}" for stored in results)
             rows.append([_cut(question.name, 24), "neither", *cells])
         if value == number:

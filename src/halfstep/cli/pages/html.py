@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib.resources import files
 
-from halfstep.cli.pages.answers import EXAMPLES, answer, fixed
+from halfstep.cli.pages.answers import EXAMPLES, FIXED, answer
 
 DOCUMENTATION = "https://github.com/halfstep/halfstep/tree/main/docs"  # to which pages outside of the site link
 MODES = ("local", "site", "file")  # who answers: the local server, Pyodide, nobody
@@ -18,28 +18,21 @@ def html(page: str, mode: str, state: Mapping[str, str] | None = None) -> str:
     first = answer({"page": page, "state": dict(EXAMPLES[page] if state is None else state)})
     if "refused" in first:
         raise ValueError(first["refused"])
-    start = {"page": page, "mode": mode, "answer": first, **fixed(page)}
-    script = "\n".join(_script(name) for name in ("common.mjs", f"{page}.mjs"))
+    start = {"page": page, "mode": mode, "answer": first, **(FIXED if page == "explorer" else {})}
+    # Without imports and exports: in one file, a page also opens from the file system.
+    modules = "\n".join(map(asset, ("common.mjs", f"{page}.mjs")))
+    script = re.sub(r"^import .*\n|^export (?=\w)", "", modules, flags=re.MULTILINE)
     texts = {
-        "style": _text("common.css"),
+        "style": asset("common.css"),
         "documentation": "index.html" if mode == "site" else DOCUMENTATION,
         # "</" would end the script, and "<!--" hide its end.
         "start": json.dumps(start, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
     }
-    head = _text("head.html") + _text(f"{page}.html")
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], head)
+    template = asset("head.html") + asset(f"{page}.html")
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: texts[name[1]], template)
 
 
-def worker() -> str:
-    """The script in which Pyodide answers the pages of the site."""
-    return _text("worker.mjs")
-
-
-def _script(name: str) -> str:
-    """A module without its imports and exports: in one file, a page also opens from the file system."""
-    return re.sub(r"^import .*\n|^export (?=\w)", "", _text(name), flags=re.MULTILINE)
-
-
-def _text(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this folder, such as ``"worker.mjs"``."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")

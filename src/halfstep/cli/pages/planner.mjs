@@ -1,5 +1,5 @@
 // The planner: a form of the options of `halfstep plan`, and its answer drawn.
-import { $, answer, change, element, paragraphs, run, start, table, typed } from "./common.mjs";
+import { $, answer, change, element, paragraphs, run, table, typed } from "./common.mjs";
 
 const lists = {}; // the choices of each select, as JSON
 const colour = ([light, dark]) => ({ background: `light-dark(${light}, ${dark})` });
@@ -12,8 +12,7 @@ const set = (name, value, ask = change) => ask(() => {
   return { state: next, next };
 });
 
-function field({ name, label, help, flag, wide }) {
-  const { choices } = answer.controls[name];
+function field({ name, label, help, flag, wide, choices }) {
   const common = { id: `o-${name}`, title: help };
   const control = flag ? element("input", { ...common, type: "checkbox" })
     : choices ? element("select", common) : element("input", { ...common, autocomplete: "off", spellcheck: "false" });
@@ -23,7 +22,7 @@ function field({ name, label, help, flag, wide }) {
 
 const option = ([value, text]) => new Option(text, value);
 
-function drawControl([name, { value, hidden, choices }]) {
+function drawField({ name, value, hidden, choices }) {
   const control = $(`o-${name}`);
   control.closest("label").hidden = hidden;
   if (control.type === "checkbox") control.checked = value;
@@ -73,7 +72,7 @@ function drawComparison({ head = [], rows, note }) {
 }
 
 function draw() {
-  Object.entries(answer.controls).forEach(drawControl);
+  for (const { fields } of answer.form) fields.forEach(drawField);
   $("compare").value = answer.compare;
   for (const id of ["peak", "details", "verdict", "headline"]) $(id).hidden = !answer.plan;
   $("fitting").hidden = !answer.plan?.ways.length;
@@ -81,7 +80,7 @@ function draw() {
   drawComparison(answer.comparison);
 }
 
-$("form").replaceChildren(...start.form.map(({ title, fields }) =>
+$("form").replaceChildren(...answer.form.map(({ title, fields }) =>
   element("fieldset", {}, element("legend", {}, title), element("div", { class: "fields" }, ...fields.map(field)))));
 $("form").addEventListener("submit", (event) => event.preventDefault());
 $("compare").replaceChildren(...["strategies", "layouts"].map((name) => new Option(name, name)));

@@ -1,4 +1,4 @@
-"""The answers of the planner: the controls of its form, and a plan, its comparison and its commands as texts.
+"""The answers of the planner: its form, and a plan, its comparison and its commands as texts.
 
 The keys of a state are the names of the options of ``halfstep plan``; an empty text is an option without a value.
 """
@@ -59,17 +59,6 @@ def _chosen(state: State, name: str) -> str:
     return state.get(name) or option.text(option.default)
 
 
-def form() -> list[dict[str, Any]]:
-    """The fields of the form, which never change."""
-    titled: dict[str, list[dict[str, Any]]] = {}
-    for title, options in OPTIONS.items():
-        for option in (option for option in options if option.label):
-            wide, text = option.name in ("model", "strategy", "optimizer"), option.help.replace("%%", "%")
-            field = {"name": option.name, "label": option.label, "help": text, "flag": option.flag, "wide": wide}
-            titled.setdefault(title, []).append(field)
-    return [{"title": title, "fields": fields} for title, fields in titled.items()]
-
-
 def _same(names: Any, default: str = "") -> list[list[str]]:
     return [*([["", default]] if default else []), *([name, name] for name in names)]
 
@@ -93,23 +82,24 @@ def _choices(state: State) -> dict[str, list[list[str]]]:
     }
 
 
-def _controls(state: State) -> dict[str, dict[str, Any]]:
-    """The value of each field, and what else of it depends on the state: choices, hidden."""
+def _form(state: State) -> list[dict[str, Any]]:
+    """The fields by group: what never changes, the value, choices, and whether the field is hidden."""
     model, choices, optimizer = state.get("model", ""), _choices(state), _chosen(state, "optimizer")
-    preset = MODELS.get(model.lower())
     hidden = {**dict.fromkeys(_OF_A_SHAPE, not model), "params": bool(model)}
     hidden |= {"shard": state.get("strategy") != "hsdp", "moments": not optimizer.startswith("halfstep")}
-    controls: dict[str, dict[str, Any]] = {}
-    for name, option in FIELDS.items():
-        control: dict[str, Any] = {"hidden": hidden.get(name, False) and name not in state}
-        if option.flag:
-            control["value"] = name in state
-        elif name == "model":
-            control["value"] = model.lower() if preset else model
-        else:
-            control["value"] = (state[name] or option.text(option.const)) if name in state else _chosen({}, name)
-        controls[name] = control | ({"choices": choices[name]} if name in choices else {})
-    return controls
+    groups = []
+    for title, options in OPTIONS.items():
+        fields = []
+        for option in (option for option in options if option.label):
+            name, wide = option.name, option.name in ("model", "strategy", "optimizer")
+            value: str | bool = (state[name] or option.text(option.const)) if name in state else _chosen({}, name)
+            if name == "model":
+                value = model.lower() if model.lower() in MODELS else model
+            field = {"name": name, "label": option.label, "help": option.help, "flag": option.flag, "wide": wide}
+            field |= {"value": name in state if option.flag else value, "choices": choices.get(name)}
+            fields.append(field | {"hidden": hidden.get(name, False) and name not in state})
+        groups += [{"title": title, "fields": fields}] if fields else []
+    return groups
 
 
 def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +107,7 @@ def planner(state: State, move: dict[str, Any]) -> dict[str, Any]:
     state = {OF_A_PLAN[name].name if name in OF_A_PLAN else name: text for name, text in state.items()}
     allowed = [(name, text) for name, text in _compared(state).items() if name in OF_A_PLAN]
     answer: dict[str, Any] = {
-        **{"state": state, "controls": _controls(state), "compare": state.get("compare", "strategies")},
+        **{"state": state, "form": _form(state), "compare": state.get("compare", "strategies")},
         **{"command": typed_command("halfstep plan", allowed), "error": "", "plan": None},
     }
     try:
