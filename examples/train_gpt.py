@@ -137,24 +137,22 @@ class Clock:
         return [((end - begin) * 1e3, (end - middle) * 1e3) for begin, middle, end in steps]
 
 
-class Interrupt:
-    """Stops a run after its present step on Ctrl-C or SIGTERM. A second Ctrl-C stops it at once."""
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """The signals received so far, Ctrl-C and SIGTERM, which only ask to stop. A second Ctrl-C stops at once."""
+    received: list[int] = []
 
-    signal: int | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        received.append(number)
 
-    @contextmanager
-    def listening(self) -> Iterator[Interrupt]:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Trainer:
@@ -299,9 +297,7 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # FSDP2 keeps the gathered parameters after a forward without a backward
-        loss = float(self.world.mean(total / count))
-        if not self.history["validation"] or self.history["validation"][-1][0] != self.step:
-            self.history["validation"].append([self.step, loss])
+        self.history["validation"].append([self.step, float(self.world.mean(total / count))])
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
@@ -488,7 +484,7 @@ class Display:
             say(text)
 
 
-def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str, Any] | None:
+def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, Any] | None:
     """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls. Returns the
     run's entry in report.json; None if it was interrupted.
     """
@@ -503,7 +499,7 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
         if not (save_now or validate_now or trainer.step % interval == 0):
             continue
         # A signal reaches the ranks in different steps. Here they agree on one.
-        (stop,) = trainer.flush(float(interrupt.signal or 0))
+        (stop,) = trainer.flush(float(bool(received)))
         losses = trainer.history["train_loss"]
         if len(losses) >= NON_FINITE and not any(map(math.isfinite, losses[-NON_FINITE:])):
             trouble = (
@@ -520,9 +516,9 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
             if world.rank == 0:
                 display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
         if stop and not last:
-            interrupt.signal = interrupt.signal or signal.SIGTERM
+            received.append(signal.SIGTERM)  # if another rank received it
             saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
-            name = signal.Signals(interrupt.signal).name
+            name = signal.Signals(received[0]).name
             display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
             return None
         if validate_now and not last and options.patience:
@@ -661,13 +657,13 @@ def command(options: argparse.Namespace) -> int:
     if restarts():
         begun = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
         display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
-    with Interrupt().listening() as interrupt:
+    with signals() as received:
         for run in runs:
             trainer = Trainer(run, options, corpus, world, base)
             if run in resumed:
                 trainer.restore(resumed[run])
                 display.note(f"{run.name}: continuing after step {trainer.step}")
-            row = train(trainer, display, interrupt)
+            row = train(trainer, display, received)
             del trainer  # the next run needs its memory
             if row is None:
                 break
@@ -693,7 +689,7 @@ def command(options: argparse.Namespace) -> int:
     if world.size > 1:
         dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     if len(rows) < len(runs):
-        return 128 + (interrupt.signal or signal.SIGTERM)
+        return 128 + received[0]
     return 1 if any(row["trouble"] for row in rows) else 0
 
 
