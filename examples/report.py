@@ -6,7 +6,7 @@ import io
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -16,16 +16,14 @@ import torch
 
 from halfstep.cli import figures
 from halfstep.cli.machine import processor_name, version_of
-from halfstep.cli.results import overflow_kind
 from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.terminal import Table, say, show
+from halfstep.integrations.doctor import Finding
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
-from halfstep.numerics.scaling.overflow import Overflow
 
 # Readable on light and on dark ground, and for colour-blind readers; the run without masters has a warning colour.
 COLOURS = {"fp32": "#7f8ba0", "bf16": "#1f8fd6", "fp16": "#16a07a", "bf16 without master": "#dd6b1f"}
-OVERFLOW = ("parameter", "steps with", "first step", "last step")
 EMULATED = (
     "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
     "with its underflow and overflow. These times say nothing about a GPU."
@@ -109,27 +107,18 @@ def notes(content: dict[str, Any]) -> list[str]:
     return [EMULATED.format(names=" and ".join(emulated))] if emulated else []
 
 
-def overflows(content: dict[str, Any]) -> Iterator[tuple[str, list[list[object]]]]:
+def overflows(content: dict[str, Any]) -> list[str]:
     """How many steps each run with a loss scale skipped, and the parameters that overflowed."""
-    for run in content["runs"]:
-        if overflow := run["overflow"]:
-            parameters = [Overflow(**parameter) for parameter in overflow["parameters"]]
-            rows: list[list[object]] = [[p.name, overflow_kind(p), p.first_step, p.last_step] for p in parameters]
-            yield f"{run['name']}: {overflow['skipped']:,} of {overflow['steps']:,} steps skipped", rows
+    return [f"{run['name']}: {run['overflow']['text']}" for run in content["runs"] if run["overflow"]]
 
 
 def show_table(content: dict[str, Any]) -> None:
+    """Print what the page begins with, and the overflows."""
     head, rows = cells(content)
-    if words := outcome(content):
-        say(words)
-    show(Table(head, rows, range(2, len(head)), ruled=True))
-    say(sentence(content))
-    for skipped, overflowed in overflows(content):
-        say(skipped)
-        if overflowed:
-            show(Table(OVERFLOW, [list(map(str, row)) for row in overflowed], (2, 3)))
-    for note in notes(content):
-        say(note)
+    lines = [line for text in overflows(content) for line in text.splitlines()]
+    table = Table(head, rows, range(2, len(head)), ruled=True)
+    for part in filter(None, [outcome(content), table, sentence(content), *lines, *notes(content)]):
+        show(part) if part is table else say(part)
 
 
 def counted(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,8 +150,8 @@ def drawing(title: str, draw: Callable[[Any], None], keys: Iterable[tuple[str, s
     figures.save(figure, stream)
     svg = "".join(stream.getvalue().partition("<svg")[1:])
     svg = svg.replace("#000000", "currentColor").replace("#e5e5e5", "var(--edge)")
-    spans = (f'<span style="--c: {COLOURS[name]}">{text(f"{name} {words}")}</span>' for name, words in keys)
-    return f"<figure><h2>{text(title)}</h2>{svg}<figcaption>{''.join(spans)}</figcaption></figure>"
+    spans = (f'<span style="--c: {COLOURS[name]}">{escape(f"{name} {words}")}</span>' for name, words in keys)
+    return f"<figure><h2>{escape(title)}</h2>{svg}<figcaption>{''.join(spans)}</figcaption></figure>"
 
 
 def chart(
@@ -219,90 +208,48 @@ def charts(content: dict[str, Any]) -> list[str]:
 
 def histogram(run: Mapping[str, Any]) -> str:
     """The exponents of a run's gradients under the range of its format, by what becomes of them there."""
-    gradients = run["gradients"]
-    total, scale = gradients["total"], gradients["scale"]
-    exponents = {int(exponent): number for exponent, number in total["exponents"].items()}
-    shape = exponents, total["elements"], formats[gradients["format"]], scale, "gradients"
-    title = f"Gradients in {run['name']}" + (f" at scale {scale:,.0f}" if scale != 1 else "")
+    counts = run["gradients"]["statistics"]
+    exponents = {int(exponent): number for exponent, number in counts["total"]["exponents"].items()}
+    shape = exponents, counts["total"]["elements"], formats[counts["format"]], counts["scale"], "gradients"
+    title = f"Gradients in {run['name']}" + (f" at scale {counts['scale']:,.0f}" if run["scale"] else "")
     return drawing(title, lambda axes: draw_exponents(axes, *shape))
 
 
 # ---------------------------------------------------------------------------------------------------------------- page
 
 
-def text(value: object) -> str:
-    """A value in the page."""
-    if value is None or isinstance(value, bool):
-        return {None: "-", True: "yes", False: "no"}[value]
-    return escape(f"{value:,}" if isinstance(value, int) else str(value))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], style: str = "") -> str:
-    top = "".join(f"<th>{text(name)}</th>" for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<table class="{style}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def gradients_of(run: Mapping[str, Any]) -> str:
-    """Where the gradients of a run fall in its format, and the advice on its loss scale."""
-    counts, shares = run["gradients"], ("zero", "flushed", "subnormal", "normal", "overflow")
-    rows = [
-        [row["name"], row["elements"], *(percent(row[name] / max(1, row["elements"])) for name in shares)]
-        for row in (*counts["worst"], counts["total"])
-    ]
-    at = f", at the last scale of {counts['scale']:,.0f}" if run["scale"] else ""
-    return section(
-        f"Gradients, {run['name']}",
-        f"Counted in {counts['steps']} steps{at}, after rounding to {counts['format']}: flushed values count as zero. "
-        "The worst parameters, and all together:",
-        table(("parameter", "elements", *(f"{name} %" for name in shares)), rows, "wide")
-        + f"<pre>{text(counts['advice'] and counts['advice']['text'])}</pre>",
-    )
-
-
-def section(title: str, words: str, content: str) -> str:
-    """A heading, a paragraph where there is one, and `content` in HTML."""
-    return f"<h2>{text(title)}</h2>" + (f"<p>{text(words)}</p>" if words else "") + content
-
-
 def page(content: dict[str, Any]) -> str:
     """report.html: a single file with all curves and tables."""
     runs = content["runs"]
     troubles = [f"{run['name']}: {run['trouble']}" for run in runs if run["trouble"]]
-    parts = [f'<p class="outcome">{text(line)}</p>' for line in filter(None, [outcome(content)])]
-    parts += [f'<p class="note">{text(note)}</p>' for note in (*troubles, *notes(content))]
     try:
-        drawings = "".join(charts(content))
+        drawings = charts(content)
     except ImportError as error:  # no matplotlib
-        drawings = f'<p class="note">{text(error)}</p>'
+        drawings, troubles = [], [*troubles, str(error)]
+    above = [("outcome", outcome(content)), *(("note", note) for note in (*troubles, *notes(content)))]
+    opening = "".join(f'<p class="{style}">{escape(words)}</p>' for style, words in above if words)
     head, rows = cells(content)
-    rows = [[cell.replace(".", ".\u200b", 2) if cell == row[1] else cell for cell in row] for row in rows]  # may break
-    names, *lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # a column for each run
-    parts += [
-        table(names, lines),
-        f"<p>{text(sentence(content))} Bytes are those of weights, gradients and optimizer in one process.</p>",
-        f'<div class="charts">{drawings}</div>',
+    lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # a column for each run
+    table = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
+    blocks = [
+        (f"{run['name']}: found by halfstep.doctor after the last step", str(Finding(**finding)))
+        for run in runs
+        for finding in run["findings"]
     ]
-    for run in runs:
-        for finding in run["findings"]:
-            title = "Found by halfstep.doctor after the last step: "
-            title += f"{run['name']}: {finding['severity']}, {finding['name']}"
-            rows = [[name, finding[name]] for name in ("where", "what", "stake", "remedy")]
-            parts.append(section(title, "", table((), rows, "left")))
-    for skipped, overflowed in overflows(content):
-        parts.append(section("Overflows", skipped, table(OVERFLOW, overflowed, "left") if overflowed else ""))
-    parts += map(gradients_of, counted(content))
-    settings = ""
-    for title in ("model", "training", "layout", "data", "machine", "versions"):
-        named = [(name.replace("_", " "), value) for name, value in content[title].items()]
-        settings += f"<div>{section(title.capitalize(), '', table((), named, 'left'))}</div>"
+    blocks += [("Overflows", text) for text in overflows(content)]
+    words = ", after rounding: values that were flushed before count as zero"
+    blocks += [(f"Gradients, {run['name']}{words}", run["gradients"]["text"]) for run in counted(content)]
+    settings = {name: value for name, value in content.items() if name not in ("runs", "unigram_entropy")}
+    blocks.append(("Settings and machine", json.dumps(settings, indent=1, ensure_ascii=False)))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>train_gpt.py</title>'
-        f"<style>{style}</style></head><body><main><h1>train_gpt.py</h1>{''.join(parts)}"
-        f'<details><summary>Settings and machine</summary><div class="charts">{settings}</div></details></main>'
-        "</body></html>\n"
+        f"<style>{style}</style></head><body><main><h1>train_gpt.py</h1>{opening}<table>{table}</table>"
+        f"<p>{escape(sentence(content))} Bytes are those of weights, gradients and optimizer in one process.</p>"
+        f'<div class="charts">{"".join(drawings)}</div>'
+        + "".join(f"<h2>{escape(title)}</h2><pre>{escape(text)}</pre>" for title, text in blocks)
+        + "</main></body></html>\n"
     )
 
 

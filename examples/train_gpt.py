@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -62,7 +62,6 @@ FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the
 BETAS = (0.9, 0.95)  # as usual for GPTs
 NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is given up
 GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
-WORST = 5  # number of parameters in the report
 # The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
 SETTINGS = (
     *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
@@ -331,11 +330,12 @@ class Trainer:
         """The overflows since the process started, on any rank: they hold different shards. Collective."""
         if self.scaler is None:
             return None
-        overflows = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
-        entries = chain.from_iterable(self.world.objects(overflows["parameters"]))
-        ordered = sorted(entries, key=lambda entry: entry["inf_steps"] + entry["nan_steps"])
-        most = {entry["name"]: entry for entry in ordered}  # of a parameter, the rank with the most
-        return {**overflows, "parameters": [*most.values()][::-1]}
+        overflows = self.scaler.overflow_report(self.plain.named_parameters())
+        ranks = self.world.objects(overflows.parameters)
+        ordered = sorted(chain.from_iterable(ranks), key=lambda entry: entry.inf_steps + entry.nan_steps)
+        most = {entry.name: entry for entry in ordered}  # of a parameter, the rank with the most
+        overflows = replace(overflows, parameters=[*most.values()][::-1])
+        return {**overflows.as_dict(), "text": str(overflows)}
 
     def _counted(self) -> dict[str, Any] | None:
         """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
@@ -355,13 +355,7 @@ class Trainer:
         together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
         together.load_state_dict(counted)
         counts = together.report()
-        statistics, advice = counts.statistics, counts.advice
-        worst = [{k: v for k, v in row.as_dict().items() if k != "exponents"} for row in statistics.worst(WORST)]
-        return {
-            **{"format": statistics.format.name, "scale": statistics.scale, "steps": counts.collected},
-            **{"total": statistics.total.as_dict(), "worst": worst},
-            "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
-        }
+        return {**counts.as_dict(), "text": str(counts)}
 
     def best(self) -> tuple[int, float, int]:
         """Step and loss of the best validation, and the number of validations since."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import forks
 import pytest
-import report as reports
 import torch
 import train_gpt
 from corpus import read_corpus
@@ -107,8 +106,8 @@ def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(compared: Pa
     assert overflow["parameters"] and {entry["name"] for entry in overflow["parameters"]} <= names
     assert min(entry["first_step"] for entry in overflow["parameters"]) == run["skipped"][0]
     assert max(entry["last_step"] for entry in overflow["parameters"]) == run["skipped"][-1]
-    assert f"{overflow['skipped']} of 40 steps skipped" in page
-    assert all(f"<td>{entry['name']}</td>" in page for entry in overflow["parameters"])
+    assert f"fp16: {overflow['skipped']} of 40 steps skipped" in page
+    assert all(f"  {entry['name']} " in page for entry in overflow["parameters"])
 
 
 def _trainer(text: Path, precision: str, **settings: Any) -> train_gpt.Trainer:
@@ -133,16 +132,14 @@ def test_what_is_reported_is_what_the_gradients_were(precision: str, text: Path)
         trainer.advance()
     trainer.flush()
     run = trainer.row()
-    gradients = run["gradients"]
-    assert (gradients["format"], gradients["steps"], len(counted)) == (precision, 3, 3)
-    expected = (counted[0] + counted[1] + counted[2]).at(gradients["scale"])
-    assert gradients["scale"] == (trainer.history["scale"][-1] if trainer.scaler is not None else 1.0)
-    assert gradients["total"] == expected.total.as_dict()
-    assert [row["name"] for row in gradients["worst"]] == [row.name for row in expected.worst(5)]
+    gradients, scale = run["gradients"], trainer.history["scale"][-1] if trainer.scaler is not None else 1.0
+    assert (gradients["steps"], gradients["collected"], len(counted)) == (22, 3, 3)
+    expected = (counted[0] + counted[1] + counted[2]).at(scale)
+    found, counts = gradients["statistics"], expected.as_dict()
+    tensors = [{**row, "dtype": "float32"} for row in found["tensors"]]  # in which they were counted here
+    assert (found["scale"], found["total"], tensors) == (scale, counts["total"], counts["tensors"])
     assert gradients["advice"]["scale"] == halfstep.advise_scale(expected, precision).scale
-    shown = reports.gradients_of(run)
-    assert f"<h2>Gradients, {precision}</h2>" in shown and "Counted in 3 steps" in shown
-    assert all(f"<td>{row['name']}</td>" in shown for row in gradients["worst"])
+    assert gradients["text"].startswith(f"gradients of 3 of 22 steps\n{expected}\n{precision}: scale")
 
 
 @pytest.mark.parametrize("lora", [0, 4])
