@@ -49,7 +49,7 @@ def test_other_calls_clip_in_place_as_accelerate_does(kind: str) -> None:
     for case in ("some", "norm", "other"):
         model = tools.network()
         make = torch.optim.AdamW if case == "other" else halfstep.AdamW
-        accelerator, (optimizer,) = ready(accelerate_ranks.scaler_for(kind), model, optimizer=make)
+        accelerator, (optimizer,) = ready(tools.scaler_for(kind), model, optimizer=make)
         parameters = list(model.parameters())[: 2 if case == "some" else None]
         order = 1 if case == "norm" else 2
         grads = [one.grad / scale for one in parameters]
@@ -102,11 +102,11 @@ def test_two_optimizers_that_clip_before_both_steps(folded: bool) -> None:
 def test_clipping_in_place_unscales_only_what_it_clips() -> None:
     models = [tools.network(0), tools.network(1)]
     accelerator, optimizers = ready(halfstep.GradScaler("cpu", init_scale=tools.SCALE), *models)
-    before = accelerate_ranks.gradients(models[1].parameters())
+    before = tools.gradients(models[1].parameters())
     accelerator.clip_grad_norm_(models[0].parameters(), tools.MAX_NORM, 1)
     optimizers[0].step()
     assert accelerator.scaler._updates == 1
-    assert tools.same_bits(before, accelerate_ranks.gradients(models[1].parameters()))
+    assert tools.same_bits(before, tools.gradients(models[1].parameters()))
 
 
 def test_a_skip_is_reported_once() -> None:
