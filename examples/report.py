@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from halfstep.cli import figures
-from halfstep.cli.machine import processor_name, version_of
 from halfstep.cli.results_picture import draw_exponents
 from halfstep.cli.terminal import Table, say, show
 from halfstep.integrations.doctor import Finding
@@ -24,27 +19,12 @@ from halfstep.numerics.messages import percent
 
 # Readable on light and on dark ground, and for colour-blind readers; the run without masters has a warning colour.
 COLOURS = {"fp32": "#7f8ba0", "bf16": "#1f8fd6", "fp16": "#16a07a", "bf16 without master": "#dd6b1f"}
+PARTS = ("param", "gradient", "optimizer")
+MEMORY = "{:.4g} MB: weights {:.3g}, gradients {:.3g}, state {:.3g}"
 EMULATED = (
     "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
     "with its underflow and overflow. These times say nothing about a GPU."
 )
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """A description of the machine, without its name and its user, and the versions of packages (None: absent)."""
-    described = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "cpu": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    versions = {name: version_of(name) for name in ("halfstep", "torch", "numpy", "triton")}
-    return {"machine": described, "versions": {"python": platform.python_version(), **versions}}
-
-
-PARTS = ("param", "gradient", "optimizer")
-MEMORY = "{:.4g} MB: weights {:.3g}, gradients {:.3g}, state {:.3g}"
 
 
 def _against(content: dict[str, Any]) -> dict[str, str]:
@@ -240,7 +220,7 @@ def page(content: dict[str, Any]) -> str:
     words = ", after rounding: values that were flushed before count as zero"
     blocks += [(f"Gradients, {run['name']}{words}", run["gradients"]["text"]) for run in counted(content)]
     settings = {name: value for name, value in content.items() if name not in ("runs", "unigram_entropy")}
-    blocks.append(("Settings and machine", json.dumps(settings, indent=1, ensure_ascii=False)))
+    blocks.append(("Settings and machine", json.dumps(settings, indent=1, default=str)))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -255,7 +235,8 @@ def page(content: dict[str, Any]) -> str:
 
 def write(folder: Path, content: dict[str, Any]) -> list[Path]:
     """Write the files, each at once, and return their paths."""
-    files = {"report.json": json.dumps(content, indent=1, allow_nan=False) + "\n", "report.html": page(content)}
+    text = json.dumps(content, indent=1, allow_nan=False, default=str) + "\n"
+    files = {"report.json": text, "report.html": page(content)}
     for name, data in files.items():
         unfinished = folder / f".{name}"
         unfinished.write_text(data, encoding="utf-8")

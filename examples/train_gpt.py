@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
+from halfstep.bench.run_report import environment
 from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.terminal import Progress, say
@@ -75,6 +76,8 @@ class Run(NamedTuple):
     name: str
     precision: str
     optimizer: str = "halfstep.AdamW"
+
+    folder = property(lambda self: self.name.replace(" ", "-"))  # of its checkpoints
 
 
 RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
@@ -112,28 +115,19 @@ def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-class Clock:
-    """Times each step and its optimizer part: by the wall clock on CPUs, by events, which do not wait, on GPUs."""
+def now(device: torch.device) -> Any:
+    """The time in seconds; on a GPU an event, which does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[Any] = []  # three of each step
 
-    def mark(self) -> None:
-        if self.on_gpu:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def take(self) -> list[tuple[float, float]]:
-        """The milliseconds of each step since the last call, and of its optimizer part. Waits for the device."""
-        marks, self.marks = self.marks, []
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            marks = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
-        steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
-        return [((end - begin) * 1e3, (end - middle) * 1e3) for begin, middle, end in steps]
+def milliseconds(begin: Any, end: Any) -> float:
+    """The time between two results of `now`. The device must have come to the second."""
+    elapsed: float = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+    return elapsed
 
 
 @contextmanager
@@ -186,7 +180,7 @@ class Trainer:
         self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
         names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
         self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
-        self._clock = Clock(world.device)
+        self._times: list[tuple[Any, Any, Any]] = []  # of each step: its begin, the optimizer's, and the end
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
         self._measure()
@@ -234,7 +228,7 @@ class Trainer:
         options = self.options
         rows = self.world.rows(options.batch)
         batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
-        self._clock.mark()
+        begin = now(self.world.device)
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         parts = self._parts(batch)
         for index, part in enumerate(parts):
@@ -244,14 +238,14 @@ class Trainer:
             loss = loss + share.detach()
         if self.monitor is not None:
             self.monitor.step(self.optimizer)
-        self._clock.mark()
+        middle = now(self.world.device)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self._scales.append(self._scale())
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self._clock.mark()
+        self._times.append((begin, middle, now(self.world.device)))
         self.scheduler.step()
         self._losses.append(loss)
         self.step += 1
@@ -276,10 +270,11 @@ class Trainer:
         history["scale"] += scales[:-1]
         # The scale falls exactly when a step was skipped.
         history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
-        times = self._clock.take()
-        history["step_ms"] += [step_ms for step_ms, _ in times]
-        history["optimizer_ms"] += [optimizer_ms for _, optimizer_ms in times]
-        self._losses, self._scales = [], []
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        history["step_ms"] += [milliseconds(begin, end) for begin, _, end in self._times]
+        history["optimizer_ms"] += [milliseconds(middle, end) for _, middle, end in self._times]
+        self._losses, self._scales, self._times = [], [], []
         return values[count:]
 
     @torch.no_grad()
@@ -384,8 +379,6 @@ class Trainer:
             "name": self.run.name,
             "precision": self.run.precision,
             "emulated": self.precision.emulated,
-            "strategy": options.strategy,
-            "world_size": world.size,
             "optimizer": self.run.optimizer,
             "steps": self.step,
             "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
@@ -438,16 +431,21 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def checkpoints_in(path: Path, folder: str = "*") -> list[Path]:
+    """A checkpoint, or the newest ones of the runs in the ``--out`` of train_gpt.py, by the name of their folder."""
+    if (path / "manifest.json").is_file():
+        return [path]
+    return [newest for run in path.glob(f"checkpoints/{folder}") if (newest := checkpoint.newest(run))]
+
+
 def read_base(path: Path, size: str) -> Weights:
     """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
     CheckpointError says that there is none, or that it is damaged or of another size.
     """
-    if path.is_dir() and not (path / "manifest.json").is_file():
-        newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
-        if len(newest) != 1:
-            raise CheckpointError(f"--base {path} holds checkpoints of {len(newest)} runs; pass one checkpoint")
-        (path,) = newest
-    return merged(read_checkpoint(path, {"size": size})["model"])
+    found = checkpoints_in(path)
+    if len(found) != 1:
+        raise CheckpointError(f"--base {path} holds checkpoints of {len(found)} runs; pass one checkpoint")
+    return merged(read_checkpoint(found[0], {"size": size})["model"])
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -485,6 +483,7 @@ def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, 
     run, options, world = trainer.run, trainer.options, trainer.world
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
+    folder = options.out / "checkpoints" / run.folder
     while trainer.step < options.steps:
         trainer.advance()
         last = trainer.step == options.steps
@@ -508,7 +507,7 @@ def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, 
         if save_now or (stop and options.save_every):
             state = trainer.state()
             if world.rank == 0:
-                display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
+                display.note(f"{run.name}: saved {checkpoint.save(folder, trainer.step, state)}")
         if stop and not last:
             received.append(signal.SIGTERM)  # if another rank received it
             saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
@@ -527,26 +526,19 @@ def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, 
     return trainer.row()
 
 
-def folder_of(run: Run, out: Path) -> Path:
-    return out / "checkpoints" / run.name.replace(" ", "-")
-
-
 def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
-    folder = folder_of(run, options.out)
-    newest = checkpoint.newest(folder)
+    """The checkpoint with which a run goes on. A UsageError says that there is none, or one that is not asked for."""
+    newest, path = checkpoints_in(options.out, run.folder), Path(options.resume or options.out)
     if restarts() and options.save_every and (newest or options.resume is None):
-        return newest
+        return newest[0] if newest else None
     if options.resume is None:
         if options.save_every and newest:
-            raise UsageError(f"{folder} already holds {newest.name}; pass --resume to continue, or another --out")
+            raise UsageError(f"{newest[0]} is there already; pass --resume to continue, or another --out")
         return None
-    path = Path(options.resume or options.out)
-    if (path / "manifest.json").is_file():
-        return path
-    newest = checkpoint.newest(folder_of(run, path))
-    if options.resume and not newest:
+    found = checkpoints_in(path, run.folder)
+    if options.resume and not found:
         raise UsageError(f"--resume {path} has no checkpoint of {run.name!r}; pass a checkpoint, or the --out of a run")
-    return newest
+    return found[0] if found else None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -664,16 +656,10 @@ def command(options: argparse.Namespace) -> int:
             rows.append(row)
     if world.rank == 0 and len(rows) == len(runs):
         content = {
-            **report.machine(world.device),
-            "model": {"size": options.size, **asdict(SIZES[options.size]), "parameters": rows[0]["parameters"]},
-            "training": {name: getattr(options, name) for name in SETTINGS},
-            "layout": {
-                "strategy": options.strategy,
-                "processes": world.size,
-                "accumulate": options.accumulate,
-                "checkpointing": options.checkpointing,
-                "restarts": restarts(),
-            },
+            "machine": {**environment(world.device), "cores": os.cpu_count()},
+            "options": {name: value for name, value in vars(options).items() if name not in ("out", "resume")},
+            "processes": world.size,
+            "restarts": restarts(),
             "data": {"name": corpus.name, "files": corpus.files, "bytes": size, "sha256": corpus.sha256},
             "unigram_entropy": corpus.unigram_entropy,
             "runs": rows,

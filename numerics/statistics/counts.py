@@ -9,7 +9,7 @@ ties to even. Any other scale is multiplied in fp32 first, as in a training loop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -229,9 +229,6 @@ class Statistics(Sequence[Row]):
                 raise KeyError(f"no tensor is called {key!r}; the names are in .names")
             key = self.names.index(key)
         return self._row(self.names[key], self._dtypes[key], self.counts[key])
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
 
     @property
     def total(self) -> Row:
