@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,13 +152,8 @@ def upcast() -> dict[str, Any]:
     return found
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     strategies = ("DDP", "FSDP2") if dist.is_initialized() else ("one process",)
     found: dict[str, Any] = {f"{one} {kind}": whole(one, kind, folder) for one in strategies for kind in tools.DTYPES}
-    if "FSDP2" in strategies:
-        found["upcast"] = upcast()
-    if dist.is_initialized():
-        dist.barrier()
-    return found
+    return {**found, "upcast": upcast()} if "FSDP2" in strategies else found

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -337,21 +333,16 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     return {**found, **kept}
 
 
+@tools.quietly()
 def run(number: int, folder: str, library: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     place = Path(folder) / f"of{world()}"
-    train = whole if library == "lightning" else fabric_run
-    with contextlib.redirect_stdout(io.StringIO()):
-        strategy = "DDP" if dist.is_initialized() else "one process"
-        found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
-        if library == "lightning" and world() == 1:
-            found["checkpoints"] = checkpoints_of_lightning(place)
-            found["hooks"] = hooks_see_unscaled(place)
-            found["by value"] = by_value(place)
-    if dist.is_initialized():
+    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if world() > 1 else "one process"
+    found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
+    if world() > 1:
         shard = partial(whole, cls=Sharded) if library == "lightning" else partial(fabric_run, sharded=True)
-        found.update({f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS})
-        dist.barrier()
+        found |= {f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS}
+    elif library == "lightning":
+        found["checkpoints"] = checkpoints_of_lightning(place)
+        found["hooks"] = hooks_see_unscaled(place)
+        found["by value"] = by_value(place)
     return found

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import types
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,9 +288,8 @@ def container_alone(folder: Path) -> dict[str, Any]:
     return {"masters": tools.masters_of(optimizer), "type": type(trainer) is TheirTrainer}
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     world = dist.get_world_size()
     found: dict[str, Any] = {}
     for kind in tools.DTYPES:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -260,27 +256,21 @@ def fine_tuning(folder: Path, kind: str) -> dict[str, Any]:
     return result(trainer, folder, folder / f"sft-{kind}" / "export" / "model.safetensors")
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     several = dist.is_initialized()
     place = Path(folder) / ("several" if several else "one")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        strategy = "DDP" if several else "one process"
-        found: dict[str, Any] = {f"{strategy} {kind}": whole(place, kind) for kind in tools.DTYPES}
-        if not several:
-            found.update({f"{kind} without clipping": without_clipping(place, kind) for kind in tools.DTYPES})
-            cases = [(None, kind, fp32) for kind in tools.DTYPES for fp32 in (True, False)]
-            cases += [("nf4", "bf16", True), ("nf4", "bf16", False), ("int8", "fp16", False)]
-            found.update(
-                {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
-            )
-            found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in tools.DTYPES})
+    found: dict[str, Any] = {
+        f"{'DDP' if several else 'one process'} {kind}": whole(place, kind) for kind in tools.DTYPES
+    }
     if several:
         sharded = {"cls": Sharded, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-        found.update({f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in tools.DTYPES})
-        dist.barrier()
-    return found
+        return found | {f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in tools.DTYPES}
+    found |= {f"{kind} without clipping": without_clipping(place, kind) for kind in tools.DTYPES}
+    cases = [(None, kind, fp32) for kind in tools.DTYPES for fp32 in (True, False)]
+    cases += [("nf4", "bf16", True), ("nf4", "bf16", False), ("int8", "fp16", False)]
+    found |= {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
+    return found | {f"SFT {kind}": fine_tuning(place, kind) for kind in tools.DTYPES}
 
 
 def gpt2() -> Any:
