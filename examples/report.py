@@ -20,7 +20,6 @@ from halfstep.numerics.messages import percent
 # Readable on light and on dark ground, and for colour-blind readers; the run without masters has a warning colour.
 COLOURS = {"fp32": "#7f8ba0", "bf16": "#1f8fd6", "fp16": "#16a07a", "bf16 without master": "#dd6b1f"}
 PARTS = ("param", "gradient", "optimizer")
-MEMORY = "{:.4g} MB: weights {:.3g}, gradients {:.3g}, state {:.3g}"
 EMULATED = (
     "On this CPU the {names} matrix products were emulated: accumulated in fp32 and rounded once, as in a tensor core, "
     "with its underflow and overflow. These times say nothing about a GPU."
@@ -116,8 +115,6 @@ def smooth(losses: Sequence[float | None], span: int) -> list[tuple[int, float]]
 
 # -------------------------------------------------------------------------------------------------------------- curves
 
-Curve = Sequence[tuple[float, float, str]]  # step, value, and the value in words
-
 
 def drawing(title: str, draw: Callable[[Any], None], keys: Iterable[tuple[str, str]] = ()) -> str:
     """What `draw` draws on matplotlib's axes, as SVG in the colours of the page; below it names and last values."""
@@ -135,31 +132,33 @@ def drawing(title: str, draw: Callable[[Any], None], keys: Iterable[tuple[str, s
 
 
 def chart(
-    title: str, curves: Mapping[str, Curve], *, zero: bool = False, stairs: bool = False, powers: bool = False,
-    level: tuple[float, str] | None = None, marks: Sequence[tuple[float, float]] = (),
+    title: str, words: str, curves: Mapping[str, Sequence[Sequence[float]]], *, zero: bool = False,
+    stairs: bool = False, powers: bool = False, level: float | None = None, marks: Sequence[tuple[float, float]] = (),
 ) -> str:  # fmt: skip
-    """Curves over steps, of the runs that have values; the axis may begin at `zero` or have `powers` of two.
+    """Curves over steps, of the runs that have values, with the last ones in `words`.
 
-    `stairs` hold until the next value, `level` is a dotted line and its name, `marks` are crosses.
+    The axis may begin at `zero` or have `powers` of two, `stairs` hold until the next value, `level` is the unigram
+    entropy, `marks` are crosses.
     """
     curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        return ""
 
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
-            steps, values, _ = zip(*curve, strict=True)
             width, alpha = (4, 0.5) if name == "fp32" else (1.6, 1)  # the others may lie on that of fp32
             style = "steps-post" if stairs else "default"
-            axes.plot(steps, values, color=COLOURS[name], linewidth=width, alpha=alpha, drawstyle=style)
+            axes.plot(*zip(*curve, strict=True), color=COLOURS[name], linewidth=width, alpha=alpha, drawstyle=style)
         if level:
-            axes.axhline(level[0], color="#888888", linestyle=":")
-            axes.text(0.01, level[0], level[1], transform=axes.get_yaxis_transform(), va="bottom", fontsize=9)
+            axes.axhline(level, color="#888888", linestyle=":")
+            axes.text(0.01, level, "unigram entropy", transform=axes.get_yaxis_transform(), va="bottom", fontsize=9)
         axes.plot(*zip(*marks, strict=True) if marks else ((), ()), "x", color=COLOURS["bf16 without master"])
         if zero:
             axes.set_ylim(0)
         if powers:
             axes.set_yscale("log", base=2)
 
-    return drawing(title, draw, [(name, curve[-1][2]) for name, curve in curves.items()]) if curves else ""
+    return drawing(title, draw, [(name, words.format(curve[-1][1])) for name, curve in curves.items()])
 
 
 def charts(content: dict[str, Any]) -> list[str]:
@@ -169,19 +168,18 @@ def charts(content: dict[str, Any]) -> list[str]:
     span = max(1, steps // 40)
     for run in runs:
         name, scale = run["name"], run["scale"] or []
-        trained[name] = [(step, loss, f"{loss:.4f}") for step, loss in smooth(run["train_loss"], span)]
-        validated[name] = [(step, loss, f"{loss:.4f}") for step, loss in run["validation"] if step >= steps * 0.38]
-        points = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
-        sizes = [(step, [size / 1e6 for size in (sum(parts), *parts)]) for step, *parts in points]
-        memory[name] = [(step, size[0], MEMORY.format(*size)) for step, size in sizes]
-        scales[name] = [(step, value, f"{value:,.0f}") for step, value in enumerate(scale, 1)]
+        trained[name] = smooth(run["train_loss"], span)
+        validated[name] = [(step, loss) for step, loss in run["validation"] if step >= steps * 0.38]
+        sizes = [*run["memory"], [run["steps"], *run["memory"][-1][1:]]]
+        memory[name] = [(step, sum(parts) / 1e6) for step, *parts in sizes]
+        scales[name] = list(enumerate(scale, 1))
         skipped += [(step, scale[step - 1]) for step in run["skipped"]]
-    entropy = (content["unigram_entropy"], "unigram entropy")
+    title = "Training loss" + (f", mean of {span} steps" if span > 1 else "")
     return [
-        chart("Training loss" + (f", mean of {span} steps" if span > 1 else ""), trained, level=entropy),
-        chart("Validation loss, the later part closer", validated),
-        chart("Memory at the end of each backward, MB", memory, zero=True, stairs=True),
-        chart("Loss scale, and skipped steps", scales, stairs=True, powers=True, marks=skipped),
+        chart(title, "{:.4f}", trained, level=content["unigram_entropy"]),
+        chart("Validation loss, the later part closer", "{:.4f}", validated),
+        chart("Memory at the end of each backward, MB", "{:.4g} MB", memory, zero=True, stairs=True),
+        chart("Loss scale, and skipped steps", "{:,.0f}", scales, stairs=True, powers=True, marks=skipped),
         *map(histogram, counted(content)),
     ]
 
