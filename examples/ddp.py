@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/ddp.py
 """
 
 import torch
-from ranks import batch, run
+from ranks import Losses, batch, run
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,7 @@ import halfstep
 from halfstep.integrations.ddp import mean_in_fp16_hook
 
 
-def train(rank: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     net = Sequential(Linear(32, 128), GELU(), Linear(128, 8)).to(device, torch.float16)
     model = DistributedDataParallel(net)
@@ -21,7 +21,6 @@ def train(rank: int, device: torch.device) -> list[float]:
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)  # keeps fp32 masters of the fp16 weights
     scaler = halfstep.GradScaler(device.type)
 
-    losses = []
     for step in range(100):
         inputs, targets = batch(step, rank, device, torch.float16)
         loss = mse_loss(model(inputs).float(), targets)
@@ -30,8 +29,7 @@ def train(rank: int, device: torch.device) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [loss.item() for loss in losses]
+        yield loss.detach()
 
 
 if __name__ == "__main__":

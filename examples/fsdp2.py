@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
 import torch
-from ranks import batch, run
+from ranks import Losses, batch, run
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
@@ -13,7 +13,7 @@ import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
 
 
-def train(rank: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     model = Sequential(Linear(32, 128), GELU(), Linear(128, 8)).to(device, torch.bfloat16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -24,15 +24,13 @@ def train(rank: int, device: torch.device) -> list[float]:
     send_gradients_in_16_bits(model)  # instead of the same numbers in fp32
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)  # bf16 needs no scaler
 
-    losses = []
     for step in range(100):
         inputs, targets = batch(step, rank, device, torch.bfloat16)
         loss = mse_loss(model(inputs).float(), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [loss.item() for loss in losses]
+        yield loss.detach()
 
 
 if __name__ == "__main__":

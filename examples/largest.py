@@ -8,6 +8,7 @@ It plans how many blocks fit 4 GiB, trains them on Python's source, and prints t
 
 import argparse
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,6 @@ def train(name: str, width: int, blocks: int, steps: int, batch: int) -> list[fl
     return losses
 
 
-def resident(key: str) -> int:
-    """A size of this process in bytes, from Linux; 0 elsewhere."""
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(key)), 0)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--memory", type=float, default=1.0, help="GiB (default: 1)")
@@ -94,10 +88,10 @@ def main() -> int:
     print(f"{blocks} blocks, {fits.parameters:,} parameters; planned: {fits.totals.peak / 2**20:,.0f} MiB")
 
     train(name, 64, 1, 1, 1)  # loads what the first step needs
-    before = resident("VmRSS")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     losses = train(name, width, blocks, options.steps, options.batch)
-    used = resident("VmHWM") - before
-    print(f"the process took {used / 2**20:,.0f} MiB, with activations")
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KiB on Linux
+    print(f"the process took {used / 2**10:,.0f} MiB, with activations")
     print(f"largest: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     return 0 if losses[-1] < 0.9 * losses[0] else 1
 

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/muon.py
 """
 
 import torch
-from ranks import run
+from ranks import Losses, run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -43,7 +43,7 @@ def groups(model: Model) -> list[dict[str, object]]:
     ]
 
 
-def train(rank: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     model = Model().to(device, torch.bfloat16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -54,15 +54,13 @@ def train(rank: int, device: torch.device) -> list[float]:
     send_gradients_in_16_bits(model)
     optimizer = halfstep.Muon(groups(model), weight_decay=0.0, state_dtype="8bit")
 
-    losses = []
     for step in range(60):
         tokens = torch.randint(TOKENS, (64,), generator=torch.Generator().manual_seed(2 * step + rank)).to(device)
         loss = nn.functional.cross_entropy(model(tokens).float(), (5 * tokens + 1) % TOKENS)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [loss.item() for loss in losses]
+        yield loss.detach()
 
 
 if __name__ == "__main__":

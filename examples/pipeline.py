@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/pipeline.py
 
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import Losses, run
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
@@ -22,8 +22,8 @@ def batch(step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.to(device, torch.float16), targets.to(device)
 
 
-def train(rank: int, device: torch.device) -> list[float]:
-    """Train and return the losses, on the last stage; an empty list on the others."""
+def train(rank: int, device: torch.device) -> Losses:
+    """Train, and yield the losses on the last stage; none on the others."""
     size = dist.get_world_size()
     torch.manual_seed(rank)
     model = Sequential(Linear(32, 128), GELU(), Linear(128, 32)).to(device, torch.float16)
@@ -35,7 +35,6 @@ def train(rank: int, device: torch.device) -> list[float]:
         return scaler.scale(mse_loss(outputs.float(), targets))
 
     schedule = Schedule1F1B(PipelineStage(model, rank, size, device), MICROBATCHES, loss_fn=scaled_loss)
-    history: list[float] = []
     for step in range(150):
         inputs, targets = batch(step, device)
         scale, losses = scaler.scale(torch.ones((), device=device)), []  # on every stage, to create the scale
@@ -45,8 +44,7 @@ def train(rank: int, device: torch.device) -> list[float]:
         scaler.update()
         optimizer.zero_grad()
         if rank == size - 1:  # only the last stage computes the loss
-            history.append((torch.stack(losses).mean() / scale).item())
-    return history
+            yield torch.stack(losses).mean() / scale
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+Losses = Iterator[torch.Tensor]
 
 
 class World(NamedTuple):
@@ -72,13 +73,14 @@ def batch(step: int, rank: int, device: torch.device, dtype: torch.dtype) -> tup
     return inputs.to(device, dtype), targets.to(device)
 
 
-def run(name: str, train: Callable[[int, torch.device], list[float]]) -> NoReturn:
+def run(name: str, train: Callable[[int, torch.device], Losses]) -> NoReturn:
     """Connect the ranks, train, print the first and the last loss, and end with status 1 if the loss did not halve.
 
-    `train` receives the rank and its device, and returns the losses, or an empty list where it does not know them.
+    `train` receives the rank and its device, and yields the losses, or nothing where it does not know them.
     """
     world = connect()
-    losses = next(filter(None, world.objects(train(world.rank, world.device))))
+    mine = [loss.item() for loss in list(train(world.rank, world.device))]  # waits for the device at the end
+    losses = next(filter(None, world.objects(mine)))
     if world.rank == 0:
         print(f"{name}: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
     dist.barrier()  # if a rank left early, its closed connections would be errors on the others

@@ -8,7 +8,7 @@ of the sampler and of the trainer differ more, which can end such training (arXi
 
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import Losses, run
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import log_softmax
@@ -35,7 +35,7 @@ def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor,
     return actions, log_softmax(logits, 1).gather(1, actions), advantages, rewards.mean()
 
 
-def train(rank: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     model = Sequential(Linear(16, 64), GELU(), Linear(64, ACTIONS)).to(device, torch.float16)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -47,7 +47,6 @@ def train(rank: int, device: torch.device) -> list[float]:
     scaler = halfstep.GradScaler(device.type)
     torch.manual_seed(rank)  # the draws differ from rank to rank
 
-    losses = []
     for step in range(80):
         states = prompts(step, rank, device)
         actions, old, advantages, reward = rollout(model, states)
@@ -61,8 +60,7 @@ def train(rank: int, device: torch.device) -> list[float]:
             scaler.update()
             optimizer.zero_grad()
         dist.all_reduce(reward)
-        losses.append(1 - reward / dist.get_world_size())
-    return [loss.item() for loss in losses]
+        yield 1 - reward / dist.get_world_size()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 import halfstep
+from halfstep.bench.run_report import environment
 from halfstep.cli.command_line import Parser, UsageError, a_path, complain, make_folder, with_output
 from halfstep.cli.numbers import number, whole
 from halfstep.cli.terminal import Progress, say
@@ -62,7 +63,6 @@ FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the
 BETAS = (0.9, 0.95)  # as usual for GPTs
 NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is given up
 GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
-WORST = 5  # number of parameters in the report
 # The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
 SETTINGS = (
     *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
@@ -76,6 +76,8 @@ class Run(NamedTuple):
     name: str
     precision: str
     optimizer: str = "halfstep.AdamW"
+
+    folder = property(lambda self: self.name.replace(" ", "-"))  # of its checkpoints
 
 
 RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
@@ -113,48 +115,37 @@ def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-class Clock:
-    """Times each step and its optimizer part: by the wall clock on CPUs, by events, which do not wait, on GPUs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.marks: list[Any] = []  # three of each step
-
-    def mark(self) -> None:
-        if self.on_gpu:
-            self.marks.append(torch.cuda.Event(enable_timing=True))
-            self.marks[-1].record()
-        else:
-            self.marks.append(time.perf_counter())
-
-    def take(self) -> list[tuple[float, float]]:
-        """The milliseconds of each step since the last call, and of its optimizer part. Waits for the device."""
-        marks, self.marks = self.marks, []
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            marks = [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
-        steps = zip(marks[::3], marks[1::3], marks[2::3], strict=True)
-        return [((end - begin) * 1e3, (end - middle) * 1e3) for begin, middle, end in steps]
+def now(device: torch.device) -> Any:
+    """The time in seconds; on a GPU an event, which does not wait."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-class Interrupt:
-    """Stops a run after its present step on Ctrl-C or SIGTERM. A second Ctrl-C stops it at once."""
+def milliseconds(begin: Any, end: Any) -> float:
+    """The time between two results of `now`. The device must have come to the second."""
+    elapsed: float = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+    return elapsed
 
-    signal: int | None = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+@contextmanager
+def signals() -> Iterator[list[int]]:
+    """The signals received so far, Ctrl-C and SIGTERM, which only ask to stop. A second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        received.append(number)
 
-    @contextmanager
-    def listening(self) -> Iterator[Interrupt]:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Trainer:
@@ -189,7 +180,7 @@ class Trainer:
         self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
         names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
         self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
-        self._clock = Clock(world.device)
+        self._times: list[tuple[Any, Any, Any]] = []  # of each step: its begin, the optimizer's, and the end
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
         self._measure()
@@ -237,7 +228,7 @@ class Trainer:
         options = self.options
         rows = self.world.rows(options.batch)
         batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
-        self._clock.mark()
+        begin = now(self.world.device)
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         parts = self._parts(batch)
         for index, part in enumerate(parts):
@@ -247,14 +238,14 @@ class Trainer:
             loss = loss + share.detach()
         if self.monitor is not None:
             self.monitor.step(self.optimizer)
-        self._clock.mark()
+        middle = now(self.world.device)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self._scales.append(self._scale())
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self._clock.mark()
+        self._times.append((begin, middle, now(self.world.device)))
         self.scheduler.step()
         self._losses.append(loss)
         self.step += 1
@@ -279,10 +270,11 @@ class Trainer:
         history["scale"] += scales[:-1]
         # The scale falls exactly when a step was skipped.
         history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
-        times = self._clock.take()
-        history["step_ms"] += [step_ms for step_ms, _ in times]
-        history["optimizer_ms"] += [optimizer_ms for _, optimizer_ms in times]
-        self._losses, self._scales = [], []
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        history["step_ms"] += [milliseconds(begin, end) for begin, _, end in self._times]
+        history["optimizer_ms"] += [milliseconds(middle, end) for _, middle, end in self._times]
+        self._losses, self._scales, self._times = [], [], []
         return values[count:]
 
     @torch.no_grad()
@@ -299,9 +291,7 @@ class Trainer:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # FSDP2 keeps the gathered parameters after a forward without a backward
-        loss = float(self.world.mean(total / count))
-        if not self.history["validation"] or self.history["validation"][-1][0] != self.step:
-            self.history["validation"].append([self.step, loss])
+        self.history["validation"].append([self.step, float(self.world.mean(total / count))])
 
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
@@ -335,11 +325,12 @@ class Trainer:
         """The overflows since the process started, on any rank: they hold different shards. Collective."""
         if self.scaler is None:
             return None
-        overflows = self.scaler.overflow_report(self.plain.named_parameters()).as_dict()
-        entries = chain.from_iterable(self.world.objects(overflows["parameters"]))
-        ordered = sorted(entries, key=lambda entry: entry["inf_steps"] + entry["nan_steps"])
-        most = {entry["name"]: entry for entry in ordered}  # of a parameter, the rank with the most
-        return {**overflows, "parameters": [*most.values()][::-1]}
+        overflows = self.scaler.overflow_report(self.plain.named_parameters())
+        ranks = self.world.objects(overflows.parameters)
+        ordered = sorted(chain.from_iterable(ranks), key=lambda entry: entry.inf_steps + entry.nan_steps)
+        most = {entry.name: entry for entry in ordered}  # of a parameter, the rank with the most
+        overflows = replace(overflows, parameters=[*most.values()][::-1])
+        return {**overflows.as_dict(), "text": str(overflows)}
 
     def _counted(self) -> dict[str, Any] | None:
         """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
@@ -359,13 +350,7 @@ class Trainer:
         together = AmpMonitor(self.plain, self.scaler, format=self.run.precision)
         together.load_state_dict(counted)
         counts = together.report()
-        statistics, advice = counts.statistics, counts.advice
-        worst = [{k: v for k, v in row.as_dict().items() if k != "exponents"} for row in statistics.worst(WORST)]
-        return {
-            **{"format": statistics.format.name, "scale": statistics.scale, "steps": counts.collected},
-            **{"total": statistics.total.as_dict(), "worst": worst},
-            "advice": None if advice is None else {**advice.as_dict(), "text": str(advice)},
-        }
+        return {**counts.as_dict(), "text": str(counts)}
 
     def best(self) -> tuple[int, float, int]:
         """Step and loss of the best validation, and the number of validations since."""
@@ -394,8 +379,6 @@ class Trainer:
             "name": self.run.name,
             "precision": self.run.precision,
             "emulated": self.precision.emulated,
-            "strategy": options.strategy,
-            "world_size": world.size,
             "optimizer": self.run.optimizer,
             "steps": self.step,
             "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
@@ -448,16 +431,21 @@ def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
+def checkpoints_in(path: Path, folder: str = "*") -> list[Path]:
+    """A checkpoint, or the newest ones of the runs in the ``--out`` of train_gpt.py, by the name of their folder."""
+    if (path / "manifest.json").is_file():
+        return [path]
+    return [newest for run in path.glob(f"checkpoints/{folder}") if (newest := checkpoint.newest(run))]
+
+
 def read_base(path: Path, size: str) -> Weights:
     """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
     CheckpointError says that there is none, or that it is damaged or of another size.
     """
-    if path.is_dir() and not (path / "manifest.json").is_file():
-        newest = [file for folder in path.glob("checkpoints/*") if (file := checkpoint.newest(folder))]
-        if len(newest) != 1:
-            raise CheckpointError(f"--base {path} holds checkpoints of {len(newest)} runs; pass one checkpoint")
-        (path,) = newest
-    return merged(read_checkpoint(path, {"size": size})["model"])
+    found = checkpoints_in(path)
+    if len(found) != 1:
+        raise CheckpointError(f"--base {path} holds checkpoints of {len(found)} runs; pass one checkpoint")
+    return merged(read_checkpoint(found[0], {"size": size})["model"])
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -488,13 +476,14 @@ class Display:
             say(text)
 
 
-def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str, Any] | None:
+def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, Any] | None:
     """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls. Returns the
     run's entry in report.json; None if it was interrupted.
     """
     run, options, world = trainer.run, trainer.options, trainer.world
     # Waiting for a GPU or for other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
+    folder = options.out / "checkpoints" / run.folder
     while trainer.step < options.steps:
         trainer.advance()
         last = trainer.step == options.steps
@@ -503,7 +492,7 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
         if not (save_now or validate_now or trainer.step % interval == 0):
             continue
         # A signal reaches the ranks in different steps. Here they agree on one.
-        (stop,) = trainer.flush(float(interrupt.signal or 0))
+        (stop,) = trainer.flush(float(bool(received)))
         losses = trainer.history["train_loss"]
         if len(losses) >= NON_FINITE and not any(map(math.isfinite, losses[-NON_FINITE:])):
             trouble = (
@@ -518,11 +507,11 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
         if save_now or (stop and options.save_every):
             state = trainer.state()
             if world.rank == 0:
-                display.note(f"{run.name}: saved {checkpoint.save(folder_of(run, options.out), trainer.step, state)}")
+                display.note(f"{run.name}: saved {checkpoint.save(folder, trainer.step, state)}")
         if stop and not last:
-            interrupt.signal = interrupt.signal or signal.SIGTERM
+            received.append(signal.SIGTERM)  # if another rank received it
             saved = "continue with --resume" if options.save_every else "nothing saved without --save-every"
-            name = signal.Signals(interrupt.signal).name
+            name = signal.Signals(received[0]).name
             display.note(f"{run.name}: stopped by {name} after step {trainer.step}; {saved}")
             return None
         if validate_now and not last and options.patience:
@@ -537,26 +526,19 @@ def train(trainer: Trainer, display: Display, interrupt: Interrupt) -> dict[str,
     return trainer.row()
 
 
-def folder_of(run: Run, out: Path) -> Path:
-    return out / "checkpoints" / run.name.replace(" ", "-")
-
-
 def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
-    folder = folder_of(run, options.out)
-    newest = checkpoint.newest(folder)
+    """The checkpoint with which a run goes on. A UsageError says that there is none, or one that is not asked for."""
+    newest, path = checkpoints_in(options.out, run.folder), Path(options.resume or options.out)
     if restarts() and options.save_every and (newest or options.resume is None):
-        return newest
+        return newest[0] if newest else None
     if options.resume is None:
         if options.save_every and newest:
-            raise UsageError(f"{folder} already holds {newest.name}; pass --resume to continue, or another --out")
+            raise UsageError(f"{newest[0]} is there already; pass --resume to continue, or another --out")
         return None
-    path = Path(options.resume or options.out)
-    if (path / "manifest.json").is_file():
-        return path
-    newest = checkpoint.newest(folder_of(run, path))
-    if options.resume and not newest:
+    found = checkpoints_in(path, run.folder)
+    if options.resume and not found:
         raise UsageError(f"--resume {path} has no checkpoint of {run.name!r}; pass a checkpoint, or the --out of a run")
-    return newest
+    return found[0] if found else None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -661,29 +643,23 @@ def command(options: argparse.Namespace) -> int:
     if restarts():
         begun = "continuing" if resumed else "no checkpoint to continue from, starting from the beginning"
         display.note(f"processes restarted by torchrun, restart {restarts()}: {begun}")
-    with Interrupt().listening() as interrupt:
+    with signals() as received:
         for run in runs:
             trainer = Trainer(run, options, corpus, world, base)
             if run in resumed:
                 trainer.restore(resumed[run])
                 display.note(f"{run.name}: continuing after step {trainer.step}")
-            row = train(trainer, display, interrupt)
+            row = train(trainer, display, received)
             del trainer  # the next run needs its memory
             if row is None:
                 break
             rows.append(row)
     if world.rank == 0 and len(rows) == len(runs):
         content = {
-            **report.machine(world.device),
-            "model": {"size": options.size, **asdict(SIZES[options.size]), "parameters": rows[0]["parameters"]},
-            "training": {name: getattr(options, name) for name in SETTINGS},
-            "layout": {
-                "strategy": options.strategy,
-                "processes": world.size,
-                "accumulate": options.accumulate,
-                "checkpointing": options.checkpointing,
-                "restarts": restarts(),
-            },
+            "machine": {**environment(world.device), "cores": os.cpu_count()},
+            "options": {name: value for name, value in vars(options).items() if name not in ("out", "resume")},
+            "processes": world.size,
+            "restarts": restarts(),
             "data": {"name": corpus.name, "files": corpus.files, "bytes": size, "sha256": corpus.sha256},
             "unigram_entropy": corpus.unigram_entropy,
             "runs": rows,
@@ -693,7 +669,7 @@ def command(options: argparse.Namespace) -> int:
     if world.size > 1:
         dist.barrier()  # if a rank left early, its closed connections would be errors on the others
     if len(rows) < len(runs):
-        return 128 + (interrupt.signal or signal.SIGTERM)
+        return 128 + received[0]
     return 1 if any(row["trouble"] for row in rows) else 0
 
 

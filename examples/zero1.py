@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/zero1.py
 """
 
 import torch
-from ranks import batch, run
+from ranks import Losses, batch, run
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import GELU, Linear, Sequential
 from torch.nn.functional import mse_loss
@@ -13,14 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 import halfstep
 
 
-def train(rank: int, device: torch.device) -> list[float]:
+def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     net = Sequential(Linear(32, 128), GELU(), Linear(128, 8)).to(device, torch.float16)
     model = DistributedDataParallel(net)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=halfstep.AdamW, lr=1e-2)
     scaler = halfstep.GradScaler(device.type)
 
-    losses = []
     for step in range(100):
         inputs, targets = batch(step, rank, device, torch.float16)
         loss = mse_loss(model(inputs).float(), targets)
@@ -29,8 +28,7 @@ def train(rank: int, device: torch.device) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        losses.append(loss.detach())
-    return [loss.item() for loss in losses]
+        yield loss.detach()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels.cells import width
-from halfstep.kernels.statistics import foreach_count_
 from halfstep.kernels.streams import capturing, to_device
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.scaling.host_copy import HostCopy
@@ -20,7 +19,7 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.scaling.wrappers import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
-from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
+from halfstep.numerics.statistics.named_tensors import count_, countable, named_tensors
 
 
 @dataclass(frozen=True)
@@ -172,26 +171,19 @@ class AmpMonitor:
 
     @torch.no_grad()
     def _collect(self, scale: torch.Tensor | None) -> None:
-        groups: dict[tuple[torch.device, bool], dict[int, torch.Tensor]] = {}  # by device and whether in fp64
+        groups: dict[torch.device, dict[int, torch.Tensor]] = {}
         for row, (name, parameter) in enumerate(self._parameters.items()):
             grad = gradient_of(parameter)
             if grad is not None:
                 values = countable(f"the gradient of {name}", grad, self.format)
-                groups.setdefault((values.device, values.dtype == torch.float64), {})[row] = values
-        if any(capturing(device) for device, _ in groups):
+                groups.setdefault(values.device, {})[row] = values
+        if any(map(capturing, groups)):
             return
-        for device in {device for device, _ in groups} - self._latest.keys():
+        for device in groups.keys() - self._latest.keys():
             self._latest[device] = self._zeros(device), HostCopy()
-        for latest, _ in self._latest.values():
-            latest.zero_()
-        for (device, wide), rows in groups.items():
-            divisor, tensors = None if scale is None else to_device(scale, device), list(rows.values())
-            if wide:  # unscaled before it becomes fp32
-                factor = 1.0 if divisor is None else divisor.double().reciprocal()
-                divisor, tensors = None, [scaled_to_odd(values, factor) for values in tensors]
-            latest = self._latest[device][0]
-            foreach_count_(tensors, latest, self._grid, scale=divisor, inverted=True, rows=list(rows))
         for device, (latest, copy) in self._latest.items():
+            divisor = None if scale is None else to_device(scale, device)
+            count_(latest.zero_(), groups.get(device, {}), self._grid, divisor, inverted=True)
             self._counts.setdefault(device, self._zeros(device)).add_(latest)
             copy.take(latest)
         self._collected += 1

@@ -33,6 +33,9 @@ class SkipCount:
             self._reported += min(skips, updates)  # those that become known late are for later questions
         return self._answer
 
+    def __reduce__(self) -> Any:
+        return SkipCount, (self._scaler,)  # a copy of a scaler counts from 0
+
 
 def _passed_on(name: str) -> Any:
     """A method that is that of the wrapped scheduler."""
@@ -98,15 +101,9 @@ class SkipAwareScheduler(LRScheduler):
     _initial_step, _update_lr = _passed_on("_initial_step"), _passed_on("_update_lr")
 
     def __getattr__(self, name: str) -> Any:
-        if name in OWN:  # not set yet, during unpickling
+        if name in OWN:  # not set yet, while a copy is made
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value) if name in OWN else setattr(self.scheduler, name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler, "scaler": self.scaler}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _skips=SkipCount(state["scaler"]))  # a copy of a scaler counts from 0

@@ -27,8 +27,7 @@ _MASTER = re.compile(r"master|remainder|kahan|compensation|residual|ecc|error|sh
 # Options of groups or attributes of optimizers that say that updates below the spacing of a weight are not lost.
 _STOCHASTIC = ("bf16_stochastic_round", "stochastic_rounding")
 _KEEPS = (*_STOCHASTIC, "master_weights", "kahan_sum", "use_kahan_summation")
-# Attributes under which libraries keep a loss scaler: timm's NativeScaler, mmengine's AmpOptimWrapper, Accelerate's
-# Accelerator and Lightning's plugins.
+# Attributes with a loss scaler: timm's NativeScaler, mmengine's AmpOptimWrapper, Accelerator, Lightning's plugins.
 _SCALERS = ("_scaler", "loss_scaler", "scaler")
 
 
@@ -88,9 +87,9 @@ class Setup:
     """The model, the innermost optimizers, the loss scaler (None if there is none or it is disabled), and
 
     Attributes:
-        names: the names of the model's parameters by their id; tied parameters have one.
-        parameters: names and parameters of the model.
-        trainable: those that require a gradient.
+        parameters: names and parameters of the model; tied parameters have one name.
+        names: the names by the parameters' id.
+        trainable: the parameters that require a gradient.
         entries: the parameters in the optimizers.
         steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
     """
@@ -103,9 +102,8 @@ class Setup:
         self.names = {id(parameter): name for name, parameter in self.parameters}
         self.trainable = [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
         self.optimizers = list(innermost(optimizer))
-        self.scaler = _scaler_of(scaler, optimizer)
-        if not getattr(self.scaler, "is_enabled", lambda: True)():
-            self.scaler = None
+        found = _scaler_of(scaler, optimizer)
+        self.scaler = found if getattr(found, "is_enabled", lambda: True)() else None
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
         self.steps_copies = self._steps_copies(optimizer)
 
@@ -155,10 +153,8 @@ class Setup:
             if parameter.dtype == torch.float16:
                 return f"fp16 weights ({name})"
         for module in self.model.modules():
-            policy = getattr(module, "mixed_precision", None)  # FSDP1
-            state_of: Any = getattr(module, "_get_fsdp_state", None)  # FSDP2
-            if policy is None and state_of is not None:
-                policy = getattr(state_of(), "_mp_policy", None)
+            state = getattr(module, "_get_fsdp_state", lambda: None)()  # FSDP2
+            policy = getattr(module, "mixed_precision", getattr(state, "_mp_policy", None))  # FSDP1 has the former
             if getattr(policy, "param_dtype", None) == torch.float16:
                 return f"the mixed precision of {type(module).__name__}"
         return ""
@@ -204,14 +200,13 @@ def _scaler_of(scaler: Any, optimizer: Any) -> Any:
         return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
     inner = scaler
     while inner is not None and not _is_scaler(inner):
-        name = next((name for name in _SCALERS if hasattr(inner, name)), None)
-        if name is None:
+        if not any(hasattr(inner, name) for name in _SCALERS):
             raise TypeError(
                 "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
                 f"{', '.join(_SCALERS)}, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
                 "halfstep.GradScaler, or None without one"
             )
-        inner = getattr(inner, name)
+        inner = next(getattr(inner, name) for name in _SCALERS if hasattr(inner, name))
     return inner
 
 

@@ -53,10 +53,6 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
         """Whether the step was skipped. Does not wait: on a GPU a skip is known one or two steps later."""
         return self._skips is not None and self._skips.was_skipped()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._skips = None if self.scaler is None else SkipCount(self.scaler)  # a copy of a scaler counts from 0
-
 
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` for optimizers of halfstep: the same arguments, and `scaler`.

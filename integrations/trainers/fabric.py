@@ -27,29 +27,12 @@ class FabricMixedPrecision(_MixedPrecision):
         super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
 
-class FabricHalfPrecision(_HalfPrecision):
-    """Fabric's `HalfPrecision`, with weights in 16 bits, and with a scaler for those in fp16."""
+class FabricHalfPrecision(_HalfPrecision, _MixedPrecision):
+    """Fabric's `HalfPrecision`, with weights in 16 bits, and for those in fp16 with a scaler, as `MixedPrecision`."""
 
     def __init__(self, precision: Any = "16-true", device: str = "cuda", scaler: GradScaler | None = None) -> None:
         super().__init__(precision)
         self.scaler = checked_scaler(scaler, device if precision == "16-true" else None)
-
-    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        """The backward of the scaled loss."""
-        super().backward(tensor if self.scaler is None else self.scaler.scale(tensor), model, *args, **kwargs)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and update the scale."""
-        if self.scaler is None:
-            return super().optimizer_step(optimizer, **kwargs)
-        output = self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return output
-
-    def unscale_gradients(self, optimizer: Any) -> None:
-        """Unscale in place, for clipping in place."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
 
 
 class Fabric(theirs.Fabric):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
 from lightning.pytorch import plugins as theirs
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -23,14 +22,25 @@ from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_
 from halfstep.numerics.scaling.scaler import GradScaler
 
 
-class _Stepping:
-    """What a precision plugin does between the backward and the schedule.
+class MixedPrecision(theirs.MixedPrecision):
+    """Lightning's plugin of the same name, with fp32 weights and a forward in 16 bits.
 
     ``gradient_clip_val`` clips in the step of an optimizer of halfstep. Where the module or a callback has
     ``on_before_optimizer_step``, which may look at gradients, they are unscaled in place first.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: the device type of the forward, as for `torch.autocast`.
+        scaler: a `halfstep.GradScaler` for ``"16-mixed"``. Default: one with its defaults.
+
+    Raises:
+        TypeError: `scaler` is not a `halfstep.GradScaler`.
     """
 
     scaler: GradScaler | None
+
+    def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
+        super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Hold the schedules where the scaler skips a step, except those that are stepped by a metric."""
@@ -38,26 +48,20 @@ class _Stepping:
             for config in lr_schedulers:
                 if not isinstance(config.scheduler, (SkipAwareScheduler, ReduceLROnPlateau)):
                     config.scheduler = SkipAwareScheduler(config.scheduler, self.scaler)
-        connected: tuple[Any, list[Any], list[Any]] = super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+        connected: tuple[Any, list[Any], list[Any]] = super().connect(model, optimizers, lr_schedulers)
         return connected
-
-    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Scale the loss, before the hooks for it."""
-        if self.scaler is not None:
-            tensor = self.scaler.scale(tensor)
-        return theirs.Precision.pre_backward(self, tensor, module)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, which has the backward, clip, step, and update the scale."""
         if self.scaler is None:
-            return theirs.Precision.optimizer_step(self, optimizer, model=model, closure=closure, **kwargs)
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # no backward took place
-            self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+            self._after_closure(model, optimizer)
             return result
         if not folds(optimizer) or _looks_at_gradients(model):
             self.scaler.unscale_(optimizer)
-        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        self._after_closure(model, optimizer)
         output = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return output
@@ -78,42 +82,11 @@ class _Stepping:
             self.scaler.unscale_(optimizer)
         theirs.Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the scaler."""
-        return {} if self.scaler is None else self.scaler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a scaler, of halfstep or of torch."""
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)
-
-
-def _looks_at_gradients(model: Any) -> bool:
-    """Whether the module or a callback has hooks between the backward and the step."""
-    hooks = "on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping"
-    return any(is_overridden(hook, model) for hook in hooks) or any(
-        is_overridden(hook, callback, Callback) for callback in model.trainer.callbacks for hook in hooks[:2]
-    )
-
-
-class MixedPrecision(_Stepping, theirs.MixedPrecision):
-    """Lightning's plugin of the same name, with fp32 weights and a forward in 16 bits.
-
-    Args:
-        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
-        device: the device type of the forward, as for `torch.autocast`.
-        scaler: a `halfstep.GradScaler` for ``"16-mixed"``. Default: one with its defaults.
-
-    Raises:
-        TypeError: `scaler` is not a `halfstep.GradScaler`.
-    """
-
-    def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
-        super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
-
-
-class HalfPrecision(_Stepping, theirs.HalfPrecision):
+class HalfPrecision(theirs.HalfPrecision, MixedPrecision):
     """Lightning's plugin of the same name, with weights in 16 bits: the optimizer keeps their masters.
+
+    It steps and clips as `MixedPrecision`.
 
     Args:
         precision: ``"16-true"`` or ``"bf16-true"``.
@@ -127,6 +100,14 @@ class HalfPrecision(_Stepping, theirs.HalfPrecision):
     def __init__(self, precision: Any = "16-true", scaler: GradScaler | None = None, device: str = "cuda") -> None:
         super().__init__(precision)
         self.scaler = checked_scaler(scaler, device if precision == "16-true" else None)
+
+
+def _looks_at_gradients(model: Any) -> bool:
+    """Whether the module or a callback has hooks between the backward and the step."""
+    hooks = "on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping"
+    return any(is_overridden(hook, model) for hook in hooks) or any(
+        is_overridden(hook, callback, Callback) for callback in model.trainer.callbacks for hook in hooks[:2]
+    )
 
 
 class ScalerMonitor(Callback):

@@ -9,7 +9,7 @@ ties to even. Any other scale is multiplied in fp32 first, as in a training loop
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -230,9 +230,6 @@ class Statistics(Sequence[Row]):
             key = self.names.index(key)
         return self._row(self.names[key], self._dtypes[key], self.counts[key])
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
     @property
     def total(self) -> Row:
         """The counts of all tensors together."""
@@ -397,9 +394,8 @@ def statistics(
     """
     import torch
 
-    from halfstep.kernels.statistics import foreach_count_
     from halfstep.kernels.streams import to_device
-    from halfstep.numerics.statistics.named_tensors import countable, named_tensors, scaled_to_odd
+    from halfstep.numerics.statistics.named_tensors import count_, countable, named_tensors
 
     chosen = formats[format]
     grid = grid_of(chosen)
@@ -410,23 +406,17 @@ def statistics(
         factor: float | torch.Tensor = scale.detach().reshape(()).float().clone()
     else:
         factor = checked_scale("scale", scale)
-    values = [countable(name, tensor, chosen) for name, tensor in named.items()]
+    values = dict(enumerate(countable(name, tensor, chosen) for name, tensor in named.items()))
     counted = []
-    for device in {tensor.device: None for tensor in values} or {torch.device("cpu"): None}:
-        local = [row for row, tensor in enumerate(values) if tensor.device == device]
-        counts = torch.zeros(len(local), width(errors), dtype=torch.int64, device=device)
-        local_scale: torch.Tensor | None = None
+    for device in {tensor.device: None for tensor in values.values()} or {torch.device("cpu"): None}:
+        rows = [row for row, tensor in values.items() if tensor.device == device]
+        counts = torch.zeros(len(rows), width(errors), dtype=torch.int64, device=device)
+        number = None
         if isinstance(factor, torch.Tensor):
-            local_scale = to_device(factor, device)
+            number = to_device(factor, device)
         elif factor != 1:
-            local_scale = torch.full((), factor, dtype=torch.float32, device=device)
-        for double in (False, True):  # fp64 is scaled before it becomes fp32
-            indices = [index for index, row in enumerate(local) if (values[row].dtype == torch.float64) is double]
-            listed = [values[local[index]] for index in indices]
-            if double:
-                exact_scale = 1.0 if local_scale is None else local_scale.double()
-                listed = [scaled_to_odd(tensor, exact_scale) for tensor in listed]
-            foreach_count_(listed, counts, grid, scale=None if double else local_scale, rows=indices)
-        counted.append((counts, local))
+            number = torch.full((), factor, dtype=torch.float32, device=device)
+        count_(counts, {index: values[row] for index, row in enumerate(rows)}, grid, number)
+        counted.append((counts, rows))
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in named.values()]
     return Statistics(list(named), dtypes, chosen, factor, counted)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from halfstep.kernels.cells import Grid
 from halfstep.kernels.multi_tensor import DTYPE_CODES
+from halfstep.kernels.statistics import foreach_count_
 from halfstep.numerics.formats.table import Format
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
@@ -52,26 +54,31 @@ def named_tensors(tensors: Any, argument: str = "tensors", of: str = "parameters
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def _to_odd(x: torch.Tensor) -> torch.Tensor:
-    """Convert fp64 to fp32 with rounding to odd, so that rounding again gives the result of a single rounding.
+def _scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """fp64 numbers times `scale` as fp32, such that the counts are those of the exact products.
 
-    Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008.
+    They are rounded to odd, so that rounding again gives the result of a single rounding (Boldo and Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008). Products beyond the
+    range of fp64 stay finite, and products below its smallest number do not become zero.
     """
-    nearest = x.float()
-    inexact = (nearest.double() != x) & x.isfinite()
-    away = inexact & (nearest.double().abs() > x.abs())
+    y = x * scale
+    y = torch.where((y == 0) & (x != 0), 5e-324, y)
+    y = torch.where(y.isinf() & x.isfinite(), torch.finfo(torch.float64).max, y)
+    nearest = y.float()
+    inexact = (nearest.double() != y) & y.isfinite()
+    away = inexact & (nearest.double().abs() > y.abs())
     bits = nearest.view(torch.int32) - away.int()  # toward zero
     return torch.where(inexact, bits | 1, bits).view(torch.float32)
 
 
-def scaled_to_odd(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """fp64 numbers times `scale` as fp32, such that the counts are those of the exact products.
-
-    Products beyond the range of fp64 stay finite, and products below its smallest number do not become zero.
-    """
-    y = x * scale
-    y = torch.where((y == 0) & (x != 0), 5e-324, y)
-    return _to_odd(torch.where(y.isinf() & x.isfinite(), torch.finfo(torch.float64).max, y))
+def count_(
+    counts: torch.Tensor, tensors: Mapping[int, torch.Tensor], grid: Grid, scale: Any = None, inverted: bool = False
+) -> None:
+    """`foreach_count_` of tensors by row, also of fp64 tensors, which are scaled before they become fp32."""
+    factor = 1.0 if scale is None else scale.double().reciprocal() if inverted else scale.double()
+    wide = {row: _scaled_to_odd(x, factor) for row, x in tensors.items() if x.dtype == torch.float64}
+    for part, number in ({row: x for row, x in tensors.items() if row not in wide}, scale), (wide, None):
+        foreach_count_(list(part.values()), counts, grid, scale=number, inverted=inverted, rows=list(part))
 
 
 def countable(name: str, tensor: torch.Tensor, format: Format) -> torch.Tensor:

@@ -76,8 +76,8 @@ def test_a_killed_rank_is_restarted_and_the_loss_is_the_same(text: Path, tmp_pat
     assert report(killed)["final_val_loss"] == report(calm)["final_val_loss"]
     assert report(killed)["train_loss"] == report(calm)["train_loss"]
     assert differences(newest(calm, "fp16")[1], newest(killed, "fp16")[1]) == []
-    assert json.loads((killed / "report.json").read_text())["layout"]["restarts"] == 1
-    assert json.loads((calm / "report.json").read_text())["layout"]["restarts"] == 0
+    assert json.loads((killed / "report.json").read_text())["restarts"] == 1
+    assert json.loads((calm / "report.json").read_text())["restarts"] == 0
 
 
 @pytest.mark.parametrize(("restarts", "nodes", "apart"), [(0, 1, False), (2, 1, True), (2, 2, False)])

@@ -158,7 +158,7 @@ def test_the_tables_name_programs() -> None:
 
 # ------------------------------------------------------------------------------------------- random loops with mistakes
 
-# `python tests/support/mistakes.py --loops N --seed S` runs others. Number 52 writes a parameter without a gradient.
+# Number 52 writes a parameter without a gradient.
 # In the layouts by turns, but 52 in each.
 LOOPS = [(seed, LAYOUTS_OF_16_BITS[seed % len(LAYOUTS_OF_16_BITS)]) for seed in range(30)]
 LOOPS += [(52, layout) for layout in LAYOUTS_OF_16_BITS]
@@ -169,16 +169,9 @@ def test_mistakes_have_the_bits_of_the_plain_optimizer_or_are_refused(way: str) 
     counts: Counter[str] = Counter()
     for seed, layout in LOOPS:
         actions = mistakes.loop_of(seed)
-        assert mistakes.is_allowed(actions)
         text = mistakes.verdict(way, layout, actions)
         counts[text] += 1
-        if mistakes.is_wrong(text):
-
-            def is_wrong(tried: list[str], layout: str = layout) -> bool:
-                return mistakes.is_wrong(mistakes.verdict(way, layout, tried))
-
-            wrong = mistakes.shortened(actions, is_wrong)
-            pytest.fail(f"loop {seed}, {layout}, {' '.join(wrong)}: {mistakes.verdict(way, layout, wrong)}")
+        assert text in ("same bits", "remedy named"), f"loop {seed}, {layout}, {' '.join(actions)}"
     assert counts["same bits"]
 
 

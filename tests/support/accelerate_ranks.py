@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import trainer_tools as tools
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
-from trainer_tools import (
-    BROKEN,
-    DTYPES,
-    LR,
-    MAX_NORM,
-    SAVED,
-    STEPS,
-    batch,
-    break_gradient,
-    broken_backward,
-    error,
-    fit_of,
-    full,
-    gradients,
-    logged,
-    masters_of,
-    network,
-    same_bits,
-    scaler_for,
-    seen,
-    state_of,
-)
 
 import halfstep
 from halfstep.integrations.trainers.accelerate import Accelerator
@@ -68,7 +45,7 @@ def reset() -> None:
 def accelerator_of(strategy: str, kind: str, **options: Any) -> Any:
     if AcceleratorState._shared_state:
         reset()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, scaler=scaler_for(kind), **options)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, scaler=tools.scaler_for(kind), **options)
     if strategy == "FSDP2":
         # Accelerate shards on accelerators only. This is what its state does there.
         plugin = FullyShardedDataParallelPlugin(
@@ -83,8 +60,8 @@ def accelerator_of(strategy: str, kind: str, **options: Any) -> Any:
 
 
 def prepared(accelerator: Any, kind: str, seed: int = 0) -> tuple[Any, Any, Any]:
-    model = network(seed).to(DTYPES[kind])
-    optimizer = halfstep.AdamW(model.parameters(), lr=LR)
+    model = tools.network(seed).to(tools.DTYPES[kind])
+    optimizer = halfstep.AdamW(model.parameters(), lr=tools.LR)
     # Accelerate steps a schedule once for each process.
     gamma = 0.5 ** (1 / accelerator.num_processes)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=gamma)
@@ -100,20 +77,20 @@ def steps(
     for step in numbers:
         for part in range(2):
             with accelerator.accumulate(model):
-                inputs, targets = batch(2 * step + part, accelerator.process_index)
-                loss = error(model(inputs.to(DTYPES[kind])), targets)
+                inputs, targets = tools.batch(2 * step + part, accelerator.process_index)
+                loss = tools.error(model(inputs.to(tools.DTYPES[kind])), targets)
                 breaks = step == broken and accelerator.process_index == accelerator.num_processes - 1
                 sharded = accelerator.distributed_type.name == "FSDP"
-                with broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                with tools.broken_backward(list(model.parameters())[:1], breaks and not sharded):
                     accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     if breaks and sharded:
-                        break_gradient(model.parameters())
-                    before = gradients(model.parameters())
-                    found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                        tools.break_gradient(model.parameters())
+                    before = tools.gradients(model.parameters())
+                    found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), tools.MAX_NORM).item())
                 optimizer.step()
                 if accelerator.sync_gradients:
-                    found["unwritten"].append(same_bits(before, gradients(model.parameters())))
+                    found["unwritten"].append(tools.same_bits(before, tools.gradients(model.parameters())))
                     found["skipped"].append(bool(accelerator.optimizer_step_was_skipped))
                 schedule.step()
                 optimizer.zero_grad()
@@ -126,34 +103,34 @@ def steps(
 def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     """A run that is saved on the way, and one that resumes it from another initialization."""
     place = str(Path(folder) / f"{strategy}-{kind}".replace(" ", ""))
-    broken = BROKEN if kind == "fp16" else None
+    broken = tools.BROKEN if kind == "fp16" else None
     tracker = Tracker()
     accelerator = accelerator_of(strategy, kind, log_with=tracker)
     accelerator.init_trackers("run")
     model, optimizer, schedule = prepared(accelerator, kind)
-    found = steps(accelerator, model, optimizer, schedule, kind, range(SAVED), broken)
+    found = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED), broken)
     accelerator.save_state(place)
-    rest = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
+    rest = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED, tools.STEPS), None)
     found = {key: value + rest[key] for key, value in found.items()}
-    found |= {**seen(model.parameters(), optimizer.optimizer), "log": logged(tracker.kept)}
+    found |= {**tools.seen(model.parameters(), optimizer.optimizer), "log": tools.logged(tracker.kept)}
     scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
     exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_model(model, place + "-export")
     accelerator.wait_for_everyone()
     saved = load_file(Path(place + "-export") / "model.safetensors")
-    held = {name: full(one) for name, one in model.state_dict().items()}
+    held = {name: tools.full(one) for name, one in model.state_dict().items()}
     held = {name.removeprefix("module."): one for name, one in held.items()}
     held = dict(sorted(held.items()))
-    found["exported"] = same_bits(dict(sorted(saved.items())), held)
-    found["exported"] &= not exported or same_bits(dict(sorted(exported.items())), held)
-    found["fit"] = fit_of(model, DTYPES[kind])
+    found["exported"] = tools.same_bits(dict(sorted(saved.items())), held)
+    found["exported"] &= not exported or tools.same_bits(dict(sorted(exported.items())), held)
+    found["fit"] = tools.fit_of(model, tools.DTYPES[kind])
 
     accelerator = accelerator_of(strategy, kind)
     model, optimizer, schedule = prepared(accelerator, kind, seed=1)
     accelerator.load_state(place)
-    again = steps(accelerator, model, optimizer, schedule, kind, range(SAVED, STEPS), None)
+    again = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED, tools.STEPS), None)
     found["resumed"] = {
-        "state": same_bits(state_of(optimizer.optimizer), found["state"]),
+        "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
         "rest": again == rest,
         "scaler": scaler == (None if accelerator.scaler is None else accelerator.scaler.state_dict()),
     }
@@ -166,19 +143,17 @@ def upcast() -> dict[str, Any]:
     for precision in ("bf16", "no"):
         accelerator = accelerator_of("FSDP2", "bf16", mixed_precision=precision)
         model, optimizer, _ = prepared(accelerator, "bf16")
-        accelerator.backward(error(model(batch(0)[0].bfloat16()), batch(0)[1]))
+        accelerator.backward(tools.error(model(tools.batch(0)[0].bfloat16()), tools.batch(0)[1]))
         optimizer.step()
-        found[precision] = [sorted({str(one.dtype) for one in model.parameters()}), masters_of(optimizer.optimizer)]
+        found[precision] = [
+            sorted({str(one.dtype) for one in model.parameters()}),
+            tools.masters_of(optimizer.optimizer),
+        ]
     return found
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     strategies = ("DDP", "FSDP2") if dist.is_initialized() else ("one process",)
-    found: dict[str, Any] = {f"{one} {kind}": whole(one, kind, folder) for one in strategies for kind in DTYPES}
-    if "FSDP2" in strategies:
-        found["upcast"] = upcast()
-    if dist.is_initialized():
-        dist.barrier()
-    return found
+    found: dict[str, Any] = {f"{one} {kind}": whole(one, kind, folder) for one in strategies for kind in tools.DTYPES}
+    return {**found, "upcast": upcast()} if "FSDP2" in strategies else found

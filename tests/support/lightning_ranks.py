@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,32 +10,13 @@ import lightning
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import trainer_tools as tools
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision as TheirMixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from trainer_tools import (
-    BROKEN,
-    LR,
-    MAX_NORM,
-    SAVED,
-    SCALE,
-    STEPS,
-    batch,
-    break_gradient,
-    broken_backward,
-    error,
-    fit_of,
-    full,
-    gradients,
-    logged,
-    network,
-    same_bits,
-    seen,
-    state_of,
-)
 
 import halfstep
 from halfstep.integrations.trainers.fabric import Fabric
@@ -50,7 +27,7 @@ WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def scaler_for(kind: str) -> halfstep.GradScaler | None:
-    return halfstep.GradScaler("cpu", init_scale=SCALE) if kind.startswith("16") else None
+    return halfstep.GradScaler("cpu", init_scale=tools.SCALE) if kind.startswith("16") else None
 
 
 def world() -> int:
@@ -82,34 +59,34 @@ class Regression(lightning.LightningModule):
 
     def __init__(self, kind: str, seed: int = 0) -> None:
         super().__init__()
-        self.kind, self.network = kind, network(seed)
+        self.kind, self.network = kind, tools.network(seed)
         self.losses: list[float] = []
         self.rates: list[float] = []
         self.skipped: list[bool] = []
         self.unwritten: list[bool] = []
 
     def training_step(self, number: Any, index: int) -> Any:
-        inputs, targets = batch(2 * self.current_epoch + index, rank())
-        loss = error(self.network(inputs.to(self.network[0].weight.dtype)), targets)
+        inputs, targets = tools.batch(2 * self.current_epoch + index, rank())
+        loss = tools.error(self.network(inputs.to(self.network[0].weight.dtype)), targets)
         self.losses.append(loss.item())
         self.log("loss", loss, on_step=True)
         return loss
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        breaks = self.current_epoch == BROKEN and rank() == world() - 1 and self.kind.startswith("16")
-        with broken_backward(list(self.parameters())[:1], breaks):
+        breaks = self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16")
+        with tools.broken_backward(list(self.parameters())[:1], breaks):
             super().backward(loss, *args, **kwargs)
-        self.before = gradients(self.parameters())
+        self.before = tools.gradients(self.parameters())
 
     def on_train_epoch_end(self) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         # An optimizer of halfstep is called for a skipped step too.
-        self.unwritten.append(same_bits(self.before, gradients(self.parameters())))
+        self.unwritten.append(tools.same_bits(self.before, tools.gradients(self.parameters())))
         scaler = self.trainer.precision_plugin.scaler
         self.skipped.append(isinstance(scaler, halfstep.GradScaler) and bool(scaler.last_step_skipped()))
 
     def configure_optimizers(self) -> Any:
-        optimizer = halfstep.AdamW(self.parameters(), lr=LR)
+        optimizer = halfstep.AdamW(self.parameters(), lr=tools.LR)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -123,16 +100,19 @@ class Sharded(Regression):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         lightning.LightningModule.backward(self, loss, *args, **kwargs)
-        if self.current_epoch == BROKEN and rank() == world() - 1 and self.kind.startswith("16"):
-            break_gradient(self.parameters())
-        self.before = gradients(self.parameters())
+        if self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16"):
+            tools.break_gradient(self.parameters())
+        self.before = tools.gradients(self.parameters())
 
 
 class Watching(Regression):
     """Looks at gradients between the backward and the step, which are then unscaled."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen = [*getattr(self, "seen", []), torch.nn.utils.get_total_norm(gradients(self.parameters())).item()]
+        self.seen = [
+            *getattr(self, "seen", []),
+            torch.nn.utils.get_total_norm(tools.gradients(self.parameters())).item(),
+        ]
 
 
 def plugin_for(kind: str) -> Any:
@@ -141,15 +121,15 @@ def plugin_for(kind: str) -> Any:
     return MixedPrecision(kind, "cpu", scaler=scaler_for(kind))
 
 
-def trainer_of(folder: Path, plugin: Any, epochs: int = STEPS, monitor: Any = None, **options: Any) -> Any:
-    checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=SAVED, save_top_k=-1)
+def trainer_of(folder: Path, plugin: Any, epochs: int = tools.STEPS, monitor: Any = None, **options: Any) -> Any:
+    checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=tools.SAVED, save_top_k=-1)
     given = {
         "accelerator": "cpu",
         "devices": world(),
         "strategy": "auto" if world() == 1 else "ddp",
         "max_epochs": epochs,
         "accumulate_grad_batches": 2,
-        "gradient_clip_val": MAX_NORM,
+        "gradient_clip_val": tools.MAX_NORM,
         "logger": Kept(),
         "log_every_n_steps": 1,
         "enable_progress_bar": False,
@@ -179,35 +159,36 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     monitor = halfstep.AmpMonitor(model, every=1)
     trainer = trainer_of(folder, plugin_for(kind), monitor=monitor, **strategy_for(cls))
     trainer.fit(model, loader())
-    place = folder / f"epoch={SAVED - 1}.ckpt"
+    place = folder / f"epoch={tools.SAVED - 1}.ckpt"
     trainer.save_checkpoint(folder / "last.ckpt")
-    held = {name: full(one) for name, one in model.state_dict().items()}
+    held = {name: tools.full(one) for name, one in model.state_dict().items()}
     if cls is Sharded:
         saved = {name: torch.zeros_like(one) for name, one in held.items()}
         dcp.load({"state_dict": saved}, checkpoint_id=str(folder / "last.ckpt"), no_dist=True)
     else:
         saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
-    trained = network().to(WEIGHTS.get(kind, torch.float32))
+    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
     trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
     again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
     rows = [one for one in trainer.logger.kept if "loss" in one or "halfstep/underflow" in one]
     merged = [
-        {key: value for one in rows if one["epoch"] == epoch for key, value in one.items()} for epoch in range(STEPS)
+        {key: value for one in rows if one["epoch"] == epoch for key, value in one.items()}
+        for epoch in range(tools.STEPS)
     ]
     return {
-        "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32)),
-        **seen(model.parameters(), trainer.optimizers[0]),
+        "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32)),
+        **tools.seen(model.parameters(), trainer.optimizers[0]),
         "rates": model.rates,
         "skipped": model.skipped,
         "unwritten": model.unwritten,
-        "log": logged(merged),
-        "exported": same_bits(dict(saved), held),
+        "log": tools.logged(merged),
+        "exported": tools.same_bits(dict(saved), held),
         "resumed": {
-            "state": same_bits(state_of(again.optimizers[0]), state_of(trainer.optimizers[0])),
-            "rest": resumed.losses == model.losses[2 * SAVED :] and resumed.rates == model.rates[SAVED:],
+            "state": tools.same_bits(tools.state_of(again.optimizers[0]), tools.state_of(trainer.optimizers[0])),
+            "rest": resumed.losses == model.losses[2 * tools.SAVED :] and resumed.rates == model.rates[tools.SAVED :],
             "scaler": scaler_state(again) == scaler_state(trainer),
-            "steps": again.global_step == trainer.global_step == STEPS,
+            "steps": again.global_step == trainer.global_step == tools.STEPS,
         },
     }
 
@@ -216,18 +197,18 @@ def checkpoints_of_lightning(folder: Path) -> dict[str, Any]:
     """Checkpoints of Lightning's plugin with torch's scaler load into ours, and ours into it."""
 
     def theirs() -> Any:
-        return TheirMixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=SCALE / 4))
+        return TheirMixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=tools.SCALE / 4))
 
     found = {}
     for name, first, second in (("theirs in ours", theirs, plugin_for), ("ours in theirs", plugin_for, theirs)):
         made = [one("16-mixed") if one is plugin_for else one() for one in (first, second)]
-        old = trainer_of(folder / name, made[0], epochs=SAVED)
+        old = trainer_of(folder / name, made[0], epochs=tools.SAVED)
         old.fit(Regression("none"), loader())
         new = trainer_of(folder / f"{name}-again", made[1])
         new.fit(
             Regression("none", seed=1),
             loader(),
-            ckpt_path=str(folder / name / f"epoch={SAVED - 1}.ckpt"),
+            ckpt_path=str(folder / name / f"epoch={tools.SAVED - 1}.ckpt"),
             weights_only=False,
         )
         found[name] = [made[0].scaler.get_scale(), made[1].scaler.get_scale(), new.global_step]
@@ -242,7 +223,7 @@ def hooks_see_unscaled(folder: Path) -> dict[str, Any]:
             trainer.fit(model, loader())
             found[f"{kind} {cls.__name__}"] = [
                 getattr(model, "seen", []),
-                state_of(trainer.optimizers[0]),
+                tools.state_of(trainer.optimizers[0]),
                 model.unwritten,
             ]
     return found
@@ -287,10 +268,10 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
             strategy = FabricModelParallelStrategy(sharded_over, world(), 1)
         fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy, precision=kind, scaler=scaler_for(kind))
         fabric.launch()
-        model = network(seed).to(WEIGHTS.get(kind, torch.float32))
+        model = tools.network(seed).to(WEIGHTS.get(kind, torch.float32))
         if sharded:
             model = fabric.setup_module(model)  # its parameters are others after that
-        optimizer = halfstep.AdamW(model.parameters(), lr=LR)
+        optimizer = halfstep.AdamW(model.parameters(), lr=tools.LR)
         schedule: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         if fabric.scaler is not None:
             schedule = halfstep.SkipAwareScheduler(schedule, fabric.scaler)
@@ -306,18 +287,18 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     def train(fabric: Any, model: Any, optimizer: Any, schedule: Any, numbers: range, broken: int | None) -> None:
         for step in numbers:
             for part in range(2):
-                inputs, targets = batch(2 * step + part, rank())
+                inputs, targets = tools.batch(2 * step + part, rank())
                 with fabric.no_backward_sync(model, enabled=part == 0):
-                    loss = error(model(inputs), targets) / 2
+                    loss = tools.error(model(inputs), targets) / 2
                     breaks = step == broken and rank() == world() - 1 and kind.startswith("16")
-                    with broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                    with tools.broken_backward(list(model.parameters())[:1], breaks and not sharded):
                         fabric.backward(loss)
             if breaks and sharded:
-                break_gradient(model.parameters())
-            before = gradients(model.parameters())
-            found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM).item())
+                tools.break_gradient(model.parameters())
+            before = tools.gradients(model.parameters())
+            found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=tools.MAX_NORM).item())
             optimizer.step()
-            found["unwritten"].append(same_bits(before, gradients(model.parameters())))
+            found["unwritten"].append(tools.same_bits(before, tools.gradients(model.parameters())))
             schedule.step()
             optimizer.zero_grad()
             found["rates"].append(optimizer.param_groups[0]["lr"])
@@ -325,48 +306,43 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
             found["log"].append(fabric.scaler_metrics())
 
     fabric, model, optimizer, schedule, state = made(0)
-    train(fabric, model, optimizer, schedule, range(SAVED), BROKEN)
+    train(fabric, model, optimizer, schedule, range(tools.SAVED), tools.BROKEN)
     fabric.save(folder / "fabric.ckpt", state)
-    train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
+    train(fabric, model, optimizer, schedule, range(tools.SAVED, tools.STEPS), None)
     inner = optimizer.optimizer
-    held = {name: full(one) for name, one in model.state_dict().items()}
-    trained = network().to(WEIGHTS.get(kind, torch.float32))
+    held = {name: tools.full(one) for name, one in model.state_dict().items()}
+    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
     trained.load_state_dict(held)
-    found |= {**seen(model.parameters(), inner), "fit": fit_of(trained, WEIGHTS.get(kind, torch.float32))}
+    found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32))}
     fabric.save(folder / "fabric-last.ckpt", state)
-    found["exported"] = same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
-    norms, rates = found["norms"][SAVED:], found["rates"][SAVED:]
+    found["exported"] = tools.same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
+    norms, rates = found["norms"][tools.SAVED :], found["rates"][tools.SAVED :]
     scale = fabric.scaler_metrics().get("halfstep/scale")
     fabric, model, optimizer, schedule, state = made(1)
     objects = dict(state)
     fabric.load(folder / "fabric.ckpt", state)
     same_objects = all(state[name] is one for name, one in objects.items())
     kept = {name: list(value) for name, value in found.items() if isinstance(value, list)}
-    train(fabric, model, optimizer, schedule, range(SAVED, STEPS), None)
+    train(fabric, model, optimizer, schedule, range(tools.SAVED, tools.STEPS), None)
     found["resumed"] = {
-        "state": same_bits(state_of(optimizer.optimizer), found["state"]),
-        "rest": found["norms"][STEPS:] == norms and found["rates"][STEPS:] == rates,
+        "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
+        "rest": found["norms"][tools.STEPS :] == norms and found["rates"][tools.STEPS :] == rates,
         "scaler": fabric.scaler_metrics().get("halfstep/scale") == scale,
         "objects": same_objects,
     }
     return {**found, **kept}
 
 
+@tools.quietly()
 def run(number: int, folder: str, library: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     place = Path(folder) / f"of{world()}"
-    train = whole if library == "lightning" else fabric_run
-    with contextlib.redirect_stdout(io.StringIO()):
-        strategy = "DDP" if dist.is_initialized() else "one process"
-        found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
-        if library == "lightning" and world() == 1:
-            found["checkpoints"] = checkpoints_of_lightning(place)
-            found["hooks"] = hooks_see_unscaled(place)
-            found["by value"] = by_value(place)
-    if dist.is_initialized():
+    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if world() > 1 else "one process"
+    found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
+    if world() > 1:
         shard = partial(whole, cls=Sharded) if library == "lightning" else partial(fabric_run, sharded=True)
-        found.update({f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS})
-        dist.barrier()
+        found |= {f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS}
+    elif library == "lightning":
+        found["checkpoints"] = checkpoints_of_lightning(place)
+        found["hooks"] = hooks_see_unscaled(place)
+        found["by value"] = by_value(place)
     return found

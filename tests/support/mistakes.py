@@ -2,19 +2,16 @@
 
 A loop is a list of the names of actions. Most of it is as it should be; now and then a parameter is frozen, a gradient
 is clipped, dropped or discarded, a backward runs twice or fails, a step is left out, weights are written. Each way to
-step must leave the bits that the plain optimizer leaves, or raise an error that names the remedy. Run as a program::
-
-    python tests/support/mistakes.py --loops 500 --seed 1
+step must leave the bits that the plain optimizer leaves, or raise an error that names the remedy. No loop does what
+differs as documented: a backward that adds to gradients which a step has used, or code between a backward and its step
+that reads or writes weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import itertools
 import random
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -22,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
+from user_loops import OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
 
 WAYS = ("release", *OFFLOADED)
 
@@ -120,7 +117,6 @@ CHANGES = [
     *("freeze_the_trunk", "freeze_a_head", "unfreeze", "unfreeze", "add_a_group", "write_weights", "set_the_rate"),
     *("write_data", "load_the_model", "load_the_optimizer", "evaluate"),
 ]
-WEIGHTS = ["write_weights", "write_data", "load_the_model", "load_the_optimizer", "evaluate"]
 # Between backward and step. Weights that are read or written there differ: see DIFFERENT in test_user_loops.py.
 AFTER_THE_BACKWARD = [
     *("clip_the_norm", "clip_values", "halve_the_gradients", "drop_a_gradient", "set_a_gradient", "freeze_a_head"),
@@ -148,22 +144,6 @@ def loop_of(seed: int) -> list[str]:
     return actions
 
 
-def is_allowed(actions: list[str]) -> bool:
-    """Whether a loop does nothing that differs as documented.
-
-    That is a backward that adds to gradients which a step has used, and code between a backward and its step that reads
-    or writes weights, at the end of the loop too.
-    """
-    used = waiting = False
-    for action in actions:
-        backward = action.startswith("backward")
-        if (backward and used) or (waiting and action in WEIGHTS):
-            return False
-        waiting = backward or (waiting and action != "step")
-        used = action == "step" or (used and action not in ZEROS)
-    return not waiting
-
-
 def leaves(way: str, layout: str, actions: tuple[str, ...]) -> dict[str, Tensor]:
     run = Run(way, layout)
     loop = Loop(run)
@@ -189,42 +169,3 @@ def verdict(way: str, layout: str, actions: list[str]) -> str:
         return f"an error without a remedy: {type(error).__name__}: {error}"
     differing = differences(left, wanted)
     return f"differs in {len(differing)}, first in {differing[0]}" if differing else "same bits"
-
-
-def is_wrong(text: str) -> bool:
-    return text not in ("same bits", "remedy named")
-
-
-def shortened(actions: list[str], wrong: Callable[[list[str]], bool]) -> list[str]:
-    """The actions without those that are not needed to be wrong."""
-    for index in reversed(range(len(actions))):
-        shorter = actions[:index] + actions[index + 1 :]
-        if is_allowed(shorter) and wrong(shorter):
-            actions = shorter
-    return actions
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counts: Counter[tuple[str, str]] = Counter()
-    shortest: dict[tuple[str, ...], str] = {}
-    for number in range(options.loops):
-        actions = loop_of(options.seed * 1_000_003 + number)
-        for layout, way in itertools.product(LAYOUTS_OF_16_BITS, WAYS):
-            text = verdict(way, layout, actions)
-            counts[way, "WRONG" if is_wrong(text) else text] += 1
-            if is_wrong(text):
-                short = shortened(actions, lambda tried: is_wrong(verdict(way, layout, tried)))  # noqa: B023
-                shortest.setdefault((way, *short), f"{layout}: {verdict(way, layout, short)}")
-    for way in WAYS:
-        print(way, {text: count for (of, text), count in sorted(counts.items()) if of == way})
-    for (way, *short), text in sorted(shortest.items(), key=lambda item: (item[0][0], len(item[0]))):
-        print(f"{way}, {', '.join(short)}: {text}")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()

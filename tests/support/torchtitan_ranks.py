@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import types
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import trainer_tools as tools
 from torch.distributed.fsdp import FSDPModule
-from trainer_tools import (
-    BROKEN,
-    DTYPES,
-    LR,
-    MAX_NORM,
-    SAVED,
-    SCALE,
-    STEPS,
-    full,
-    gradients,
-    logged,
-    masters_of,
-    same_bits,
-    seen,
-    state_of,
-)
 
 import halfstep
 
@@ -153,18 +136,18 @@ class Watched(Trainer):
         if breaks and dist.get_rank() == dist.get_world_size() - 1:
             weight = next(one for one in self.model_parts[0].parameters() if one.grad.to_local().numel())
             weight.grad.to_local().view(-1)[0] = float("inf")
-        self.before = gradients(self.model_parts[0].parameters())
+        self.before = tools.gradients(self.model_parts[0].parameters())
         return loss
 
     def train_step(self, batches: Any) -> None:
         super().train_step(batches)
-        self.found["unwritten"].append(same_bits(self.before, gradients(self.model_parts[0].parameters())))
+        self.found["unwritten"].append(tools.same_bits(self.before, tools.gradients(self.model_parts[0].parameters())))
         self.found["rates"].append(self.optimizers.optimizers[0].param_groups[0]["lr"])
         self.found["skipped"].append(self.scaler is not None and bool(self.scaler.last_step_skipped()))
 
 
 def configuration(folder: Path, kind: str, seed: int = 0, chunks: int = 0, cls: Any = Trainer, **options: Any) -> Any:
-    dtype = str(DTYPES[kind]).removeprefix("torch.")
+    dtype = str(tools.DTYPES[kind]).removeprefix("torch.")
     loss: Any = CrossEntropyLoss.Config()
     return cls.Config(
         model_spec=llama(),
@@ -172,13 +155,13 @@ def configuration(folder: Path, kind: str, seed: int = 0, chunks: int = 0, cls: 
         dump_folder=str(folder),
         tokenizer=Words.Config(),
         dataloader=Sentences.Config(),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, total_steps=2 * STEPS),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, total_steps=2 * tools.STEPS),
         training=TrainingConfig(
             local_batch_size=BATCH,
             global_batch_size=2 * BATCH * dist.get_world_size(),
             seq_len=LENGTH,
-            steps=STEPS,
-            max_norm=MAX_NORM,
+            steps=tools.STEPS,
+            max_norm=tools.MAX_NORM,
             dtype=dtype,
             mixed_precision_param=dtype,
             disable_cuda_graphs=True,
@@ -186,17 +169,17 @@ def configuration(folder: Path, kind: str, seed: int = 0, chunks: int = 0, cls: 
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(log_freq=1),
         checkpoint=CheckpointManager.Config(
-            enable=True, interval=SAVED, export_dtype=dtype, keep_latest_k=0, **options.pop("checkpoint", {})
+            enable=True, interval=tools.SAVED, export_dtype=dtype, keep_latest_k=0, **options.pop("checkpoint", {})
         ),
         activation_checkpoint=None,
         debug=DebugConfig(seed=seed),
-        **{"optimizer": default_adamw(lr=LR, weight_decay=0.01), **options},
+        **{"optimizer": default_adamw(lr=tools.LR, weight_decay=0.01), **options},
     )
 
 
 def trainer_of(folder: Path, kind: str, **options: Any) -> Any:
-    scaler = ScalerConfig(init_scale=SCALE) if kind == "fp16" else None
-    return Watched(configuration(folder, kind, scaler=scaler, **options), BROKEN if kind == "fp16" else None)
+    scaler = ScalerConfig(init_scale=tools.SCALE) if kind == "fp16" else None
+    return Watched(configuration(folder, kind, scaler=scaler, **options), tools.BROKEN if kind == "fp16" else None)
 
 
 def train(trainer: Any) -> None:
@@ -207,7 +190,7 @@ def train(trainer: Any) -> None:
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: full(one) for name, one in trainer.model_parts[0].state_dict().items()}
+    return {name: tools.full(one) for name, one in trainer.model_parts[0].state_dict().items()}
 
 
 def whole(folder: Path, kind: str) -> dict[str, Any]:
@@ -218,35 +201,37 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
     (optimizer,) = trainer.optimizers.optimizers
     found = {
         **trainer.found,
-        **seen(trainer.model_parts[0].parameters(), optimizer),
+        **tools.seen(trainer.model_parts[0].parameters(), optimizer),
         "fit": [one["loss_metrics/global_avg_loss"] for one in (trainer.kept[0], trainer.kept[-1])],
         "norms": [one["grad_norm"] for one in trainer.kept],
-        "log": logged(trainer.kept),
+        "log": tools.logged(trainer.kept),
         "sharded": all(2 * one.to_local().numel() == one.numel() for one in trainer.model_parts[0].parameters()),
         "before": before,
     }
-    again = trainer_of(folder, kind, seed=1, checkpoint={"last_save_model_only": True, "load_step": SAVED})
+    again = trainer_of(folder, kind, seed=1, checkpoint={"last_save_model_only": True, "load_step": tools.SAVED})
     train(again)
-    losses = [[one["loss_metrics/global_avg_loss"] for one in kept] for kept in (again.kept, trainer.kept[SAVED:])]
+    losses = [
+        [one["loss_metrics/global_avg_loss"] for one in kept] for kept in (again.kept, trainer.kept[tools.SAVED :])
+    ]
     found["resumed"] = {
-        "state": same_bits(state_of(again.optimizers.optimizers[0]), found["state"]),
-        "rest": again.found["rates"] == found["rates"][SAVED:] and losses[0] == losses[1],
+        "state": tools.same_bits(tools.state_of(again.optimizers.optimizers[0]), found["state"]),
+        "rest": again.found["rates"] == found["rates"][tools.SAVED :] and losses[0] == losses[1],
         "scaler": [one.get("halfstep/scale") for one in again.kept]
-        == [one.get("halfstep/scale") for one in found["log"][SAVED:]],
+        == [one.get("halfstep/scale") for one in found["log"][tools.SAVED :]],
     }
     held = weights_of(again)
     exported = {name: torch.zeros_like(one) for name, one in held.items()}
-    dcp.load(exported, checkpoint_id=str(folder / "checkpoint" / f"step-{STEPS}"), no_dist=True)
-    found["exported"] = same_bits(exported, held)
+    dcp.load(exported, checkpoint_id=str(folder / "checkpoint" / f"step-{tools.STEPS}"), no_dist=True)
+    found["exported"] = tools.same_bits(exported, held)
     return found
 
 
 def loaded(folder: Path, kind: str) -> dict[str, Any]:
     """What the checkpoint of any number of ranks is on these."""
     trainer = trainer_of(folder, kind, seed=2)
-    trainer.checkpointer.load(step=SAVED)
+    trainer.checkpointer.load(step=tools.SAVED)
     flat = trainer.optimizers.state_dict()
-    state = {name: full(one) for name, one in flat.items() if isinstance(one, torch.Tensor)}
+    state = {name: tools.full(one) for name, one in flat.items() if isinstance(one, torch.Tensor)}
     scale = None if trainer.scaler is None else trainer.scaler.get_scale()
     return {"weights": weights_of(trainer), "state": state, "scale": scale, "step": trainer.step}
 
@@ -255,31 +240,31 @@ def own_loop(kind: str, before: dict[str, torch.Tensor], rates: list[float]) -> 
     """The same training without torchtitan's trainer and without FSDP, on its model."""
     spec = llama()
     spec.model.update_from_config(config=configuration(Path(), kind))
-    torch.set_default_dtype(DTYPES[kind])
+    torch.set_default_dtype(tools.DTYPES[kind])
     model = spec.model.build()
     torch.set_default_dtype(torch.float32)
     model.init_weights(buffer_device=None)
     model.load_state_dict(before)
-    (options,) = default_adamw(lr=LR, weight_decay=0.01).param_groups
+    (options,) = default_adamw(lr=tools.LR, weight_decay=0.01).param_groups
     optimizer = halfstep.AdamW(model.parameters(), **options.optimizer_kwargs)
-    scaler = halfstep.GradScaler("cpu", init_scale=SCALE, enabled=kind == "fp16")
-    optimizer.max_grad_norm = None if scaler.is_enabled() else MAX_NORM
+    scaler = halfstep.GradScaler("cpu", init_scale=tools.SCALE, enabled=kind == "fp16")
+    optimizer.max_grad_norm = None if scaler.is_enabled() else tools.MAX_NORM
     batches = iter(Sentences(Sentences.Config(), dp_world_size=1, dp_rank=0))
-    for step in range(STEPS):
+    for step in range(tools.STEPS):
         for _ in range(2):
             words, targets = next(batches)
             outputs = model(words["input"]).flatten(0, 1).float()
             loss = torch.nn.functional.cross_entropy(outputs, targets.flatten(), reduction="sum")
             scaler.scale(loss / (2 * targets.numel())).backward()
-        if step == BROKEN and scaler.is_enabled():
+        if step == tools.BROKEN and scaler.is_enabled():
             model.tok_embeddings.weight.grad.view(-1)[0] = float("inf")
         if scaler.is_enabled():
-            scaler.clip_grad_norm_(optimizer, MAX_NORM)
+            scaler.clip_grad_norm_(optimizer, tools.MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = rates[step]
-    return state_of(optimizer)
+    return tools.state_of(optimizer)
 
 
 def chunked(folder: Path) -> list[list[float]]:
@@ -294,21 +279,20 @@ def chunked(folder: Path) -> list[list[float]]:
 
 def container_alone(folder: Path) -> dict[str, Any]:
     """torchtitan's own trainer, with the container in its configuration."""
-    groups = default_adamw(lr=LR).param_groups
+    groups = default_adamw(lr=tools.LR).param_groups
     trainer = configuration(
         folder, "bf16", cls=TheirTrainer, optimizer=OptimizersContainer.Config(param_groups=groups)
     ).build()
     train(trainer)
     (optimizer,) = trainer.optimizers.optimizers
-    return {"masters": masters_of(optimizer), "type": type(trainer) is TheirTrainer}
+    return {"masters": tools.masters_of(optimizer), "type": type(trainer) is TheirTrainer}
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     world = dist.get_world_size()
     found: dict[str, Any] = {}
-    for kind in DTYPES:
+    for kind in tools.DTYPES:
         place = Path(folder) / f"of{world}" / kind
         result = found[f"{'FSDP2' if world > 1 else 'one process'} {kind}"] = whole(place, kind)
         found[f"{kind} saved by two, loaded by {world}"] = loaded(Path(folder) / "of2" / kind, kind)

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
+import logging
 import re
+import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import halfstep
 
 STEPS, SAVED, BROKEN = 6, 4, 2  # steps of a run, those before it is saved, and the one whose gradient has an Inf
 LR, MAX_NORM, SCALE = 0.05, 0.05, 2.0**10
-TRAINERS = {
-    "accelerate",
-    "transformers",
-    "peft",
-    "trl",
-    "datasets",
-    "lightning",
-    "torchtitan",
-    "safetensors",
-    "bitsandbytes",
-}
+TRAINERS = "accelerate transformers peft trl datasets lightning torchtitan safetensors bitsandbytes".split()
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what libraries print, log and warn of. Ranks leave together."""
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+        if dist.is_initialized():
+            dist.barrier()
+    logging.disable(logging.NOTSET)
 
 
 def missing(*libraries: str) -> list[str]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import warnings
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,30 +11,13 @@ import peft
 import tokenizers
 import torch
 import torch.distributed as dist
+import trainer_tools as tools
 import transformers
 import trl
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from trainer_tools import (
-    BROKEN,
-    DTYPES,
-    LR,
-    MAX_NORM,
-    SAVED,
-    STEPS,
-    break_gradient,
-    broken_backward,
-    full,
-    gradients,
-    logged,
-    masters_of,
-    same_bits,
-    scaler_for,
-    seen,
-    state_of,
-)
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -67,13 +46,13 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_steps": 1,
-        "max_steps": STEPS,
-        "save_steps": SAVED,
+        "max_steps": tools.STEPS,
+        "save_steps": tools.SAVED,
         "gradient_accumulation_steps": 2,
         "per_device_train_batch_size": 4,
-        "learning_rate": LR,
+        "learning_rate": tools.LR,
         "lr_scheduler_type": "linear",
-        "max_grad_norm": MAX_NORM,
+        "max_grad_norm": tools.MAX_NORM,
         **options,
     }
 
@@ -88,10 +67,12 @@ class Seen(transformers.TrainerCallback):
         self.trainer: Any = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.before = gradients(given["model"].parameters())
+        self.before = tools.gradients(given["model"].parameters())
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.unwritten.append(same_bits(self.before, gradients(given["model"].parameters())) and self.trainer.kept)
+        self.unwritten.append(
+            tools.same_bits(self.before, tools.gradients(given["model"].parameters())) and self.trainer.kept
+        )
         self.skipped.append(bool(self.trainer.accelerator.optimizer_step_was_skipped))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -107,20 +88,20 @@ class Breaking:
     def training_step(self: Any, model: Any, *args: Any, **given: Any) -> Any:
         breaks = self.state.global_step == self.broken and self.args.process_index == self.args.world_size - 1
         trained = [one for one in model.parameters() if one.requires_grad]
-        with broken_backward(trained[:1], breaks and not self.is_fsdp_enabled):
+        with tools.broken_backward(trained[:1], breaks and not self.is_fsdp_enabled):
             loss = super().training_step(model, *args, **given)
         if breaks and self.is_fsdp_enabled and trained[0].grad is not None:  # there are none before the last batch
-            break_gradient(trained)
+            tools.break_gradient(trained)
         return loss
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        before = gradients(model.parameters()) if grad_norm is None else self.unclipped
+        before = tools.gradients(model.parameters()) if grad_norm is None else self.unclipped
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.kept = same_bits(before, gradients(model.parameters()))
+        self.kept = tools.same_bits(before, tools.gradients(model.parameters()))
         return norm
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
-        self.unclipped = gradients(model.parameters())
+        self.unclipped = tools.gradients(model.parameters())
         return super()._clip_grad_norm(model)
 
 
@@ -140,31 +121,31 @@ class Sharded(Watched):
 
 
 def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: Any = Watched, **options: Any) -> Any:
-    model = language_model(seed).to(DTYPES[kind]) if model is None else model
-    scaler = scaler_for(kind)
+    model = language_model(seed).to(tools.DTYPES[kind]) if model is None else model
+    scaler = tools.scaler_for(kind)
     if cls in (Watched, Sharded):
         options = {"args": transformers.TrainingArguments(**arguments(folder, **options)), "train_dataset": sentences()}
     seen, monitor = Seen(), halfstep.AmpMonitor(model, every=1)
     trainer = cls(model=model, callbacks=[seen], scaler=scaler, monitor=monitor, **options)
     seen.trainer, trainer.seen = trainer, seen
-    trainer.broken = BROKEN if scaler is not None else None
+    trainer.broken = tools.BROKEN if scaler is not None else None
     return trainer
 
 
 def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     """What the tests look at after a run."""
     history = [one for one in trainer.state.log_history if "loss" in one]
-    held = {name: full(one) for name, one in sorted(trainer.model.state_dict().items())}
+    held = {name: tools.full(one) for name, one in sorted(trainer.model.state_dict().items())}
     saved = load_file(exported)
     return {
-        **seen(trainer.model.parameters(), trainer.optimizer.optimizer),
+        **tools.seen(trainer.model.parameters(), trainer.optimizer.optimizer),
         "fit": [one["loss"] for one in history][:: max(1, len(history) - 1)],  # the first rank logs
         "norms": [float(one["grad_norm"]) for one in history],
-        "log": logged(history),
+        "log": tools.logged(history),
         "skipped": trainer.seen.skipped,
         "rates": trainer.seen.rates,
         "unwritten": [bool(one) for one in trainer.seen.unwritten],
-        "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
+        "exported": all(tools.same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
     }
 
 
@@ -176,16 +157,16 @@ def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     trainer.accelerator.wait_for_everyone()
     found = result(trainer, place, place / "export" / "model.safetensors")
     again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1, **options)
-    again.train(resume_from_checkpoint=str(place / f"checkpoint-{SAVED}"))
+    again.train(resume_from_checkpoint=str(place / f"checkpoint-{tools.SAVED}"))
     rows, rest = ([one for one in run.state.log_history if "loss" in one] for run in (trainer, again))
     scalers = [one.accelerator.scaler for one in (trainer, again)]
     states = [None if one is None else one.state_dict() for one in scalers]
     found["resumed"] = {
-        "state": same_bits(state_of(again.optimizer.optimizer), found["state"]),
+        "state": tools.same_bits(tools.state_of(again.optimizer.optimizer), found["state"]),
         "rest": [one["loss"] for one in rest] == [one["loss"] for one in rows],
         "scaler": states[0] == states[1],
-        "log": [one.get("halfstep/scale") for one in rest][SAVED:]
-        == [one.get("halfstep/scale") for one in rows][SAVED:],
+        "log": [one.get("halfstep/scale") for one in rest][tools.SAVED :]
+        == [one.get("halfstep/scale") for one in rows][tools.SAVED :],
     }
     return found
 
@@ -197,19 +178,19 @@ def without_clipping(folder: Path, kind: str) -> dict[str, Any]:
     found = result(trainer, folder, folder / f"{kind}-0" / "export" / "model.safetensors")
     trainer = trainer_of(folder / f"far-{kind}", kind, max_grad_norm=1e9, save_steps=100)
     trainer.train()
-    found["as_far"] = same_bits(state_of(trainer.optimizer.optimizer), found["state"])
+    found["as_far"] = tools.same_bits(tools.state_of(trainer.optimizer.optimizer), found["state"])
     return found
 
 
 def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None) -> dict[str, Any]:
     """LoRA on frozen weights, with adapters in their dtype or, as PEFT does by default, in fp32."""
-    model = language_model().to(DTYPES[kind]) if scheme is None else quantized(folder, kind, scheme)
+    model = language_model().to(tools.DTYPES[kind]) if scheme is None else quantized(folder, kind, scheme)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
     if scheme is not None and not autocast:  # PEFT makes adapters of quantized weights in fp32 in any case
         for one in filter(attrgetter("requires_grad"), model.parameters()):
-            one.data = one.data.to(DTYPES[kind])
+            one.data = one.data.to(tools.DTYPES[kind])
     place = folder / f"lora-{kind}-{autocast}-{scheme}"
     trainer = trainer_of(place, kind, model=model, optim_args="state_dtype=bfloat16, rounding=stochastic, seed=3")
     trainer.train()
@@ -223,13 +204,13 @@ def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None)
     history = [one for one in trainer.state.log_history if "loss" in one]
     return {
         "adapters": sorted({str(one.dtype) for one in model.parameters() if one.requires_grad}),
-        "masters": masters_of(trainer.optimizer.optimizer),
+        "masters": tools.masters_of(trainer.optimizer.optimizer),
         "base": sorted(quantized_dtypes),
         "moments": sorted(moments),
         "trained": sum(one.requires_grad for one in model.parameters()) == len(trainer.optimizer.state),
         "moved": any(bool(one.ne(0).any()) for name, one in held.items() if "lora_B" in name),
-        "frozen": same_bits(dict(sorted(before.items())), dict(sorted(frozen.items()))),
-        "exported": same_bits(dict(sorted(saved.items())), dict(sorted(held.items()))),
+        "frozen": tools.same_bits(dict(sorted(before.items())), dict(sorted(frozen.items()))),
+        "exported": tools.same_bits(dict(sorted(saved.items())), dict(sorted(held.items()))),
         "unwritten": trainer.seen.unwritten,
         "skipped": trainer.seen.skipped,
         "losses": [one["loss"] for one in history],
@@ -238,16 +219,16 @@ def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None)
 
 def quantized(folder: Path, kind: str, scheme: str) -> Any:
     """A model whose linear weights bitsandbytes keeps in 4 or 8 bits."""
-    language_model(width=64).to(DTYPES[kind]).save_pretrained(folder / f"base-{kind}")  # blocks have 64 weights
+    language_model(width=64).to(tools.DTYPES[kind]).save_pretrained(folder / f"base-{kind}")  # blocks have 64 weights
     options = {
-        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": DTYPES[kind]},
+        "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": tools.DTYPES[kind]},
         "int8": {"load_in_8bit": True},
     }[scheme]
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder / f"base-{kind}",
         quantization_config=transformers.BitsAndBytesConfig(**options),
         device_map="cpu",
-        dtype=DTYPES[kind],
+        dtype=tools.DTYPES[kind],
     )
 
 
@@ -275,27 +256,21 @@ def fine_tuning(folder: Path, kind: str) -> dict[str, Any]:
     return result(trainer, folder, folder / f"sft-{kind}" / "export" / "model.safetensors")
 
 
+@tools.quietly()
 def run(rank: int, folder: str) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     several = dist.is_initialized()
     place = Path(folder) / ("several" if several else "one")
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        strategy = "DDP" if several else "one process"
-        found: dict[str, Any] = {f"{strategy} {kind}": whole(place, kind) for kind in DTYPES}
-        if not several:
-            found.update({f"{kind} without clipping": without_clipping(place, kind) for kind in DTYPES})
-            cases = [(None, kind, fp32) for kind in DTYPES for fp32 in (True, False)]
-            cases += [("nf4", "bf16", True), ("nf4", "bf16", False), ("int8", "fp16", False)]
-            found.update(
-                {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
-            )
-            found.update({f"SFT {kind}": fine_tuning(place, kind) for kind in DTYPES})
+    found: dict[str, Any] = {
+        f"{'DDP' if several else 'one process'} {kind}": whole(place, kind) for kind in tools.DTYPES
+    }
     if several:
         sharded = {"cls": Sharded, "fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}}
-        found.update({f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in DTYPES})
-        dist.barrier()
-    return found
+        return found | {f"FSDP2 {kind}": whole(place, kind, **sharded) for kind in tools.DTYPES}
+    found |= {f"{kind} without clipping": without_clipping(place, kind) for kind in tools.DTYPES}
+    cases = [(None, kind, fp32) for kind in tools.DTYPES for fp32 in (True, False)]
+    cases += [("nf4", "bf16", True), ("nf4", "bf16", False), ("int8", "fp16", False)]
+    found |= {f"LoRA {scheme} {kind} {fp32}": adapters(place, kind, fp32, scheme) for scheme, kind, fp32 in cases}
+    return found | {f"SFT {kind}": fine_tuning(place, kind) for kind in tools.DTYPES}
 
 
 def gpt2() -> Any:

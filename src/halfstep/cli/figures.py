@@ -26,11 +26,11 @@ def figure(width: float, height: float, layout: Any = "constrained") -> Any:
     return drawing
 
 
-def save(drawing: Any, to: str | Path | IO[bytes], dpi: int = 110) -> None:
-    """Write a figure to a file in the format of its suffix, or as PNG to a stream. Text in SVG files stays text."""
+def save(drawing: Any, to: str | Path | IO[str], dpi: int = 110) -> None:
+    """Write a figure to a file in the format of its suffix, or as SVG to a stream. Text in SVG files stays text."""
     from matplotlib import rc_context
 
-    suffix = Path(to).suffix.lower() if isinstance(to, (str, Path)) else ".png"
+    suffix = Path(to).suffix.lower() if isinstance(to, (str, Path)) else ".svg"
     with rc_context({"svg.hashsalt": "halfstep", "svg.fonttype": "none"}):
         drawing.savefig(to, format=suffix[1:], dpi=dpi, metadata=_UNDATED.get(suffix))
 

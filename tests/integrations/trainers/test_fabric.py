@@ -7,33 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import (
-    LR,
-    MAX_NORM,
-    SCALE,
-    batch,
-    error,
-    imported,
-    network,
-    page_block,
-    page_names,
-    same_bits,
-    skip_without,
-)
+import trainer_tools as tools
 
 import halfstep
 
-pytestmark = skip_without("lightning")
-lightning_ranks = imported("lightning_ranks")
-ours = imported("halfstep.integrations.trainers.fabric")
+pytestmark = tools.skip_without("lightning")
+lightning_ranks = tools.imported("lightning_ranks")
+ours = tools.imported("halfstep.integrations.trainers.fabric")
 
 
 def ready(precision: str, make: Any = halfstep.AdamW) -> tuple[Any, Any, Any]:
-    scaler = halfstep.GradScaler("cpu", init_scale=SCALE) if precision.startswith("16") else None
+    scaler = halfstep.GradScaler("cpu", init_scale=tools.SCALE) if precision.startswith("16") else None
     fabric = ours.Fabric(accelerator="cpu", devices=1, precision=precision, scaler=scaler)
-    model = network()
-    model, optimizer = fabric.setup(model, make(model.parameters(), lr=LR))
-    fabric.backward(error(model(batch(0)[0]), batch(0)[1]))
+    model = tools.network()
+    model, optimizer = fabric.setup(model, make(model.parameters(), lr=tools.LR))
+    fabric.backward(tools.error(model(tools.batch(0)[0]), tools.batch(0)[1]))
     return fabric, model, optimizer
 
 
@@ -42,12 +30,14 @@ def ready(precision: str, make: Any = halfstep.AdamW) -> tuple[Any, Any, Any]:
 def test_other_calls_clip_in_place_as_fabric_does(precision: str, case: str) -> None:
     fabric, model, optimizer = ready(precision, torch.optim.AdamW if case == "optimizer" else halfstep.AdamW)
     limit = (
-        {"clip_val": MAX_NORM} if case == "value" else {"max_norm": MAX_NORM, "norm_type": 1 if case == "norm" else 2}
+        {"clip_val": tools.MAX_NORM}
+        if case == "value"
+        else {"max_norm": tools.MAX_NORM, "norm_type": 1 if case == "norm" else 2}
     )
     fabric.clip_gradients(model, optimizer, **limit)
     order = {"value": math.inf, "norm": 1, "optimizer": 2}[case]
     norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()], order)
-    torch.testing.assert_close(norm, torch.tensor(MAX_NORM))
+    torch.testing.assert_close(norm, torch.tensor(tools.MAX_NORM))
     optimizer.step()
 
 
@@ -56,7 +46,9 @@ def test_clipping_by_value_unscales(precision: str) -> None:
     fabric, model, optimizer = ready(precision)
     scaled = max(one.grad.abs().max().item() for one in model.parameters())
     fabric.clip_gradients(model, optimizer, clip_val=1e3)
-    assert max(one.grad.abs().max().item() for one in model.parameters()) == pytest.approx(scaled / SCALE, rel=1e-3)
+    assert max(one.grad.abs().max().item() for one in model.parameters()) == pytest.approx(
+        scaled / tools.SCALE, rel=1e-3
+    )
 
 
 def test_a_norm_that_is_not_finite_raises_as_in_fabric() -> None:
@@ -83,8 +75,10 @@ def test_other_precisions_are_those_of_fabric() -> None:
 
 
 def test_the_lines_of_the_page_run() -> None:
-    names = page_names()
+    names = tools.page_names()
     before = [one.clone() for one in names["model"].parameters()]
-    exec(page_block("Fabric").replace("Fabric(precision", "Fabric(accelerator='cpu', devices=1, precision"), names)
+    exec(
+        tools.page_block("Fabric").replace("Fabric(precision", "Fabric(accelerator='cpu', devices=1, precision"), names
+    )
     assert type(names["fabric"]) is ours.Fabric and names["norm"] > 0
-    assert not same_bits(before, list(names["model"].module.parameters()))
+    assert not tools.same_bits(before, list(names["model"].module.parameters()))

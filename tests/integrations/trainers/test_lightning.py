@@ -7,28 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import (
-    MAX_NORM,
-    SCALE,
-    STEPS,
-    imported,
-    page_block,
-    page_names,
-    same_bits,
-    skip_without,
-)
+import trainer_tools as tools
 
 import halfstep
 
-pytestmark = skip_without("lightning")
-lightning_ranks = imported("lightning_ranks")
-ours = imported("halfstep.integrations.trainers.lightning")
+pytestmark = tools.skip_without("lightning")
+lightning_ranks = tools.imported("lightning_ranks")
+ours = tools.imported("halfstep.integrations.trainers.lightning")
 
 
 def test_checkpoints_of_the_plugins_of_lightning_load(found: dict[str, list[Any]]) -> None:
     """With torch's scaler, in both directions."""
     (rank,) = found["checkpoints"]
-    assert rank == {"theirs in ours": [SCALE / 4, SCALE / 4, STEPS], "ours in theirs": [SCALE, SCALE, STEPS]}
+    assert rank == {
+        "theirs in ours": [tools.SCALE / 4, tools.SCALE / 4, tools.STEPS],
+        "ours in theirs": [tools.SCALE, tools.SCALE, tools.STEPS],
+    }
 
 
 @pytest.mark.parametrize("kind", ["16-mixed", "bf16-mixed"])
@@ -39,7 +33,7 @@ def test_hooks_between_backward_and_step_see_unscaled_gradients(found: dict[str,
     assert none == [] and unwritten == [True]
     assert len(seen) == 1 and 1 < seen[0] < 2  # scaled it would be a thousand
     # The gradients are fp32 here, and the scale is a power of two.
-    assert same_bits(state, unseen)
+    assert tools.same_bits(state, unseen)
 
 
 @pytest.mark.parametrize("kind", ["16-mixed", "bf16-mixed"])
@@ -61,9 +55,13 @@ def test_default_scalers_are_ours() -> None:
 
 
 def test_the_lines_of_the_page_run(tmp_path: Any) -> None:
-    names = {**page_names(), "module": lightning_ranks.Regression("bf16-true"), "loader": lightning_ranks.loader()}
+    names = {
+        **tools.page_names(),
+        "module": lightning_ranks.Regression("bf16-true"),
+        "loader": lightning_ranks.loader(),
+    }
     exec(
-        page_block("Lightning").replace("lightning.Trainer(", "lightning.Trainer(**quiet, "),
+        tools.page_block("Lightning").replace("lightning.Trainer(", "lightning.Trainer(**quiet, "),
         {
             **names,
             "quiet": {
@@ -77,4 +75,4 @@ def test_the_lines_of_the_page_run(tmp_path: Any) -> None:
         },
     )
     assert names["module"].network[0].weight.dtype == torch.bfloat16
-    assert math.isfinite(names["module"].losses[-1]) and MAX_NORM
+    assert math.isfinite(names["module"].losses[-1]) and tools.MAX_NORM

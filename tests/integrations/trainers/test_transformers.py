@@ -9,34 +9,24 @@ from typing import Any
 import pytest
 import rank_processes
 import torch
-from trainer_tools import (
-    BROKEN,
-    LR,
-    MAX_NORM,
-    STEPS,
-    imported,
-    page_block,
-    page_names,
-    same_bits,
-    skip_without,
-)
+import trainer_tools as tools
 
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.offload import OffloadedAdamW
 from halfstep.integrations.release import step_in_backward
 
-pytestmark = skip_without("transformers", "trl", "peft", "bitsandbytes")
-transformers, trl = imported("transformers"), imported("trl")
-transformers_ranks = imported("transformers_ranks")
-ours = imported("halfstep.integrations.trainers.transformers")
+pytestmark = tools.skip_without("transformers", "trl", "peft", "bitsandbytes")
+transformers, trl = tools.imported("transformers"), tools.imported("trl")
+transformers_ranks = tools.imported("transformers_ranks")
+ours = tools.imported("halfstep.integrations.trainers.transformers")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_without_clipping_the_norm_is_logged_and_nothing_written(found: dict[str, list[Any]], kind: str) -> None:
     (rank,), (clipped,) = found[f"{kind} without clipping"], found[f"one process {kind}"]
-    assert rank["unwritten"] == [True] * STEPS and rank["as_far"]
-    assert rank["norms"][0] == clipped["norms"][0] and not same_bits(rank["state"], clipped["state"])
+    assert rank["unwritten"] == [True] * tools.STEPS and rank["as_far"]
+    assert rank["norms"][0] == clipped["norms"][0] and not tools.same_bits(rank["state"], clipped["state"])
 
 
 @pytest.mark.parametrize(
@@ -57,8 +47,8 @@ def test_adapters_train_on_frozen_weights(
     assert rank["masters"] == ([] if fp32 else [own[1]])
     assert rank["trained"] and rank["moved"] and rank["frozen"] and rank["exported"]
     assert rank["moments"] == ["torch.bfloat16"]  # as optim_args says
-    assert rank["unwritten"] == [True] * STEPS
-    assert rank["skipped"] == [kind == "fp16" and step == BROKEN for step in range(STEPS)]
+    assert rank["unwritten"] == [True] * tools.STEPS
+    assert rank["skipped"] == [kind == "fp16" and step == tools.BROKEN for step in range(tools.STEPS)]
     assert rank["losses"][-1] < rank["losses"][0]
 
 
@@ -101,9 +91,9 @@ def test_the_lines_of_the_page_run(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, report_to="none", max_steps=1, disable_tqdm=True, save_strategy="no"
     )
-    names = {**page_names(), "args": args, "dataset": transformers_ranks.sentences()}
+    names = {**tools.page_names(), "args": args, "dataset": transformers_ranks.sentences()}
     names["model"] = transformers_ranks.language_model().bfloat16()
-    exec(page_block("transformers, TRL and PEFT"), names)
+    exec(tools.page_block("transformers, TRL and PEFT"), names)
     assert type(names["trainer"].optimizer.optimizer) is halfstep.AdamW
     assert issubclass(names["SFTTrainer"], trl.SFTTrainer) and issubclass(names["SFTTrainer"], ours.TrainerMixin)
 
@@ -117,7 +107,7 @@ def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) ->
     expected.config.save_pretrained(checkpoint.export(path, tmp_path / "out").parent)
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert found.lm_head.weight is found.transformer.wte.weight
-    assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))
+    assert tools.same_bits(dict(found.state_dict()), dict(expected.state_dict()))
 
 
 # ------------------------------------------------------------------------------ gradients on the host, and freed ones
@@ -127,7 +117,7 @@ def _trained(folder: Path, way: str, limit: float, of_library: bool = False, **o
     """The weights of a run, and the norms that it logs."""
     model = transformers_ranks.language_model().bfloat16()
     cls = OffloadedAdamW if way == "offload" else halfstep.AdamW
-    optimizer: Any = cls(model.parameters(), lr=LR, **options)
+    optimizer: Any = cls(model.parameters(), lr=tools.LR, **options)
     if way == "release":
         step_in_backward(model, optimizer, clipping="previous" if options else None)
     given = transformers_ranks.arguments(
@@ -144,23 +134,23 @@ def _trained(folder: Path, way: str, limit: float, of_library: bool = False, **o
 
 
 @pytest.mark.parametrize("of_library", [False, True])
-@pytest.mark.parametrize("limit", [0.0, MAX_NORM])
+@pytest.mark.parametrize("limit", [0.0, tools.MAX_NORM])
 def test_offloaded_gradients_are_cleared_clipped_and_logged(tmp_path: Path, limit: float, of_library: bool) -> None:
     expected, norms = _trained(tmp_path, "plain", limit, of_library)
     found, logged = _trained(tmp_path, "offload", limit, of_library)
-    assert logged == norms and min(norms) > MAX_NORM
+    assert logged == norms and min(norms) > tools.MAX_NORM
     assert all(map(torch.equal, expected, found))
 
 
 def test_freed_gradients_are_clipped_by_the_optimizer_or_refused(tmp_path: Path) -> None:
-    _, norms = _trained(tmp_path, "plain", MAX_NORM)
-    _, logged = _trained(tmp_path, "release", MAX_NORM, max_grad_norm=MAX_NORM)
-    assert logged[0] == pytest.approx(norms[0], rel=1e-6) and min(logged) > MAX_NORM
+    _, norms = _trained(tmp_path, "plain", tools.MAX_NORM)
+    _, logged = _trained(tmp_path, "release", tools.MAX_NORM, max_grad_norm=tools.MAX_NORM)
+    assert logged[0] == pytest.approx(norms[0], rel=1e-6) and min(logged) > tools.MAX_NORM
     expected, _ = _trained(tmp_path, "plain", 0.0)
     found, unknown = _trained(tmp_path, "release", 0.0)
     assert all(map(torch.equal, expected, found)) and all(map(math.isnan, unknown))
     with pytest.raises(RuntimeError, match="call step_in_backward with clipping='previous', or let the trainer not"):
-        _trained(tmp_path, "release", MAX_NORM)
-    for limit in (0.0, MAX_NORM):  # transformers reads the gradients for its log too
+        _trained(tmp_path, "release", tools.MAX_NORM)
+    for limit in (0.0, tools.MAX_NORM):  # transformers reads the gradients for its log too
         with pytest.raises(RuntimeError, match=r"a trainer of halfstep\.integrations\.trainers"):
             _trained(tmp_path, "release", limit, of_library=True)
