@@ -13,6 +13,7 @@ from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.api import Ranks, write
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
+from halfstep.integrations.checkpoint.storage import parts_to_write
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.pickles import PickleError
 
@@ -50,7 +51,7 @@ def convert(old: str | Path, new: str | Path) -> Path:
         raise CheckpointError(f"{old} cannot be converted: {error}") from error
     step = re.search(r"\d+", old.name)
     tree["step"] = int(step[0]) if step else 0
-    return write(new, tree["step"], tree, tensors, None, Ranks(alone=True))
+    return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
 
 
 def export(path: str | Path, out: str | Path) -> Path:

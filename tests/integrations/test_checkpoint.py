@@ -508,8 +508,8 @@ tests._save(tests.Path(sys.argv[1]), 7)
 
 
 def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = storage.Writer.__init__
-    monkeypatch.setattr(storage.Writer, "__init__", lambda self, folder, *rest: begin(self, Path("nowhere"), *rest))
+    write = storage.write_shards
+    monkeypatch.setattr(storage, "write_shards", lambda folder, *rest: write(Path("nowhere"), *rest))
     with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
         _save(tmp_path, 1)
     monkeypatch.undo()
@@ -526,8 +526,8 @@ def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before this event."""
-    event, write = threading.Event(), storage.Writer.write_data
-    monkeypatch.setattr(storage.Writer, "write_data", lambda *arguments: (event.wait(20), write(*arguments))[1])
+    event, write = threading.Event(), storage.write_shards
+    monkeypatch.setattr(storage, "write_shards", lambda *arguments: (event.wait(20), write(*arguments))[1])
     return event
 
 
