@@ -281,9 +281,10 @@ def save(
             tensors_of_first: dict[str, torch.Tensor] = {}
             tree.update((name, pack(content, tensors, name)) for name, content in sharded.items())
             tree.update((name, pack(content, tensors_of_first, name)) for name, content in of_first.items())
-            parts.extend(parts_to_write(tensors, ranks.members[ranks.number], ranks.members))
+            rank = ranks.members[ranks.number]
+            parts.extend(parts_to_write(tensors, rank, ranks.members))
             if ranks.number == 0:
-                parts.extend(parts_to_write(tensors_of_first))
+                parts.extend(parts_to_write(tensors_of_first, rank, [rank]))
             if asynchronous:
                 parts[:] = [part._replace(data=part.data.to("cpu", copy=True)) for part in parts]
             return hashlib.sha256("\0".join(sorted(tensors)).encode("utf-8", "surrogatepass")).hexdigest()

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,28 +143,22 @@ def is_name(name: Any) -> bool:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The content of the manifest of a checkpoint, which is intact and whose ``files`` are names in the folder."""
-    try:
-        data = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
-        content = json.loads(data.decode())["content"]
-        intact = data == sealed(content)
-    except OSError as error:
-        raise CheckpointError(f"its {MANIFEST} cannot be read: {error}") from error
-    except (ValueError, TypeError, LookupError, RecursionError):
-        intact = False
-    if not intact:
-        damage = "does not have its own checksum: it was changed or damaged"
-        raise CheckpointError(f"its {MANIFEST} {damage if (path / MANIFEST).exists() else 'is missing'}")
-    form = content.get("format") if isinstance(content, dict) else None
-    if form not in (FORMAT, FORMAT_1):
-        raise CheckpointError(
-            f"expected its format to be {FORMAT!r}, but got {str(form)[:100]!r}: use a later halfstep"
-        )
-    records = content.get("files")
-    if not isinstance(records, dict) or not all(
-        is_name(name)
-        and isinstance(record, dict)
-        and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
-        for name, record in records.items()
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"its {MANIFEST} is missing")
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        data = (path / MANIFEST).read_bytes()
+        content = json.loads(data)["content"]
+        content = content if data == sealed(content) else None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"its {MANIFEST} does not have its own checksum: it was changed or damaged")
+    if content.get("format") not in (FORMAT, FORMAT_1):
+        form = str(content.get("format"))[:100]
+        raise CheckpointError(f"expected its format to be {FORMAT!r}, but got {form!r}: use a later halfstep")
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(
+        is_name(name) and isinstance(record, dict) and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
+        for name, record in files.items()
     ):
         raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")
     return content
@@ -175,18 +169,17 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
 
     The sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`; of none for 0.
     """
+    content = read_manifest(path)
+    files = content["files"]
     try:
-        content = read_manifest(path)
-        files = content["files"]
-        unlisted = sorted(file.name for file in path.glob(f"*{SHARDS}") if file.name not in files)
-        if unlisted:
+        if unlisted := sorted({file.name for file in path.glob(f"*{SHARDS}")} - files.keys()):
             raise CheckpointError(
                 f"it holds {', '.join(unlisted)}, which its {MANIFEST} does not list: shards of another checkpoint"
             )
         for name, record in sorted(files.items()):
-            if not (path / name).is_file():
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+            if size is None:
                 raise CheckpointError(f"its file {name} is missing")
-            size = (path / name).stat().st_size
             if size != record["bytes"]:
                 damage = "cut off" if size < record["bytes"] else "changed"
                 raise CheckpointError(f"its file {name} has {size} of {record['bytes']} bytes: it was {damage}")
@@ -219,31 +212,19 @@ def _digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Hashed:
-    """A new file that computes its hash while it is written, so that it need not be read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._digest, self._bytes = path.open("xb"), hashlib.sha256(), 0
-
-    def __enter__(self) -> Hashed:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        for begin in range(0, len(data), CHUNK):
-            interrupts.poll()
-            chunk = data[begin : begin + CHUNK]
-            self._digest.update(chunk)
-            self._file.write(chunk)
-        self._bytes += len(data)
-
-    def finish(self) -> dict[str, Any]:
-        """Flush the file to disk, and return its entry in a manifest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file to disk. Returns its entry in a manifest; the file need not be read again to compute it."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            for begin in range(0, len(piece), CHUNK):
+                interrupts.poll()
+                chunk = piece[begin : begin + CHUNK]
+                digest.update(chunk)
+                size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 # ---------------------------------------------------------------------------------------------------- unfinished saves

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic
-from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, Hashed
+from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, write_file
 from halfstep.integrations.checkpoint.tree import DTYPES, NAMES
 
 # What reading a damaged or hostile file may raise.
@@ -106,11 +106,12 @@ def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
             name = f"{prefix}-{suffix}{f'-{len(listed)}' if listed else ''}{SHARDS}"
             listed.append([name, list(part.offsets), list(part.data.shape)])
             files.setdefault(name, {})[key] = part
-    return json.dumps({"files": {name: _write(folder / name, files[name]) for name in files}, "tensors": tensors})
+    records = {name: write_file(folder / name, _bytes_of_file(files[name])) for name in files}
+    return json.dumps({"files": records, "tensors": tensors})
 
 
-def _write(path: Path, parts: dict[str, Part]) -> dict[str, Any]:
-    """Write one file, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
+def _bytes_of_file(parts: dict[str, Part]) -> Iterator[bytes | memoryview]:
+    """A file of safetensors, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
     order = sorted(parts, key=lambda key: (-parts[key].data.itemsize, key))
     places = json.dumps({key: {"saved_offsets": list(parts[key].offsets)} for key in order})
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}}
@@ -121,21 +122,17 @@ def _write(path: Path, parts: dict[str, Part]) -> dict[str, Any]:
         header[key] = {"dtype": NAMES[data.dtype], "shape": list(data.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with Hashed(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in order:
-            data = parts[key].data.cpu().resolve_conj().resolve_neg().contiguous()
-            # One element may have any stride, which a view as bytes refuses.
-            raw: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
-            file.write(memoryview(raw))
-        return file.finish()
+    yield len(text).to_bytes(8, "little") + text
+    for key in order:
+        data = parts[key].data.cpu().resolve_conj().resolve_neg().contiguous()
+        # One element may have any stride, which a view as bytes refuses.
+        raw: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
+        yield memoryview(raw)
 
 
 def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Iterable[str]) -> None:
     """Complete a checkpoint: everything that is not a tensor, and a manifest with what `write_shards` returned."""
-    with Hashed(folder / STATE) as file:
-        file.write(json.dumps(tree).encode())
-        files = {STATE: file.finish()}
+    files = {STATE: write_file(folder / STATE, [json.dumps(tree).encode()])}
     tensors: dict[str, Any] = {}
     for share in map(json.loads, shards):
         files |= share["files"]
@@ -154,9 +151,8 @@ def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Ite
                 f"Expected a folder that all ranks share, but the first rank sees {size} of {record['bytes']} bytes of "
                 f"{path}"
             )
-    with Hashed(folder / MANIFEST) as manifest:
-        manifest.write(atomic.sealed({**content, "files": dict(sorted(files.items())), "tensors": tensors}))
-        manifest.finish()
+    manifest = {**content, "files": dict(sorted(files.items())), "tensors": tensors}
+    write_file(folder / MANIFEST, [atomic.sealed(manifest)])
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
