@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -130,9 +130,10 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, f
 class PendingSave:
     """A checkpoint that is being written in the background."""
 
+    _latest: ClassVar[PendingSave | None] = None  # unless its end is known
+
     def __init__(self, future: Future[Path], path: Path) -> None:
         self._future, self.path = future, path
-        self._reported = False
 
     def done(self) -> bool:
         """Whether writing has ended, with or without an error."""
@@ -150,23 +151,17 @@ class PendingSave:
         except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
             raise TimeoutError(*error.args) from None
         finally:
-            self._reported = self._future.done()
+            if self.done() and PendingSave._latest is self:
+                PendingSave._latest = None
 
 
 _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
-_pending: list[PendingSave] = []
 
 
 def _finish_pending() -> None:
     """Wait for a save in the background, and raise its error unless `result` has already raised it."""
-    while _pending:
-        pending = _pending[0]
-        try:
-            if not pending._reported:
-                pending.result()
-        finally:
-            if pending.done():
-                _pending.remove(pending)
+    if PendingSave._latest is not None:
+        PendingSave._latest.result()
 
 
 @overload
@@ -297,9 +292,8 @@ def save(
                 )
         if not asynchronous:
             return write(path, tree, parts, keep, ranks)
-        pending = PendingSave(_writer.submit(write, path, tree, parts, keep, ranks), path)
-        _pending.append(pending)
-        return pending
+        PendingSave._latest = PendingSave(_writer.submit(write, path, tree, parts, keep, ranks), path)
+        return PendingSave._latest
 
 
 def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None, ranks: Ranks) -> Path:
@@ -372,32 +366,37 @@ def load(
     _finish_pending()
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
-        if not path.is_dir():
-            raise atomic.missing(path)
-        readers: list[Reader] = []
-
-        def trust() -> None:
-            """Raise unless every byte is as it was saved. Each rank reads a part of the files."""
-            readers.append(open_checkpoint(path))
-            readers[0].verify(ranks.number, len(ranks.members))
-
-        try:
-            ranks.together(trust)
-        except CheckpointError as error:
-            advice = ranks.together(lambda: atomic.remedy(path) if ranks.number == 0 else "")[0]
-            raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
-        if model is None and "model" in readers[0].tree:
+        reader = open_verified(path, ranks)
+        if model is None and "model" in reader.tree:
             raise ValueError(f"Expected model for {path}, which was saved with one, but got None: pass model=")
-        loading, rollback = _Load(readers[0], model, optimizer, scaler), Rollback(optimizer, scaler)
+        loading, rollback = _Load(reader, model, optimizer, scaler), Rollback(optimizer, scaler)
         with explained(f"checkpoint {path} does not fit"), _quiet():
             try:
                 ranks.together(loading.prepare)
-                ranks.together(lambda: loading.reader.read_into(loading.targets))
+                ranks.together(lambda: reader.read_into(loading.targets))
                 ranks.together(lambda: loading.load_into_live(rollback))
             except BaseException:
                 rollback.put_back()
                 raise
         return loading.state
+
+
+def open_verified(path: Path, ranks: Ranks) -> Reader:
+    """A reader of a checkpoint of which every byte is as it was saved. Each rank reads a part of the files."""
+    if not path.is_dir():
+        raise atomic.missing(path)
+    readers: list[Reader] = []
+
+    def verify() -> None:
+        readers.append(open_checkpoint(path))
+        readers[0].verify(ranks.number, len(ranks.members))
+
+    try:
+        ranks.together(verify)
+    except CheckpointError as error:
+        advice = ranks.together(lambda: atomic.remedy(path) if ranks.number == 0 else "")[0]
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
+    return readers[0]
 
 
 _ABSENT = {

@@ -157,7 +157,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"expected its format to be {FORMAT!r}, but got {form!r}: use a later halfstep")
     files = content.get("files")
     if not isinstance(files, dict) or not all(
-        is_name(name) and isinstance(record, dict) and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
+        is_name(name)
+        and isinstance(record, dict)
+        and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
         for name, record in files.items()
     ):
         raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")

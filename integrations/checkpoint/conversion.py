@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from halfstep.integrations.checkpoint import atomic
-from halfstep.integrations.checkpoint.api import Ranks, write
+from halfstep.integrations.checkpoint.api import Ranks, open_verified, write
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
 from halfstep.integrations.checkpoint.storage import parts_to_write
@@ -44,7 +43,7 @@ def convert(old: str | Path, new: str | Path) -> Path:
             reader = open_checkpoint(old)
             reader.verify()
             tree = reader.tree
-            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)) is None or TensorName(name))
+            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)))
         else:
             tree = {"state": pack(read_file(old), tensors, "state")}
     except (OSError, PickleError, CheckpointError) as error:
@@ -76,17 +75,11 @@ def export(path: str | Path, out: str | Path) -> Path:
         'model.safetensors'
     """
     path, out = Path(path), Path(out)
-    if not path.is_dir():
-        raise atomic.missing(path)
-    try:
-        reader = open_checkpoint(path)
-        reader.verify()
-        if "model" not in reader.tree:
-            raise CheckpointError("it holds no model: save it with model=")
-        names = unpack(reader.tree["model"])
-        tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be exported: {error}; {atomic.remedy(path)}") from error
+    reader = open_verified(path, Ranks(alone=True))
+    if "model" not in reader.tree:
+        raise CheckpointError(f"checkpoint {path} holds no model: save it with model=")
+    names = unpack(reader.tree["model"])
+    tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / ".model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})

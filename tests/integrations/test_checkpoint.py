@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "subclass": (collections.defaultdict(list), "but got a collections.defaultdict, .*: save dict"),
     "module": (torch.nn.Linear(1, 1), "Linear, which load could not restore: save its state_dict"),
     "key": ({Path("x"): 1}, "a key of state.x to be a tensor"),
-    "key with a tensor": ({(torch.ones(1),): 1}, "keys of state.x not to contain tensors"),
+    "key with a tensor": ({(torch.ones(1),): 1}, "a key of state.x.0 not to contain tensors"),
     "cycle": (CYCLE, "nested more than 100 deep"),
     "integer": (10**4000, "state.x is an integer of more than 3,000 digits"),
     "numpy text": (np.array(["a"]), "state.x is of numpy's <U1: save its .tolist"),
