@@ -31,7 +31,7 @@ from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.state import empty_entry
-from halfstep.numerics.scaling.sharding import Sharding, local
+from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
 from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
@@ -57,16 +57,10 @@ class Ranks:
 
     def __init__(self, process_group: Any = None, alone: bool = False) -> None:
         self.members, self.number, self.group = [0], 0, None  # the ranks, and which of them this one is
-        if alone or not (dist.is_available() and dist.is_initialized()):
+        base = None if alone else checked_group(process_group) or default_group()
+        if base is None:
             return
-        base = dist.group.WORLD if process_group is None else process_group
-        self.number = dist.get_rank(base)
-        if self.number < 0:
-            raise ValueError(
-                "Expected process_group to contain the calling rank, but it does not: call save and load on the "
-                "group's ranks only"
-            )
-        self.members = dist.get_process_group_ranks(base)
+        self.members, self.number = dist.get_process_group_ranks(base), dist.get_rank(base)
         if len(self.members) == 1:
             return
         # A new group of some ranks would need the other ranks to take part, so the given group is used.

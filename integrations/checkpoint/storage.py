@@ -85,7 +85,7 @@ def _holders(tensor: torch.Tensor, rank: int, members: Sequence[int]) -> Sequenc
     coordinate: Any = tensor.device_mesh.get_coordinate()
     along = zip(tensor.placements, coordinate, strict=True)
     copies = tensor.device_mesh.mesh[tuple(slice(None) if place.is_replicate() else at for place, at in along)]
-    return sorted({*copies.flatten().tolist()} & {*members})
+    return sorted({*copies.flatten().tolist()} & {*members}) or [rank]
 
 
 def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
