@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError
-from halfstep.integrations.checkpoint.storage import Chunk, Reader
+from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored
 from halfstep.integrations.checkpoint.tree import TensorName, pack
 from halfstep.integrations.pickles import PickleError, Record
 
@@ -99,9 +99,9 @@ class TorchReader(Reader):
             dtype, chunks = entry.properties.state[0], {}
             for chunk in entry.chunks:
                 info, size = stored.storage_data[_Index(name, chunk.offsets)], chunk.sizes.numel() * dtype.itemsize
-                chunks[chunk.offsets, chunk.sizes] = Chunk(chunk.offsets, chunk.sizes, self._range(info, size))
-            self._add(name, dtype, entry.size, list(chunks.values()))
-        files = {chunk.source.file for entry in self.tensors.values() for chunk in entry.chunks}  # type: ignore[attr-defined]
+                chunks[chunk.offsets, chunk.sizes] = Chunk(self._range(info, size), chunk.offsets, chunk.sizes)
+            self._add(name, Stored(dtype, entry.size, list(chunks.values())))
+        files = {chunk.source.file for stored in self.tensors.values() for chunk in stored.chunks}
         self._check_size(sum((self.path / name).stat().st_size for name in files))
         self.tree = self._tree(stored.planner_data or {}, objects)
 
@@ -116,7 +116,7 @@ class TorchReader(Reader):
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
         return _Range(name, offset, length)
 
-    def _read(self, name: str, chunk: Any) -> Any:
+    def _read(self, name: str, chunk: Chunk) -> Any:
         return self._load(chunk.source)
 
     def _load(self, place: _Range) -> Any:

@@ -1,9 +1,9 @@
 """The files of a checkpoint: safetensors shards with hashes, a manifest, and a reader that trusts neither.
 
-torch plans which parts of tensors a rank holds, and which parts of a checkpoint it needs. Each rank writes its parts in
-files of its own; the first rank adds the JSON and the manifest. Readers check everything that a file says against the
-files that are there before memory is allocated, so that memory and time of a load are bounded by the size of the
-checkpoint.
+torch's planner says which parts of tensors a rank holds. Each rank writes its parts in files of its own; the first rank
+adds the JSON and the manifest. A load copies what its parts have in common with those in the files. Readers check
+everything that a file says against the files that are there before memory is allocated, so that memory and time of a
+load are bounded by the size of the checkpoint.
 
 torch's own reader of safetensors (`HuggingFaceStorageReader`) reads the model's files too: they have its
 ``DCP_SHARDING_INFO``. Its writer is not used because it refuses tied and non-contiguous tensors, holds whole files in
@@ -12,11 +12,9 @@ memory, and writes no hashes.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +22,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import interrupts
@@ -58,24 +50,33 @@ class Part(NamedTuple):
     offsets: Sequence[int]
     data: torch.Tensor
 
+    @property
+    def sizes(self) -> torch.Size:
+        return self.data.shape
+
+
+def parts_of(tensors: dict[str, Any]) -> Iterator[Part]:
+    """The parts of tensors that this rank holds. Their data are the memory of the tensors."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors)
+    for item in planner.create_local_plan().items:
+        planned, data = item.tensor_data, planner.resolve_data(item)
+        assert isinstance(data, torch.Tensor) and planned is not None
+        yield Part(item.index.fqn, planned.size, planned.chunk.offsets, data.detach())
+
 
 def parts_to_write(tensors: dict[str, torch.Tensor], rank: int = 0, members: Sequence[int] = (0,)) -> Iterator[Part]:
-    """The parts of tensors that this rank writes; nothing is copied.
+    """The parts of tensors that this rank writes.
 
     Of the ranks in `members` that hold the same part, all decide alike which one writes it: they take turns, so that
     each writes about as many bytes.
     """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(tensors)
     largest_first = sorted(tensors, key=lambda name: (-math.prod(tensors[name].size()), name))
     turn = {name: number for number, name in enumerate(largest_first)}
-    for item in planner.create_local_plan().items:
-        name, planned = item.index.fqn, item.tensor_data
-        holders = _holders(tensors[name], rank, members)
-        if holders[turn[name] % len(holders)] == rank:
-            data = planner.resolve_data(item)
-            assert isinstance(data, torch.Tensor) and planned is not None
-            yield Part(name, planned.size, planned.chunk.offsets, data.detach())
+    for part in parts_of(tensors):
+        holders = _holders(tensors[part.name], rank, members)
+        if holders[turn[part.name] % len(holders)] == rank:
+            yield part
 
 
 def _holders(tensor: torch.Tensor, rank: int, members: Sequence[int]) -> Sequence[int]:
@@ -104,7 +105,7 @@ def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
             prefix, key = _file_and_key(part.name)
             # Further parts of a tensor have the same name, so they are in another file.
             name = f"{prefix}-{suffix}{f'-{len(listed)}' if listed else ''}{SHARDS}"
-            listed.append([name, list(part.offsets), list(part.data.shape)])
+            listed.append([name, list(part.offsets), list(part.sizes)])
             files.setdefault(name, {})[key] = part
     records = {name: write_file(folder / name, _bytes_of_file(files[name])) for name in files}
     return json.dumps({"files": records, "tensors": tensors})
@@ -141,7 +142,7 @@ def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Ite
             listed.update((tuple(part[1]), part) for part in entry["parts"])
     for name, entry in tensors.items():
         entry["parts"] = list(entry["parts"].values())
-        if problem := _problem_of_chunks(entry["shape"], [ChunkStorageMetadata(*part[1:]) for part in entry["parts"]]):
+        if problem := _problem_of_chunks(entry["shape"], [Chunk(*part) for part in entry["parts"]]):
             raise CheckpointError(f"the ranks that save hold {name} with {problem}: save on all ranks that shard it")
     for name, record in files.items():
         path = folder / name
@@ -158,15 +159,24 @@ def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Ite
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-@dataclass
-class Chunk(ChunkStorageMetadata):
-    """A part of a tensor, and where it is: in a file under its name, or in a range of bytes of a file of torch."""
+class Chunk(NamedTuple):
+    """A part of a tensor in a checkpoint: in a file under its name, or in a range of bytes of a file of torch."""
 
     source: Any
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    chunks: list[Chunk]
 
 
 class Reader:
-    """Reads a checkpoint of halfstep, by the plans of torch.distributed.checkpoint.
+    """Reads a checkpoint of halfstep.
 
     Raises:
         CheckpointError: files are missing or have another length, or the manifest describes other tensors than they can
@@ -178,7 +188,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.tensors: dict[str, Stored] = {}
         self._opened: dict[str, Any] = {}
         try:
             self._list()
@@ -191,10 +201,10 @@ class Reader:
         manifest = atomic.verify(self.path, shares=0)
         files = manifest["files"]
         for name, entry in manifest["tensors"].items():
-            chunks = [Chunk(torch.Size(offsets), torch.Size(sizes), file) for file, offsets, sizes in entry["parts"]]
+            chunks = [Chunk(file, torch.Size(offsets), torch.Size(sizes)) for file, offsets, sizes in entry["parts"]]
             if unlisted := {chunk.source for chunk in chunks} - files.keys():
                 raise CheckpointError(f"its tensor {name[:100]!r} is in {min(unlisted)!r}, which is not listed")
-            self._add(name, DTYPES[entry["dtype"]], torch.Size(entry["shape"]), chunks)
+            self._add(name, Stored(DTYPES[entry["dtype"]], torch.Size(entry["shape"]), chunks))
         self._check_size(sum(record["bytes"] for record in files.values()))
         if STATE not in files:
             raise CheckpointError(f"its {MANIFEST} does not list {STATE}")
@@ -202,14 +212,14 @@ class Reader:
         if not isinstance(self.tree, dict):
             raise CheckpointError(f"its {STATE} does not hold a dict")
 
-    def _add(self, name: str, dtype: torch.dtype, size: torch.Size, chunks: list[Any]) -> None:
+    def _add(self, name: str, stored: Stored) -> None:
         """List a tensor. Raises unless its parts lie within it, do not overlap and cover it."""
-        if problem := _problem_of_chunks(size, chunks):
-            raise CheckpointError(f"its tensor {name[:100]!r} of shape {list(size)[:16]} has {problem}")
-        self.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+        if problem := _problem_of_chunks(stored.size, stored.chunks):
+            raise CheckpointError(f"its tensor {name[:100]!r} of shape {list(stored.size)[:16]} has {problem}")
+        self.tensors[name] = stored
 
     def _check_size(self, available: int) -> None:
-        required = sum(math.prod(entry.size) * entry.properties.dtype.itemsize for entry in self.tensors.values())
+        required = sum(math.prod(stored.size) * stored.dtype.itemsize for stored in self.tensors.values())
         if required > available:
             raise CheckpointError(f"its tensors need {required:,} bytes, and its files have {available:,}")
 
@@ -217,15 +227,15 @@ class Reader:
         """Raise unless the bytes of every `shares`-th file, beginning with `share`, have their hash."""
         atomic.verify(self.path, share, shares)
 
-    def _read(self, name: str, chunk: Any) -> Any:
+    def _read(self, name: str, chunk: Chunk) -> Any:
         """A part of a tensor as it is in its file, which is mapped into memory."""
         if chunk.source not in self._opened:
             self._opened[chunk.source] = safe_open(self.path / chunk.source, framework="pt")
         return self._opened[chunk.source].get_tensor(_file_and_key(name)[1])
 
-    def _part(self, name: str, chunk: Any) -> torch.Tensor:
+    def _part(self, name: str, chunk: Chunk) -> torch.Tensor:
         """A part of a tensor, of the size and dtype that are listed."""
-        dtype = self.tensors[name].properties.dtype
+        dtype = self.tensors[name].dtype
         try:
             values = self._read(name, chunk)
         except DAMAGE as error:
@@ -242,7 +252,7 @@ class Reader:
         """Memory for a whole tensor, by default none."""
         if name not in self.tensors:
             raise CheckpointError(f"it has no tensor {name[:200]}")
-        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype, device=device)
+        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].dtype, device=device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU, mapped into memory if it has one part."""
@@ -256,22 +266,24 @@ class Reader:
 
     def read_into(self, targets: dict[str, Any]) -> None:
         """Read tensors by name into others of the same size, of which each rank has its parts."""
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(targets, Metadata(dict(self.tensors)), is_coordinator=True)
-        items = planner.create_local_plan().items
-        items.sort(key=lambda item: (item.storage_index.fqn, item.storage_index.index or 0))
-        for index, reads in itertools.groupby(items, key=lambda item: item.storage_index):
-            interrupts.poll()
-            part = self._part(index.fqn, self.tensors[index.fqn].chunks[index.index or 0])
-            for item in reads:
-                spans = zip(item.storage_offsets, item.lengths, strict=True)
-                values = part[tuple(slice(begin, begin + length) for begin, length in spans)]
-                planner.resolve_tensor(item).detach().copy_(values)
+        for target in parts_of(targets):
+            for chunk in self.tensors[target.name].chunks:
+                if _overlap(target, chunk):
+                    interrupts.poll()
+                    ahead = [b - a for a, b in zip(target.offsets, chunk.offsets, strict=True)]
+                    here = tuple(slice(max(d, 0), d + size) for d, size in zip(ahead, chunk.sizes, strict=True))
+                    there = tuple(slice(max(-d, 0), size - d) for d, size in zip(ahead, target.sizes, strict=True))
+                    target.data[here].copy_(self._part(target.name, chunk)[there])
 
 
-def _problem_of_chunks(size: Sequence[int], chunks: list[Any]) -> str | None:
+def _overlap(first: Part | Chunk, second: Chunk) -> bool:
+    spans = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
+
+
+def _problem_of_chunks(size: Sequence[int], chunks: list[Chunk]) -> str | None:
     """What prevents parts from making up a tensor of this size; None if they do."""
-    for chunk in (*chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))):
+    for chunk in (*chunks, Chunk(None, [0] * len(size), size)):
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
             min(begin, length) < 0 or begin + length > limit
             for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=False)
@@ -284,12 +296,10 @@ def _problem_of_chunks(size: Sequence[int], chunks: list[Any]) -> str | None:
         return None
     # Sweep along the dimension with the most cuts; each part is compared with those that have not ended before it.
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[Any] = []
+    active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [before for before in active if before.offsets[along] + before.sizes[along] > chunk.offsets[along]]
-        for before in active:
-            spans = zip(before.offsets, before.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
-                return "parts that overlap"
+        if any(_overlap(before, chunk) for before in active):
+            return "parts that overlap"
         active.append(chunk)
     return None

@@ -95,7 +95,7 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
     assert _bytes(path) - _bytes(alone) <= sum(value.nbytes for value in held) + OF_AN_ENTRY * entries
     known = storage.Reader(path).tensors
     stored = {
-        name: entry.size.numel() * entry.properties.dtype.itemsize
+        name: entry.size.numel() * entry.dtype.itemsize
         for name, entry in known.items()
         if name.startswith("optimizer.state.1.weight.") and not name.endswith(".step")
     }
