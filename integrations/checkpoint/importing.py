@@ -13,14 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
@@ -36,33 +28,28 @@ _TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the arch
 _TRAILER_LENGTH = 82
 
 
-class _Index(MetadataIndex):
-    """A key that costs no more to hash than to read."""
-
-    def __hash__(self) -> int:
-        if type(self.fqn) is not str or type(self.offset) not in (torch.Size, type(None)):
-            raise PickleError("it has an index without a name")
-        return super().__hash__()
-
-
 _DCP = "torch.distributed.checkpoint"
-_CLASSES = (
-    dcp_metadata.Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, dcp_metadata.StorageMeta
-)  # fmt: skip
 # Layouts, formats of memory and paths are not needed. Python 3.11.0 to 3.11.3 pickle members of enums by `getattr`.
-_IGNORED = {
-    f"{_DCP}.metadata": ["TensorProperties", "_MEM_FORMAT_ENCODING"],
-    "builtins": ["getattr"],
-    "torch.serialization": ["_get_layout"],
-    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath PurePosixPath WindowsPath PureWindowsPath".split()),
+_RECORDS = {
+    f"{_DCP}.metadata": "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    "builtins": "getattr",
+    "torch.serialization": "_get_layout",
+    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath PurePosixPath WindowsPath PureWindowsPath"),
 }
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(module, name): Record for module, names in _IGNORED.items() for name in names},
-    **{(f"{_DCP}.metadata", cls.__name__): cls for cls in _CLASSES},
-    (f"{_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
+    **{(module, name): Record for module, names in _RECORDS.items() for name in names.split()},
     ("torch", "Size"): lambda sizes=(): torch.Size(sizes),
 }
+
+
+def _index(key: Record) -> tuple[str, torch.Size | None]:
+    """The name of a tensor and the position of a part, which cost no more to hash than to read."""
+    name, offset = key.state["fqn"], key.state.get("offset")
+    if type(name) is not str or type(offset) not in (torch.Size, type(None)):
+        raise PickleError("it has an index without a name")
+    return name, offset
 
 
 class _Range(NamedTuple):
@@ -90,27 +77,29 @@ class TorchReader(Reader):
         self.verify(shares=0)
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
-        stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES)
+        stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
+        places = {_index(key): info.state for key, info in stored["storage_data"].items()}
         objects: dict[Any, _Range] = {}
-        for name, entry in stored.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                objects[name] = self._range(stored.storage_data[_Index(name)], 1)
+        for name, entry in stored["state_dict_metadata"].items():
+            if entry.state is None:  # no tensor
+                objects[name] = self._range(places[name, None], 1)
                 continue
-            dtype, chunks = entry.properties.state[0], {}
-            for chunk in entry.chunks:
-                info, size = stored.storage_data[_Index(name, chunk.offsets)], chunk.sizes.numel() * dtype.itemsize
-                chunks[chunk.offsets, chunk.sizes] = Chunk(self._range(info, size), chunk.offsets, chunk.sizes)
-            self._add(name, Stored(dtype, entry.size, list(chunks.values())))
-        files = {chunk.source.file for stored in self.tensors.values() for chunk in stored.chunks}
+            dtype, chunks = entry.state["properties"].state[0], {}
+            for chunk in entry.state["chunks"]:
+                offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+                source = self._range(places[name, offsets], sizes.numel() * dtype.itemsize)
+                chunks[offsets, sizes] = Chunk(source, offsets, sizes)
+            self._add(name, Stored(dtype, entry.state["size"], list(chunks.values())))
+        files = {chunk.source.file for tensor in self.tensors.values() for chunk in tensor.chunks}
         self._check_size(sum((self.path / name).stat().st_size for name in files))
-        self.tree = self._tree(stored.planner_data or {}, objects)
+        self.tree = self._tree(stored.get("planner_data") or {}, objects)
 
-    def _range(self, info: _StorageInfo, size: int) -> _Range:
+    def _range(self, info: dict[str, Any], size: int) -> _Range:
         """Where an entry is, which exists and has at least `size` bytes."""
-        name, offset, length = info.relative_path, info.offset, info.length
+        name, offset, length = info["relative_path"], info["offset"], info["length"]
         if not atomic.is_name(name) or not (self.path / name).is_file():
             raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
-        if getattr(info, "transform_descriptors", None):
+        if info.get("transform_descriptors"):
             raise CheckpointError("its files are compressed or encrypted: save it without that")
         if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
