@@ -425,34 +425,26 @@ class _Load:
         for key, name in unpack(tree["model"]).items():
             if isinstance(name, TensorName):
                 self.targets[name] = _on_cpu(self.current[key])
-        if self.optimizer is not None:
-            self._prepare_optimizer(self.optimizer, unpack(tree["optimizer"], self._listed))
-
-    def _listed(self, name: str) -> TensorName:
-        """A tensor that is read whole, unless it belongs to the state of a parameter that is sharded."""
-        self.targets[name] = self.reader.empty(name)
-        return TensorName(name)
-
-    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+        if self.optimizer is None:
+            return
+        saved = unpack(tree["optimizer"])
         check_optimizer_state(saved)
-        current = _optimizer_state(self.model, optimizer, "held")
+        current = _optimizer_state(self.model, self.optimizer, "held")
         check_groups(saved["param_groups"], current["param_groups"])
         parameters: dict[str, torch.Tensor] = {}
         if not self.flat:
-            for named, group in zip(current["param_groups"], optimizer.param_groups, strict=True):
+            for named, group in zip(current["param_groups"], self.optimizer.param_groups, strict=True):
                 parameters.update(zip(named["params"], group["params"], strict=True))
         for owner, entry in saved["state"].items():
             for key, name in entry.items():
                 if isinstance(name, TensorName):
-                    present = current["state"].get(owner, {}).get(key)
-                    target = self._target(f"{key} of {owner}", key, self.targets[name], parameters.get(owner), present)
-                    self.targets[name] = self.targets[name] if target is None else target
-        for name, target in self.targets.items():
-            if target.device.type == "meta":
-                self.targets[name] = torch.empty_like(target, device="cpu")
+                    present, whole = current["state"].get(owner, {}).get(key), self.reader.empty(name)
+                    target = self._target(f"{key} of {owner}", key, whole, parameters.get(owner), present)
+                    if target is not None:
+                        self.targets[name] = target
 
     def _target(self, label: str, key: str, saved: torch.Tensor, parameter: Any, present: Any) -> Any:
-        """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file.
+        """Memory for an entry of the optimizer's state: sharded like its parameter, in the dtype of the file.
 
         None if it is to be read whole.
         """
@@ -482,8 +474,10 @@ class _Load:
         """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
         if self.model is None:
             return
-        tree = self.reader.tree
-        fresh = unpack(tree["model"], self.targets.__getitem__)
+        fresh, loaded, scale = (
+            None if target is None else unpack(self.reader.tree[name], self._read)
+            for name, target in (("model", self.model), ("optimizer", self.optimizer), ("scaler", self.scaler))
+        )
         rollback.keep_objects(self.model, self.current)
         if self.flat:
             rollback.copy([*self.model.parameters(), *self.model.buffers()])
@@ -496,12 +490,15 @@ class _Load:
         if self.optimizer is not None:
             # Not strict, because parameters that never had a gradient have no state.
             options = torch_state.StateDictOptions(strict=False)
-            loaded = unpack(tree["optimizer"], self.targets.__getitem__)
             torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(unpack(tree["scaler"], self.reader.copy))
+            self.scaler.load_state_dict(scale)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor that was read into memory made for it, or a whole one."""
+        return self.targets[name] if name in self.targets else self.reader.copy(name)
 
 
 def _on_cpu(value: Any) -> Any:
