@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import damaged_files
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -149,10 +148,3 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path, capsys:
     assert r"\x1b[2J\rw$\frac$" in printed.out and r"\x1b[31mx.pt" in printed.err
     assert all(sign.isprintable() or sign == "\n" for sign in printed.out + printed.err)
     assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("kind", damaged_files.KINDS)
-def test_damaged_files_are_answered_in_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = damaged_files.main(["--kind", kind, "--tries", "10"])
-    printed = capsys.readouterr()
-    assert status == 0 and f"{kind}: refused" in printed.out, printed

@@ -20,6 +20,7 @@ from typing import Any
 import checkpoint_attacks as attacks
 import checkpoint_ranks
 import forks
+import fuzz_checkpoints as fuzz
 import numpy as np
 import pytest
 import torch
@@ -307,6 +308,16 @@ def test_load_model_checks_everything_before_it_copies_anything() -> None:
         assert attacks.bits(dict(model.state_dict())) == attacks.bits(before)
     checkpoint.load_model(model, other)
     assert attacks.bits(dict(model.state_dict())) == attacks.bits(other)
+
+
+@pytest.mark.parametrize(("kind", "tries"), [(kind, max(10, int(100 * share))) for kind, share in fuzz.KINDS.items()])
+def test_bad_checkpoints_run_nothing_and_change_nothing(
+    kind: str, tries: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cross-section of the campaign of fuzz_checkpoints.py, which also inspects them."""
+    status = fuzz.main(["--kind", kind, "--tries", str(tries), "--seed", "3"])
+    printed = capsys.readouterr()
+    assert status == 0 and printed.out.endswith("\n0 complaints.\n") and "refused" in printed.out, printed
 
 
 # ------------------------------------------------------------------------------------------ of torch, and of before
