@@ -135,7 +135,6 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/support/interrupts.py --tries 2000 --muon
 	$(BIN)/python tests/support/interrupt_checkpoints.py --tries 2000
 	$(BIN)/python tests/support/fuzz_checkpoints.py --tries 10000
-	$(BIN)/python tests/support/damaged_files.py --tries 2000
 	$(BIN)/python tests/support/stream_training.py --tries 10000
 	$(BIN)/python tests/support/device_programs.py --tries 1000
 	$(BIN)/python tests/support/defaults.py --tries 20

@@ -78,8 +78,6 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, Record):
             built.state = state
-        elif type(built) in self._names.values() and isinstance(state, dict):  # a dataclass
-            vars(built).update(state)
 
     def _setitem(self) -> None:
         self._check(self.stack[-2:-1], self.load_setitem)
@@ -94,7 +92,7 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
         """Refuse keys whose hash could take longer than reading them: tuples of tuples of tuples."""
         for key in keys:
             items = key if type(key) is tuple else (key,)
-            if not all(isinstance(item, _KEYS) or type(item) in self._names.values() for item in items):
+            if not all(isinstance(item, _KEYS) for item in items):
                 raise PickleError(f"it has a {type(key).__name__} of other containers for a key")
         load()
 
@@ -105,7 +103,7 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
     """The content of a pickle that asks for dtypes and no other names than those of the table `names`.
 
-    Objects are given their attributes, and their own methods are not called. Raises PickleError if it is damaged.
+    What these names are called with is given to the functions in the table. Raises PickleError if it is damaged.
     """
     try:
         return _Unpickler(data, names).load()

@@ -156,9 +156,8 @@ def _from_folder(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     reader = open_checkpoint(path)
     reader.verify()
-    for name, entry in reader.metadata.state_dict_metadata.items():
-        if hasattr(entry, "chunks"):
-            yield name, reader.tensor(name)
+    for name in reader.tensors:
+        yield name, reader.tensor(name)
 
 
 def _from_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

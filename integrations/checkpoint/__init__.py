@@ -8,7 +8,7 @@ A checkpoint is a folder, ``step-00000120/``, that appears by one rename when al
     state.json                             everything that is not a tensor, and which tensor belongs where
     manifest.json                          size and SHA-256 of these files; which part of which tensor is in which
 
-The tensors are planned, divided and collected by torch.distributed.checkpoint (storage.py), the rest is JSON (tree.py).
+Tensors are divided as torch.distributed.checkpoint plans it (storage.py), the rest is JSON (tree.py).
 Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power failure), every folder with the name of
 a checkpoint is complete, and earlier checkpoints still exist (atomic.py). See docs/checkpoints.md.
 """

@@ -7,36 +7,32 @@ read into new tensors of the dtype in the file, and loaded only when all ranks h
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict as torch_state
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import interrupts
-from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint import atomic, storage
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
 from halfstep.integrations.checkpoint.importing import open_checkpoint
-from halfstep.integrations.checkpoint.storage import Writer
+from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_write
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
-from halfstep.integrations.optim.state import empty_entry, shards_blocks
-from halfstep.numerics.scaling.sharding import local
-from halfstep.numerics.state_layout import CODE_KEYS, HELD, SCALE_KEYS
+from halfstep.integrations.optim.state import empty_entry
+from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
+from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
 UNTOUCHED = "; earlier checkpoints are untouched"
@@ -60,17 +56,12 @@ class Ranks:
     """The ranks that save or load together. They exchange small objects over gloo."""
 
     def __init__(self, process_group: Any = None, alone: bool = False) -> None:
-        self.rank, self.size, self.group = 0, 1, None
-        if alone or not (dist.is_available() and dist.is_initialized()):
+        self.members, self.number, self.group = [0], 0, None  # the ranks, and which of them this one is
+        base = None if alone else checked_group(process_group) or default_group()
+        if base is None:
             return
-        base = dist.group.WORLD if process_group is None else process_group
-        self.rank, self.size = dist.get_rank(base), dist.get_world_size(base)
-        if self.rank < 0:
-            raise ValueError(
-                "Expected process_group to contain the calling rank, but it does not: call save and load on the "
-                "group's ranks only"
-            )
-        if self.size == 1:
+        self.members, self.number = dist.get_process_group_ranks(base), dist.get_rank(base)
+        if len(self.members) == 1:
             return
         # A new group of some ranks would need the other ranks to take part, so the given group is used.
         self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
@@ -86,45 +77,33 @@ class Ranks:
         Exceptions that end a program are raised again on their rank, after the other ranks know of them.
         """
         result: Any = None
-        error: str | None = None
-        cause: BaseException | None = None
+        error: BaseException | None = None
         try:
             result = function()
-        except CheckpointException as failed:  # raised by torch on all ranks; not an `Exception`
-            rank, (first, _) = min(failed.failures.items())
-            error, cause = f"rank {rank}: {error_text(first)}", first if isinstance(first, Exception) else None
         except BaseException as failed:
-            error, cause = error_text(failed), failed
-        answers: list[Any] = [(result, error)]
+            error = failed
+        # Errors are sent as text: ranks would wait forever for one that cannot be unpickled.
+        answers: list[Any] = [(result, None if error is None else error_text(error))]
         try:
             if self.group is not None:
-                answers = [None] * self.size
-                dist.all_gather_object(answers, (result, error), group=self.group)
+                (mine,), answers = answers, [None] * len(self.members)
+                dist.all_gather_object(answers, mine, group=self.group)
         except RuntimeError as lost:  # a rank was killed
-            raise CheckpointError(error or f"a rank does not answer: {lost}") from lost
-        if cause is not None and not isinstance(cause, Exception):
-            raise cause
+            raise CheckpointError(error_text(error) if error else f"a rank does not answer: {lost}") from lost
+        if error is not None and not isinstance(error, Exception):
+            raise error
         for rank, (_, text) in enumerate(answers):
             if text is not None:
-                origin = f"rank {rank}: " if self.size > 1 and not text.startswith("rank ") else ""
-                raise CheckpointError(f"{origin}{text}") from cause
+                raise CheckpointError(f"rank {rank}: {text}" if len(answers) > 1 else text) from error
         return [answer for answer, _ in answers]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warnings that FSDP1 is deprecated, and that torch.distributed is not initialized."""
+    """Suppress torch's warnings that FSDP1 is deprecated."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", category=FutureWarning)
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-
-
-def is_held(optimizer_state: str) -> bool:
-    """Whether an optimizer's state is to be saved as it is held. Raises ValueError for an unknown form."""
-    if optimizer_state not in ("canonical", "held"):
-        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
-    return optimizer_state == "held"
 
 
 def _only_with_model(**arguments: Any) -> None:
@@ -133,14 +112,9 @@ def _only_with_model(**arguments: Any) -> None:
             raise ValueError(f"Expected model to be given together with {name}, but got None: pass model=")
 
 
-def _is_flat(model: torch.nn.Module | None) -> bool:
-    """Whether FSDP1 has flattened parameters of a model."""
-    return model is not None and any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, as_held: bool) -> dict[str, Any]:
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, form: Any) -> dict[str, Any]:
     """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
-    with saving(optimizer, "held" if as_held else "canonical"):
+    with saving(optimizer, form):
         return torch_state.get_optimizer_state_dict(model, optimizer)
 
 
@@ -150,9 +124,10 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, a
 class PendingSave:
     """A checkpoint that is being written in the background."""
 
+    _latest: ClassVar[PendingSave | None] = None  # unless its end is known
+
     def __init__(self, future: Future[Path], path: Path) -> None:
         self._future, self.path = future, path
-        self._reported = False
 
     def done(self) -> bool:
         """Whether writing has ended, with or without an error."""
@@ -170,23 +145,17 @@ class PendingSave:
         except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
             raise TimeoutError(*error.args) from None
         finally:
-            self._reported = self._future.done()
+            if self.done() and PendingSave._latest is self:
+                PendingSave._latest = None
 
 
 _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
-_pending: list[PendingSave] = []
 
 
 def _finish_pending() -> None:
     """Wait for a save in the background, and raise its error unless `result` has already raised it."""
-    while _pending:
-        pending = _pending[0]
-        try:
-            if not pending._reported:
-                pending.result()
-        finally:
-            if pending.done():
-                _pending.remove(pending)
+    if PendingSave._latest is not None:
+        PendingSave._latest.result()
 
 
 @overload
@@ -273,108 +242,77 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
-    as_held = is_held(optimizer_state)
+    if optimizer_state not in ("canonical", "held"):
+        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
     if model is None:
         _only_with_model(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
         )
     _finish_pending()
     path = Path(folder) / f"step-{step:08d}"
+    tree: dict[str, Any] = {"step": step}
+    parts: list[Part] = []
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
-        parts: dict[str, Any] = {"step": step}
+        sharded: dict[str, Any] = {}
         if model is not None:
             with _quiet():
-                parts["model"] = dict(torch_state.get_model_state_dict(model))
+                sharded["model"] = dict(torch_state.get_model_state_dict(model))
                 if optimizer is not None:
-                    parts["optimizer"] = _optimizer_state(model, optimizer, as_held)
-        parts["scaler"] = None if scaler is None else scaler.state_dict()
-        parts["state"] = None if state is None else dict(state)
-        tree: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {}
+                    sharded["optimizer"] = _optimizer_state(model, optimizer, optimizer_state)
+        of_first = {
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "state": None if state is None else dict(state),
+        }
 
-        def packed() -> str:
-            for name, part in parts.items():
-                shared = name in ("model", "optimizer") or ranks.rank == 0
-                tree[name] = pack(part, tensors if shared else {}, name)
-            names = sorted(name for name in tensors if name.startswith(("model.", "optimizer.")))
-            return hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()
+        def prepare() -> str:
+            tensors: dict[str, torch.Tensor] = {}
+            tensors_of_first: dict[str, torch.Tensor] = {}
+            tree.update((name, pack(content, tensors, name)) for name, content in sharded.items())
+            tree.update((name, pack(content, tensors_of_first, name)) for name, content in of_first.items())
+            rank = ranks.members[ranks.number]
+            parts.extend(parts_to_write(tensors, rank, ranks.members))
+            if ranks.number == 0:
+                parts.extend(parts_to_write(tensors_of_first, rank, [rank]))
+            if asynchronous:
+                parts[:] = [part._replace(data=part.data.to("cpu", copy=True)) for part in parts]
+            return hashlib.sha256("\0".join(sorted(tensors)).encode("utf-8", "surrogatepass")).hexdigest()
 
         with explained(f"cannot write checkpoint {path}", UNTOUCHED):
-            if len(set(ranks.together(packed))) > 1:
+            if len(set(ranks.together(prepare))) > 1:
                 raise CheckpointError(
                     "Expected all ranks to hold the same parameters, but they do not: pass process_group= of those "
                     "that do, and a folder for each group"
                 )
         if not asynchronous:
-            return write(path, step, tree, tensors, keep, ranks)
-        with torch.no_grad():
-            copies = {name: _on_cpu(tensor, copy=True) for name, tensor in tensors.items()}
-        pending = PendingSave(_writer.submit(write, path, step, tree, copies, keep, ranks), path)
-        _pending.append(pending)
-        return pending
+            return write(path, tree, parts, keep, ranks)
+        PendingSave._latest = PendingSave(_writer.submit(write, path, tree, parts, keep, ranks), path)
+        return PendingSave._latest
 
 
-def _on_cpu(value: Any, copy: bool) -> Any:
-    """A tensor on the CPU, sharded like `value`: a copy, which later steps do not change, or memory to read into.
-
-    torch's own stager refuses the shards of FSDP1.
-    """
-    if isinstance(value, ShardedTensor):
-        if not copy:
-            return value  # FSDP1 made it for this purpose
-
-        def moved(shard: ShardMetadata) -> ShardMetadata:
-            rank = 0 if shard.placement is None else shard.placement.rank()
-            return ShardMetadata(shard.shard_offsets, shard.shard_sizes, f"rank:{rank}/cpu")
-
-        metadata = value.metadata()
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(_on_cpu(shard.tensor, copy), moved(shard.metadata)) for shard in value.local_shards()],
-            dataclasses.replace(metadata, shards_metadata=list(map(moved, metadata.shards_metadata))),
-            process_group=value._process_group,
-        )
-    if isinstance(value, DTensor):  # from_local would move the copy to the mesh's device
-        return DTensor(_on_cpu(value.to_local(), copy), value._spec, requires_grad=False)
-    return value.detach().to("cpu", copy=True) if copy else torch.empty_like(value, device="cpu", requires_grad=False)
-
-
-def write(
-    path: Path, step: int, tree: dict[str, Any], tensors: dict[str, torch.Tensor], keep: int | None, ranks: Ranks
-) -> Path:
-    """Write a checkpoint, all `ranks` together: `tree` is that of the first, `tensors` are each rank's."""
-    unfinished: list[atomic.UnfinishedSave] = []  # on the first rank
-
-    def begin() -> Path | None:
-        if ranks.rank == 0:
-            unfinished.append(atomic.UnfinishedSave(path.parent))
-        return unfinished[0].path if unfinished else None
-
-    def run() -> None:
-        content = {"format": atomic.FORMAT, "step": step, "world_size": ranks.size}
-        writer = Writer(folder, ranks.rank, ranks.size, content, tree)
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        options: Any = {"process_group": ranks.group, "no_dist": ranks.group is None}
-        try:
-            with _quiet():
-                dcp.save(tensors, storage_writer=writer, planner=planner, **options)
-        except BaseException:
-            if writer.interrupt is not None:
-                raise writer.interrupt from None
-            raise
-        for save in unfinished:
-            save.put_in_place(path)
-            if keep is not None:
-                atomic.prune(path.parent, step, keep)
-
+def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None, ranks: Ranks) -> Path:
+    """Write a checkpoint, all `ranks` together: `tree` is that of the first, `parts` are each rank's."""
+    step, size = tree["step"], len(ranks.members)
     advice = f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed"
-    try:
-        with explained(f"cannot write checkpoint {path}", advice):
-            folder: Any = ranks.together(begin)[0]
-            ranks.together(run)
-    finally:
-        for save in unfinished:
-            save.end()
+    with ExitStack() as stack, explained(f"cannot write checkpoint {path}", advice):
+
+        def begin() -> Path | None:
+            return stack.enter_context(atomic.unfinished_save(path.parent)) if ranks.number == 0 else None
+
+        def write_shards() -> str:
+            return storage.write_shards(folder, f"{ranks.number + 1:05}-of-{size:05}", parts)
+
+        def finish() -> None:
+            if ranks.number == 0:
+                content = {"format": atomic.FORMAT, "step": step, "world_size": size}
+                storage.write_manifest(folder, content, tree, shards)
+                atomic.put_in_place(folder, path)
+                if keep is not None:
+                    atomic.prune(path.parent, step, keep)
+
+        folder: Any = ranks.together(begin)[0]
+        shards = ranks.together(write_shards)
+        ranks.together(finish)
     return path
 
 
@@ -422,26 +360,37 @@ def load(
     _finish_pending()
     with interrupts.held():
         ranks = Ranks(process_group, alone=model is None)
-        if not path.is_dir():
-            raise atomic.missing(path)
-        loading = _Load(path, model, optimizer, scaler)
-        try:
-            ranks.together(lambda: loading.trust(ranks))
-        except CheckpointError as error:
-            advice = ranks.together(lambda: atomic.remedy(path) if ranks.rank == 0 else "")[0]
-            raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
-        if model is None and "model" in loading.reader.tree:
+        reader = open_verified(path, ranks)
+        if model is None and "model" in reader.tree:
             raise ValueError(f"Expected model for {path}, which was saved with one, but got None: pass model=")
-        rollback = Rollback(model, optimizer, scaler)
+        loading, rollback = _Load(reader, model, optimizer, scaler), Rollback(optimizer, scaler)
         with explained(f"checkpoint {path} does not fit"), _quiet():
             try:
                 ranks.together(loading.prepare)
-                ranks.together(lambda: loading.reader.read_into(loading.targets))
+                ranks.together(lambda: reader.read_into(loading.targets))
                 ranks.together(lambda: loading.load_into_live(rollback))
             except BaseException:
                 rollback.put_back()
                 raise
         return loading.state
+
+
+def open_verified(path: Path, ranks: Ranks) -> Reader:
+    """A reader of a checkpoint of which every byte is as it was saved. Each rank reads a part of the files."""
+    if not path.is_dir():
+        raise atomic.missing(path)
+    readers: list[Reader] = []
+
+    def verify() -> None:
+        readers.append(open_checkpoint(path))
+        readers[0].verify(ranks.number, len(ranks.members))
+
+    try:
+        ranks.together(verify)
+    except CheckpointError as error:
+        advice = ranks.together(lambda: atomic.remedy(path) if ranks.number == 0 else "")[0]
+        raise CheckpointError(f"checkpoint {path} cannot be used: {error}; {advice}") from error
+    return readers[0]
 
 
 _ABSENT = {
@@ -454,17 +403,11 @@ _ABSENT = {
 class _Load:
     """One load: the content of the checkpoint, what model and optimizer need, and the tensors that are read."""
 
-    def __init__(
-        self, path: Path, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None, scaler: Any
-    ) -> None:
-        self.path, self.model, self.optimizer, self.scaler = path, model, optimizer, scaler
-        self.flat = _is_flat(model)
+    def __init__(self, reader: Reader, model: Any, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
+        self.reader, self.model, self.optimizer, self.scaler = reader, model, optimizer, scaler
+        modules = () if model is None else model.modules()
+        self.flat = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # FSDP1's parameters
         self.targets: dict[str, Any] = {}
-
-    def trust(self, ranks: Ranks) -> None:
-        """Raise unless every byte is as it was saved. Each rank reads a part of the files."""
-        self.reader = open_checkpoint(self.path)
-        self.reader.verify(ranks.rank, ranks.size)
 
     def prepare(self) -> None:
         """Compare the checkpoint with model and optimizer, and make tensors to read it into. Collective under FSDP1."""
@@ -478,39 +421,34 @@ class _Load:
             if target is not None and tree.get(name) is None:
                 raise CheckpointError(f"it holds no {_ABSENT[name]}")
         self.current = dict(torch_state.get_model_state_dict(self.model))
-        saved = unpack(tree["model"])
-        check_model(saved, self.current, self.reader.listed)
-        for name, value in self.current.items():
-            if isinstance(value, torch.Tensor | ShardedTensor):
-                self.targets[saved[name]] = _on_cpu(value, copy=False)
-        if self.optimizer is not None:
-            saved = unpack(tree["optimizer"], self._whole)
-            check_optimizer_state(saved)
-            current = _optimizer_state(self.model, self.optimizer, as_held=True)
-            check_groups(saved["param_groups"], current["param_groups"])
-            parameters: dict[str, torch.Tensor] = {}
-            if not self.flat:
-                for named, group in zip(current["param_groups"], self.optimizer.param_groups, strict=True):
-                    parameters.update(zip(named["params"], group["params"], strict=True))
-            for name, entry in saved["state"].items():
-                for key, tensor in entry.items():
-                    if isinstance(tensor, TensorName):
-                        present = current["state"].get(name, {}).get(key)
-                        self.targets[tensor] = self._target(str(name), str(key), tensor, parameters.get(name), present)
-            for name, target in self.targets.items():
-                if target.device.type == "meta":
-                    self.targets[name] = torch.empty_like(target, device="cpu")
+        check_model(unpack(tree["model"], self.reader.empty), self.current)
+        for key, name in unpack(tree["model"]).items():
+            if isinstance(name, TensorName):
+                self.targets[name] = _on_cpu(self.current[key])
+        if self.optimizer is None:
+            return
+        saved = unpack(tree["optimizer"])
+        check_optimizer_state(saved)
+        current = _optimizer_state(self.model, self.optimizer, "held")
+        check_groups(saved["param_groups"], current["param_groups"])
+        parameters: dict[str, torch.Tensor] = {}
+        if not self.flat:
+            for named, group in zip(current["param_groups"], self.optimizer.param_groups, strict=True):
+                parameters.update(zip(named["params"], group["params"], strict=True))
+        for owner, entry in saved["state"].items():
+            for key, name in entry.items():
+                if isinstance(name, TensorName):
+                    present, whole = current["state"].get(owner, {}).get(key), self.reader.empty(name)
+                    target = self._target(f"{key} of {owner}", key, whole, parameters.get(owner), present)
+                    if target is not None:
+                        self.targets[name] = target
 
-    def _whole(self, name: str) -> TensorName:
-        """A tensor that is read whole, unless it belongs to the state of a parameter that is sharded."""
-        entry = self.reader.listed(name)
-        self.targets[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        return TensorName(name)
+    def _target(self, label: str, key: str, saved: torch.Tensor, parameter: Any, present: Any) -> Any:
+        """Memory for an entry of the optimizer's state: sharded like its parameter, in the dtype of the file.
 
-    def _target(self, owner: str, key: str, name: str, parameter: torch.Tensor | None, present: Any) -> Any:
-        """A tensor for one entry of the optimizer's state: sharded like its parameter, in the dtype of the file."""
-        target, label = self.targets[name], f"{key} of {owner}"
-        size, dtype = target.shape, target.dtype
+        None if it is to be read whole.
+        """
+        size, dtype = saved.shape, saved.dtype
         ours = isinstance(self.optimizer, LayoutOptimizer) and not self.flat
         if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat):
             unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
@@ -526,27 +464,24 @@ class _Load:
                     "in the optimizer; use the same model and optimizer"
                 )
             return present  # the tensor that FSDP1 made for this purpose
-        # Codes that cannot be sharded with their scales are read as a whole.
-        coded = key in CODE_KEYS or key in SCALE_KEYS
-        if parameter is None or (coded and not shards_blocks(parameter)):
-            return target
+        if parameter is None:
+            return None
         if isinstance(self.optimizer, LayoutOptimizer):
-            parameter = self.optimizer._target(parameter)  # which may be on the host
-        empty = empty_entry(parameter, key, size, dtype)
-        return target if empty is None else empty
+            return self.optimizer.empty_entry(parameter, key, size, dtype)
+        return empty_entry(parameter, key, size, dtype)
 
     def load_into_live(self, rollback: Rollback) -> None:
         """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
         if self.model is None:
             return
-        tree = self.reader.tree
-        fresh = unpack(tree["model"], self.targets.__getitem__)
+        fresh, loaded, scale = (
+            None if target is None else unpack(self.reader.tree[name], self._read)
+            for name, target in (("model", self.model), ("optimizer", self.optimizer), ("scaler", self.scaler))
+        )
+        rollback.keep_objects(self.model, self.current)
         if self.flat:
-            rollback.copy()
-            tensors = torch.Tensor | ShardedTensor
-            rollback.objects = {name: value for name, value in self.current.items() if not isinstance(value, tensors)}
+            rollback.copy([*self.model.parameters(), *self.model.buffers()])
         else:
-            rollback.objects = dict(self.current)
             for name, live in self.current.items():
                 if isinstance(live, torch.Tensor):
                     rollback.exchange(local(live), local(fresh[name]))
@@ -555,9 +490,19 @@ class _Load:
         if self.optimizer is not None:
             # Not strict, because parameters that never had a gradient have no state.
             options = torch_state.StateDictOptions(strict=False)
-            loaded = unpack(tree["optimizer"], self.targets.__getitem__)
             torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(unpack(tree["scaler"], self.reader.copy))
+            self.scaler.load_state_dict(scale)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A tensor that was read into memory made for it, or a whole one."""
+        return self.targets[name] if name in self.targets else self.reader.copy(name)
+
+
+def _on_cpu(value: Any) -> Any:
+    """Memory on the CPU for a tensor of a model, sharded like it."""
+    if isinstance(value, ShardedTensor):
+        return value  # FSDP1 made it for this purpose
+    return Sharding(value).like(torch.empty_like(local(value), device="cpu"))

@@ -1,14 +1,13 @@
 """The folder of a checkpoint: its name and manifest, detection of damage, and saves that appear complete or not at all.
 
 ``manifest.json`` lists the size and SHA-256 of every other file, and has its own SHA-256. A save writes into a folder
-of a unique name, which is renamed when it is complete, and keeps a file locked until it ends. The system releases the
-lock when the process ends for any reason, also on another machine: a process that can take the lock knows that the save
-has ended. If the file system has no locks, nothing is removed. Other files in the folder are never changed.
+of a unique name, which is renamed when it is complete, and keeps a file in it locked until then. The system releases
+the lock when the process ends for any reason, also on another machine: a process that can take the lock knows that the
+save has ended. If the file system has no locks, nothing is removed. Other files in the folder are never changed.
 
-    .halfstep-TOKEN                     the checkpoint being written
-    .halfstep-TOKEN.lock                locked by the process that writes it
+    .halfstep-TOKEN                     a checkpoint that is being written or removed
+    .halfstep-TOKEN/lock                locked by the process that does so
     .halfstep-TOKEN.replaced-NAME       the previous checkpoint NAME, which is valid until NAME exists again
-    .halfstep-TOKEN.removed             a folder that is being removed
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import json
 import os
 import re
 import shutil
-import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,13 +33,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST, STATE, SHARDS = "manifest.json", "state.json", ".safetensors"
+MANIFEST, STATE, SHARDS, LOCK = "manifest.json", "state.json", ".safetensors", "lock"
 FORMAT = "halfstep checkpoint 2"
 FORMAT_1 = "halfstep checkpoint 1"  # folders of torch.distributed.checkpoint, which importing.py reads
 CHUNK = 16 << 20  # bytes between two checks for an interrupt
 LONGEST_MESSAGE = 4000
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"\.halfstep-[0-9a-f]{16}(?:\.(?P<role>lock|removed|replaced-(?P<name>.+)))?")
+_TEMPORARY = re.compile(r"(?P<save>\.halfstep-[0-9a-f]{16})(?:\.replaced-(?P<name>.+))?")
 
 
 class CheckpointError(RuntimeError):
@@ -145,28 +143,24 @@ def is_name(name: Any) -> bool:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The content of the manifest of a checkpoint, which is intact and whose ``files`` are names in the folder."""
-    try:
-        data = (path / MANIFEST).read_bytes() if (path / MANIFEST).is_file() else b""
-        content = json.loads(data.decode())["content"]
-        intact = data == sealed(content)
-    except OSError as error:
-        raise CheckpointError(f"its {MANIFEST} cannot be read: {error}") from error
-    except (ValueError, TypeError, LookupError, RecursionError):
-        intact = False
-    if not intact:
-        damage = "does not have its own checksum: it was changed or damaged"
-        raise CheckpointError(f"its {MANIFEST} {damage if (path / MANIFEST).exists() else 'is missing'}")
-    form = content.get("format") if isinstance(content, dict) else None
-    if form not in (FORMAT, FORMAT_1):
-        raise CheckpointError(
-            f"expected its format to be {FORMAT!r}, but got {str(form)[:100]!r}: use a later halfstep"
-        )
-    records = content.get("files")
-    if not isinstance(records, dict) or not all(
+    if not (path / MANIFEST).is_file():
+        raise CheckpointError(f"its {MANIFEST} is missing")
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+        data = (path / MANIFEST).read_bytes()
+        content = json.loads(data)["content"]
+        content = content if data == sealed(content) else None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"its {MANIFEST} does not have its own checksum: it was changed or damaged")
+    if content.get("format") not in (FORMAT, FORMAT_1):
+        form = str(content.get("format"))[:100]
+        raise CheckpointError(f"expected its format to be {FORMAT!r}, but got {form!r}: use a later halfstep")
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(
         is_name(name)
         and isinstance(record, dict)
         and (type(record.get("bytes")), type(record.get("sha256"))) == (int, str)
-        for name, record in records.items()
+        for name, record in files.items()
     ):
         raise CheckpointError(f"its {MANIFEST} does not list files of the folder with their sizes and checksums")
     return content
@@ -177,18 +171,17 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
 
     The sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`; of none for 0.
     """
+    content = read_manifest(path)
+    files = content["files"]
     try:
-        content = read_manifest(path)
-        files = content["files"]
-        unlisted = sorted(file.name for file in path.glob(f"*{SHARDS}") if file.name not in files)
-        if unlisted:
+        if unlisted := sorted({file.name for file in path.glob(f"*{SHARDS}")} - files.keys()):
             raise CheckpointError(
                 f"it holds {', '.join(unlisted)}, which its {MANIFEST} does not list: shards of another checkpoint"
             )
         for name, record in sorted(files.items()):
-            if not (path / name).is_file():
+            size = (path / name).stat().st_size if (path / name).is_file() else None
+            if size is None:
                 raise CheckpointError(f"its file {name} is missing")
-            size = (path / name).stat().st_size
             if size != record["bytes"]:
                 damage = "cut off" if size < record["bytes"] else "changed"
                 raise CheckpointError(f"its file {name} has {size} of {record['bytes']} bytes: it was {damage}")
@@ -221,84 +214,60 @@ def _digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Hashed:
-    """A new file that computes its hash while it is written, so that it need not be read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._digest, self._bytes = path.open("xb"), hashlib.sha256(), 0
-
-    def __enter__(self) -> Hashed:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        for begin in range(0, len(data), CHUNK):
-            interrupts.poll()
-            chunk = data[begin : begin + CHUNK]
-            self._digest.update(chunk)
-            self._file.write(chunk)
-        self._bytes += len(data)
-
-    def finish(self) -> dict[str, Any]:
-        """Flush the file to disk, and return its entry in a manifest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write a new file to disk. Returns its entry in a manifest; the file need not be read again to compute it."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            for begin in range(0, len(piece), CHUNK):
+                interrupts.poll()
+                chunk = piece[begin : begin + CHUNK]
+                digest.update(chunk)
+                size += file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 # ---------------------------------------------------------------------------------------------------- unfinished saves
 
 
-class UnfinishedSave:
-    """A save in progress, in an empty folder of a unique name: ``path``."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder)
-        while True:
-            self.path = _temporary(folder)
-            self._lock = self.path.with_name(f"{self.path.name}.lock")
-            self._descriptor = os.open(self._lock, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
-            # Another process may have removed the file before it was locked.
-            if _locked(self._descriptor) is not False and self._lock.exists():
-                break
-            os.close(self._descriptor)
+@contextmanager
+def unfinished_save(folder: Path) -> Iterator[Path]:
+    """A new folder of a unique name for a save, which is removed at the end unless it was put in place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob(".halfstep-*"):
+        _clear(leftover)
+    lock = None
+    while lock is None:
+        path = _temporary(folder)
+        path.mkdir()
+        lock = _locked(path, required=False)
+    with lock:
         try:
-            self.path.mkdir()
-        except BaseException:
-            self.end()
-            raise
-
-    def put_in_place(self, path: Path) -> None:
-        """Rename the complete save to `path`, which may exist. At any time, either the old or the new one is valid."""
-        replaced = self.path.with_name(f"{self.path.name}.replaced-{path.name}")
-        _sync_folder(self.path)
-        while True:
-            if path.is_dir():
-                _remove(replaced)
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(path, replaced)
-            try:
-                os.replace(self.path, path)
-                break
-            except OSError as error:  # another process has created `path` since
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        _sync_folder(path.parent)
-        _remove(replaced)
-
-    def end(self) -> None:
-        """Remove the lock, and the files of a save that was not put in place."""
-        _finish(self.path)
-        with contextlib.suppress(OSError):
-            self._lock.unlink(missing_ok=True)
-        os.close(self._descriptor)
+            yield path
+        finally:
+            _finish(path)
 
 
-def _temporary(folder: Path) -> Path:
-    return folder / f".halfstep-{uuid.uuid4().hex[:16]}"
+def put_in_place(unfinished: Path, path: Path) -> None:
+    """Rename a complete save to `path`, which may exist. At any time, either the old or the new one is valid."""
+    replaced = unfinished.with_name(f"{unfinished.name}.replaced-{path.name}")
+    _sync_folder(unfinished)
+    while True:
+        if path.is_dir():
+            _remove(replaced)
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(path, replaced)
+        try:
+            os.replace(unfinished, path)
+            break
+        except OSError as error:  # another process has created `path` since
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    _sync_folder(path.parent)
+    (path / LOCK).unlink(missing_ok=True)
+    _remove(replaced)
 
 
 def _replaced_name(path: Path) -> str | None:
@@ -317,50 +286,54 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool | None:
-    """Whether this process now holds the lock of an open file; None if the file system has no locks."""
-    if fcntl is None:
-        return None
+def _temporary(folder: Path) -> Path:
+    return folder / f".halfstep-{uuid.uuid4().hex[:16]}"
+
+
+def _locked(path: Path, required: bool = True) -> Any:
+    """The lock of a temporary folder, an open file, which this process holds until it is closed.
+
+    None if another process holds or has removed it. Where there are no locks, None if one is `required`.
+    """
+    if fcntl is None:  # Windows, which does not rename a folder with an open file
+        return None if required else contextlib.nullcontext()
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # another process holds it
-        return False
-    except OSError:
-        return None
-    return True
+        file = os.fdopen(os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o666))
+    except OSError as error:  # it belongs to another user
+        if required or isinstance(error, FileNotFoundError):
+            return None
+        raise
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        available = (path / LOCK).exists()
+    except OSError as error:
+        available = not required and not isinstance(error, BlockingIOError)
+    if available:
+        return file
+    file.close()
+    return None
 
 
 def _remove(path: Path) -> None:
     """Remove a folder. It is renamed first, so that no partly removed one is read as a checkpoint."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if path.is_dir() and (match is None or match["name"]):
-        nameless = Path(f"{_temporary(path.parent)}.removed")
+    if path.is_dir():
+        nameless = _temporary(path.parent)
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.replace(path, nameless)
-        path = nameless
-    shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(nameless, ignore_errors=True)
 
 
-def _clear(folder: Path) -> None:
-    """Remove what killed saves have left in `folder`, and restore checkpoints that they had renamed."""
-    for path in folder.glob(".halfstep-*"):
-        match = _TEMPORARY.fullmatch(path.name)
-        if match and match["role"] == "removed":
-            shutil.rmtree(path, ignore_errors=True)
-        if not match or match["role"] != "lock":
-            continue
-        try:
-            if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for its other end
-                continue
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:  # the save has ended in the meantime, or belongs to another user
-            continue
-        try:
-            if _locked(descriptor) is True:
-                _finish(path.with_name(path.name.removesuffix(".lock")))
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
+def _clear(path: Path) -> None:
+    """Remove what a killed save has left, and restore the checkpoint that it was about to replace."""
+    match = _TEMPORARY.fullmatch(path.name)
+    if match is None or not path.is_dir():
+        return
+    save = path.with_name(match["save"])
+    if not save.exists():  # it was put in place
+        _finish(save)
+    elif (lock := _locked(save)) is not None:
+        with lock:
+            _finish(save)
 
 
 def _finish(path: Path) -> None:
@@ -371,4 +344,4 @@ def _finish(path: Path) -> None:
             _remove(replaced)
         else:
             os.replace(replaced, original)
-    _remove(path)
+    shutil.rmtree(path, ignore_errors=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from halfstep.integrations.checkpoint import atomic
-from halfstep.integrations.checkpoint.api import Ranks, write
+from halfstep.integrations.checkpoint.api import Ranks, open_verified, write
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
+from halfstep.integrations.checkpoint.storage import parts_to_write
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.pickles import PickleError
 
@@ -43,14 +43,14 @@ def convert(old: str | Path, new: str | Path) -> Path:
             reader = open_checkpoint(old)
             reader.verify()
             tree = reader.tree
-            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)) is None or TensorName(name))
+            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)))
         else:
             tree = {"state": pack(read_file(old), tensors, "state")}
     except (OSError, PickleError, CheckpointError) as error:
         raise CheckpointError(f"{old} cannot be converted: {error}") from error
     step = re.search(r"\d+", old.name)
     tree["step"] = int(step[0]) if step else 0
-    return write(new, tree["step"], tree, tensors, None, Ranks(alone=True))
+    return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
 
 
 def export(path: str | Path, out: str | Path) -> Path:
@@ -75,17 +75,11 @@ def export(path: str | Path, out: str | Path) -> Path:
         'model.safetensors'
     """
     path, out = Path(path), Path(out)
-    if not path.is_dir():
-        raise atomic.missing(path)
-    try:
-        reader = open_checkpoint(path)
-        reader.verify()
-        if "model" not in reader.tree:
-            raise CheckpointError("it holds no model: save it with model=")
-        names = unpack(reader.tree["model"])
-        tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
-    except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be exported: {error}; {atomic.remedy(path)}") from error
+    reader = open_verified(path, Ranks(alone=True))
+    if "model" not in reader.tree:
+        raise CheckpointError(f"checkpoint {path} holds no model: save it with model=")
+    names = unpack(reader.tree["model"])
+    tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / ".model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})

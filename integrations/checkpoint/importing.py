@@ -10,22 +10,14 @@ import hashlib
 import io
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError
-from halfstep.integrations.checkpoint.storage import Reader
+from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored
 from halfstep.integrations.checkpoint.tree import TensorName, pack
 from halfstep.integrations.pickles import PickleError, Record
 
@@ -36,33 +28,36 @@ _TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the arch
 _TRAILER_LENGTH = 82
 
 
-class _Index(MetadataIndex):
-    """A key that costs no more to hash than to read."""
-
-    def __hash__(self) -> int:
-        if type(self.fqn) is not str or type(self.offset) not in (torch.Size, type(None)):
-            raise PickleError("it has an index without a name")
-        return super().__hash__()
-
-
 _DCP = "torch.distributed.checkpoint"
-_CLASSES = (
-    dcp_metadata.Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, dcp_metadata.StorageMeta
-)  # fmt: skip
 # Layouts, formats of memory and paths are not needed. Python 3.11.0 to 3.11.3 pickle members of enums by `getattr`.
-_IGNORED = {
-    f"{_DCP}.metadata": ["TensorProperties", "_MEM_FORMAT_ENCODING"],
-    "builtins": ["getattr"],
-    "torch.serialization": ["_get_layout"],
-    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath PurePosixPath WindowsPath PureWindowsPath".split()),
+_RECORDS = {
+    f"{_DCP}.metadata": "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
+    "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
+    f"{_DCP}.filesystem": "_StorageInfo",
+    "builtins": "getattr",
+    "torch.serialization": "_get_layout",
+    **dict.fromkeys(("pathlib", "pathlib._local"), "PosixPath PurePosixPath WindowsPath PureWindowsPath"),
 }
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(module, name): Record for module, names in _IGNORED.items() for name in names},
-    **{(f"{_DCP}.metadata", cls.__name__): cls for cls in _CLASSES},
-    (f"{_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_DCP}.filesystem", "_StorageInfo"): _StorageInfo,
+    **{(module, name): Record for module, names in _RECORDS.items() for name in names.split()},
     ("torch", "Size"): lambda sizes=(): torch.Size(sizes),
 }
+
+
+def _index(key: Record) -> tuple[str, torch.Size | None]:
+    """The name of a tensor and the position of a part, which cost no more to hash than to read."""
+    name, offset = key.state["fqn"], key.state.get("offset")
+    if type(name) is not str or type(offset) not in (torch.Size, type(None)):
+        raise PickleError("it has an index without a name")
+    return name, offset
+
+
+class _Range(NamedTuple):
+    """Bytes of a file."""
+
+    file: str
+    offset: int
+    length: int
 
 
 class TorchReader(Reader):
@@ -78,56 +73,56 @@ class TorchReader(Reader):
         if (self.path / MANIFEST).exists():  # torch writes none
             super().verify(share, shares)
 
-    def _read_metadata(self) -> None:
+    def _list(self) -> None:
         self.verify(shares=0)
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
-        stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES)
-        tensors: dict[str, Any] = {}
-        for name, entry in stored.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                tensors[name] = entry
-                self._chunks[MetadataIndex(name)] = torch.Size(()), self._range(stored.storage_data[_Index(name)], 1)
+        stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
+        places = {_index(key): info.state for key, info in stored["storage_data"].items()}
+        objects: dict[Any, _Range] = {}
+        for name, entry in stored["state_dict_metadata"].items():
+            if entry.state is None:  # no tensor
+                objects[name] = self._range(places[name, None], 1)
                 continue
-            dtype = entry.properties.state[0]
-            chunks = {(chunk.offsets, chunk.sizes): chunk for chunk in entry.chunks}.values()
-            for chunk in chunks:
-                info, size = stored.storage_data[_Index(name, chunk.offsets)], chunk.sizes.numel() * dtype.itemsize
-                self._chunks[MetadataIndex(name, chunk.offsets)] = chunk.sizes, self._range(info, size)
-            properties = dcp_metadata.TensorProperties(dtype=dtype)
-            tensors[name] = TensorStorageMetadata(properties, entry.size, list(chunks))
-        files = {file for _, (file, *_) in self._chunks.values()}
-        self._set_metadata(tensors, sum((self.path / name).stat().st_size for name in files))
-        self.tree = self._tree(stored.planner_data or {})
+            dtype, chunks = entry.state["properties"].state[0], {}
+            for chunk in entry.state["chunks"]:
+                offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+                source = self._range(places[name, offsets], sizes.numel() * dtype.itemsize)
+                chunks[offsets, sizes] = Chunk(source, offsets, sizes)
+            self._add(name, Stored(dtype, entry.state["size"], list(chunks.values())))
+        files = {chunk.source.file for tensor in self.tensors.values() for chunk in tensor.chunks}
+        self._check_size(sum((self.path / name).stat().st_size for name in files))
+        self.tree = self._tree(stored.get("planner_data") or {}, objects)
 
-    def _range(self, info: _StorageInfo, size: int) -> tuple[str, int, int]:
-        """File, offset and length of an entry, which exist."""
-        name, offset, length = info.relative_path, info.offset, info.length
+    def _range(self, info: dict[str, Any], size: int) -> _Range:
+        """Where an entry is, which exists and has at least `size` bytes."""
+        name, offset, length = info["relative_path"], info["offset"], info["length"]
         if not atomic.is_name(name) or not (self.path / name).is_file():
             raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
-        if getattr(info, "transform_descriptors", None):
+        if info.get("transform_descriptors"):
             raise CheckpointError("its files are compressed or encrypted: save it without that")
         if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
-        return name, offset, length
+        return _Range(name, offset, length)
 
-    def _read(self, index: MetadataIndex) -> Any:
-        name, offset, length = self._chunks[index][1]
-        with open(self.path / name, "rb") as file:
-            file.seek(offset)
-            return pickles.load(io.BytesIO(file.read(length)), length)
+    def _read(self, name: str, chunk: Chunk) -> Any:
+        return self._load(chunk.source)
 
-    def _tree(self, paths: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, place: _Range) -> Any:
+        with open(self.path / place.file, "rb") as file:
+            file.seek(place.offset)
+            return pickles.load(io.BytesIO(file.read(place.length)), place.length)
+
+    def _tree(self, paths: dict[str, Any], objects: dict[Any, _Range]) -> dict[str, Any]:
         """The nested values that torch has flattened, and those that halfstep wrote next to its files."""
         root: dict[Any, Any] = {}
         for name, keys in paths.items():
             if type(keys) is not tuple or not 1 <= len(keys) < 100:
                 raise PickleError("it has a path that is too long")
-            is_tensor = isinstance(self.metadata.state_dict_metadata[name], TensorStorageMetadata)
             parent = root
             for key in keys[:-1]:
                 parent = parent.setdefault(key, {})
-            parent[keys[-1]] = TensorName(name) if is_tensor else self._read(MetadataIndex(name))
+            parent[keys[-1]] = TensorName(name) if name in self.tensors else self._load(objects[name])
         root = {key: _with_lists(value) for key, value in root.items()}
         if (self.path / OBJECTS).is_file():
             root |= _with_numpy(pickles.load(str(self.path / OBJECTS), (self.path / OBJECTS).stat().st_size))

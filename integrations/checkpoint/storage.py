@@ -1,9 +1,9 @@
-"""Storage for torch.distributed.checkpoint: safetensors shards, with hashes and a manifest.
+"""The files of a checkpoint: safetensors shards with hashes, a manifest, and a reader that trusts neither.
 
-torch plans which rank writes which part of which tensor, and sends plans, results and errors between the ranks. The
-`Writer` writes each rank's parts in files of their own; after all ranks have written, the first rank adds the JSON and
-makes the folder appear by one rename. Readers check everything that a file says against the files that are there before
-memory is allocated, so that memory and time of a load are bounded by the size of the checkpoint.
+torch's planner says which parts of tensors a rank holds. Each rank writes its parts in files of its own; the first rank
+adds the JSON and the manifest. A load copies what its parts have in common with those in the files. Readers check
+everything that a file says against the files that are there before memory is allocated, so that memory and time of a
+load are bounded by the size of the checkpoint.
 
 torch's own reader of safetensors (`HuggingFaceStorageReader`) reads the model's files too: they have its
 ``DCP_SHARDING_INFO``. Its writer is not used because it refuses tied and non-contiguous tensors, holds whole files in
@@ -12,30 +12,23 @@ memory, and writes no hashes.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic
-from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, Hashed, error_text
+from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, write_file
 from halfstep.integrations.checkpoint.tree import DTYPES, NAMES
 
-T = TypeVar("T")
 # What reading a damaged or hostile file may raise.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, SafetensorError)
 
@@ -46,130 +39,144 @@ def _file_and_key(name: str) -> tuple[str, str]:
     return (prefix, key) if prefix in ("model", "optimizer") else ("state", name)
 
 
-def _reported(method: Callable[..., T]) -> Callable[..., T]:
-    """Raise errors as text. torch pickles them, and ranks would wait forever for one that cannot be unpickled."""
-
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> T:
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self.interrupt = error
-            raise CheckpointError(error_text(error)) from error
-
-    return call
+# ------------------------------------------------------------------------------------------------------------- writing
 
 
-class Writer(dcp.StorageWriter):
-    """Writes the shards of a checkpoint: a `StorageWriter` for `torch.distributed.checkpoint.save`.
+class Part(NamedTuple):
+    """A part of the tensor `name`, or all of it."""
 
-    Args:
-        folder: the unfinished folder, which the first rank has created.
-        rank, size: the number of this rank, and of all.
-        content: `finish` adds ``files`` and ``tensors``, and writes it as the manifest.
-        tree: everything that is not a tensor, as JSON; that of the first rank is written.
+    name: str
+    shape: Sequence[int]  # of the whole tensor
+    offsets: Sequence[int]
+    data: torch.Tensor
+
+    @property
+    def sizes(self) -> torch.Size:
+        return self.data.shape
+
+
+def parts_of(tensors: dict[str, Any]) -> Iterator[Part]:
+    """The parts of tensors that this rank holds. Their data are the memory of the tensors."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(tensors)
+    for item in planner.create_local_plan().items:
+        planned, data = item.tensor_data, planner.resolve_data(item)
+        assert isinstance(data, torch.Tensor) and planned is not None
+        yield Part(item.index.fqn, planned.size, planned.chunk.offsets, data.detach())
+
+
+def parts_to_write(tensors: dict[str, torch.Tensor], rank: int = 0, members: Sequence[int] = (0,)) -> Iterator[Part]:
+    """The parts of tensors that this rank writes.
+
+    Of the ranks in `members` that hold the same part, all decide alike which one writes it: they take turns, so that
+    each writes about as many bytes.
     """
+    largest_first = sorted(tensors, key=lambda name: (-math.prod(tensors[name].size()), name))
+    turn = {name: number for number, name in enumerate(largest_first)}
+    for part in parts_of(tensors):
+        holders = _holders(tensors[part.name], rank, members)
+        if holders[turn[part.name] % len(holders)] == rank:
+            yield part
 
-    def __init__(self, folder: Path, rank: int, size: int, content: dict[str, Any], tree: Any) -> None:
-        self.folder, self.suffix, self.content, self.tree = folder, f"{rank + 1:05}-of-{size:05}", content, tree
-        self.interrupt: BaseException | None = None
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+def _holders(tensor: torch.Tensor, rank: int, members: Sequence[int]) -> Sequence[int]:
+    """Which of `members` hold the same part of a tensor as this rank."""
+    if not isinstance(tensor, DTensor):
+        return [rank] if isinstance(tensor, ShardedTensor) else members
+    coordinate: Any = tensor.device_mesh.get_coordinate()
+    along = zip(tensor.placements, coordinate, strict=True)
+    copies = tensor.device_mesh.mesh[tuple(slice(None) if place.is_replicate() else at for place, at in along)]
+    return sorted({*copies.flatten().tolist()} & {*members}) or [rank]
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    @_reported
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                f"Expected a folder that all ranks share, but the rank of shard {self.suffix} does not see "
-                f"{self.folder}, which the first rank created"
-            )
-        files: dict[str, list[WriteItem]] = {}
-        shards: Counter[str] = Counter()
-        for item in plan.items:
-            assert item.tensor_data is not None
-            if math.prod(item.tensor_data.chunk.sizes):  # empty shards have no bytes
-                name = item.index.fqn
-                # Further shards of a tensor have the same name, so they are in another file.
-                suffix = f"{self.suffix}-{shards[name]}" if shards[name] else self.suffix
-                files.setdefault(f"{_file_and_key(name)[0]}-{suffix}{SHARDS}", []).append(item)
-                shards[name] += 1
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(
-            [result for name, items in files.items() for result in self._write(self.folder / name, items, planner)]
+def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
+    """Write the parts of one rank. Returns its share of the manifest as JSON."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"Expected a folder that all ranks share, but the rank of shard {suffix} does not see {folder}, which the "
+            "first rank created"
         )
-        return future
+    tensors: dict[str, Any] = {}
+    files: dict[str, dict[str, Part]] = {}
+    for part in parts:
+        entry = {"dtype": NAMES[part.data.dtype], "shape": list(part.shape), "parts": []}
+        listed = tensors.setdefault(part.name, entry)["parts"]
+        if part.data.numel():  # empty parts have no bytes
+            prefix, key = _file_and_key(part.name)
+            # Further parts of a tensor have the same name, so they are in another file.
+            name = f"{prefix}-{suffix}{f'-{len(listed)}' if listed else ''}{SHARDS}"
+            listed.append([name, list(part.offsets), list(part.sizes)])
+            files.setdefault(name, {})[key] = part
+    records = {name: write_file(folder / name, _bytes_of_file(files[name])) for name in files}
+    return json.dumps({"files": records, "tensors": tensors})
 
-    def _write(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        """Write one file, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
-        items = sorted(items, key=lambda item: (-item.tensor_data.properties.dtype.itemsize, item.index.fqn))  # type: ignore[union-attr]
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0"}}
-        offsets, end = {}, 0
-        for item in items:
-            assert item.tensor_data is not None
-            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-            key = _file_and_key(item.index.fqn)[1]
-            begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
-            header[key] = {"dtype": NAMES[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
-            offsets[key] = {"saved_offsets": list(chunk.offsets)}
-        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(offsets)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with Hashed(path) as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for item in items:
-                data = planner.resolve_data(item)
-                assert isinstance(data, torch.Tensor) and item.tensor_data is not None
-                if data.shape != item.tensor_data.chunk.sizes:
-                    raise CheckpointError(f"{item.index.fqn} is {tuple(data.shape)} in memory, and not as planned")
-                data = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-                # One element may have any stride, which a view as bytes refuses.
-                raw: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
-                file.write(memoryview(raw))
-            record = path.name, file.finish()
-        return [WriteResult(item.index, 0, (*record, item.tensor_data)) for item in items]
 
-    @_reported
-    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
-        tensors: dict[str, Any] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            tensors[name] = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size), "parts": []}
-        with Hashed(self.folder / STATE) as file:
-            file.write(json.dumps(self.tree).encode())
-            files = {STATE: file.finish()}
-        for result in itertools.chain.from_iterable(results):
-            name, files[name], data = result.storage_data
-            tensors[result.index.fqn]["parts"].append([name, list(data.chunk.offsets), list(data.chunk.sizes)])
-        for name, record in files.items():
-            path = self.folder / name
-            size = path.stat().st_size if path.is_file() else 0
-            if size != record["bytes"]:
-                raise CheckpointError(
-                    f"Expected a folder that all ranks share, but the first rank sees {size} of {record['bytes']} "
-                    f"bytes of {path}"
-                )
-        with Hashed(self.folder / MANIFEST) as manifest:
-            manifest.write(atomic.sealed({**self.content, "files": dict(sorted(files.items())), "tensors": tensors}))
-            manifest.finish()
+def _bytes_of_file(parts: dict[str, Part]) -> Iterator[bytes | memoryview]:
+    """A file of safetensors, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
+    order = sorted(parts, key=lambda key: (-parts[key].data.itemsize, key))
+    places = json.dumps({key: {"saved_offsets": list(parts[key].offsets)} for key in order})
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}}
+    end = 0
+    for key in order:
+        data = parts[key].data
+        begin, end = end, end + data.numel() * data.itemsize
+        header[key] = {"dtype": NAMES[data.dtype], "shape": list(data.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for key in order:
+        data = parts[key].data.cpu().resolve_conj().resolve_neg().contiguous()
+        # One element may have any stride, which a view as bytes refuses.
+        raw: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
+        yield memoryview(raw)
+
+
+def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Iterable[str]) -> None:
+    """Complete a checkpoint: everything that is not a tensor, and a manifest with what `write_shards` returned."""
+    files = {STATE: write_file(folder / STATE, [json.dumps(tree).encode()])}
+    tensors: dict[str, Any] = {}
+    for share in map(json.loads, shards):
+        files |= share["files"]
+        for name, entry in share["tensors"].items():
+            listed = tensors.setdefault(name, {**entry, "parts": {}})["parts"]
+            listed.update((tuple(part[1]), part) for part in entry["parts"])
+    for name, entry in tensors.items():
+        entry["parts"] = list(entry["parts"].values())
+        if problem := _problem_of_chunks(entry["shape"], [Chunk(*part) for part in entry["parts"]]):
+            raise CheckpointError(f"the ranks that save hold {name} with {problem}: save on all ranks that shard it")
+    for name, record in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size != record["bytes"]:
+            raise CheckpointError(
+                f"Expected a folder that all ranks share, but the first rank sees {size} of {record['bytes']} bytes of "
+                f"{path}"
+            )
+    manifest = {**content, "files": dict(sorted(files.items())), "tensors": tensors}
+    write_file(folder / MANIFEST, [atomic.sealed(manifest)])
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor in a checkpoint: in a file under its name, or in a range of bytes of a file of torch."""
+
+    source: Any
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    chunks: list[Chunk]
 
 
 class Reader:
-    """Reads a checkpoint of halfstep, by the plans of torch.distributed.checkpoint.
+    """Reads a checkpoint of halfstep.
 
     Raises:
         CheckpointError: files are missing or have another length, or the manifest describes other tensors than they can
@@ -177,116 +184,106 @@ class Reader:
     """
 
     tree: Any  # everything that is not a tensor, as JSON
-    metadata: dcp_metadata.Metadata
-    sources = f"{MANIFEST} or {STATE}"  # the files that they are read from, for errors
+    sources = f"{MANIFEST} or {STATE}"  # the files that it and the list of tensors are read from, for errors
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._chunks: dict[MetadataIndex, tuple[torch.Size, Any]] = {}  # size and file of each part of a tensor
+        self.tensors: dict[str, Stored] = {}
         self._opened: dict[str, Any] = {}
         try:
-            self._read_metadata()
+            self._list()
         except CheckpointError:
             raise
         except DAMAGE as error:
             raise CheckpointError(f"its {self.sources} is damaged: {type(error).__name__}: {error}") from error
 
-    def _read_metadata(self) -> None:
+    def _list(self) -> None:
         manifest = atomic.verify(self.path, shares=0)
-        files, tensors = manifest["files"], {}
+        files = manifest["files"]
         for name, entry in manifest["tensors"].items():
-            size, chunks = torch.Size(entry["shape"]), []
-            for file, offsets, sizes in entry["parts"]:
-                chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                if file not in files:
-                    raise CheckpointError(f"its tensor {name[:100]!r} is in {file!r}, which is not listed")
-                self._chunks[MetadataIndex(name, chunk.offsets)] = chunk.sizes, file
-                chunks.append(chunk)
-            tensors[name] = TensorStorageMetadata(
-                dcp_metadata.TensorProperties(dtype=DTYPES[entry["dtype"]]), size, chunks
-            )
-        self._set_metadata(tensors, sum(record["bytes"] for record in files.values()))
+            chunks = [Chunk(file, torch.Size(offsets), torch.Size(sizes)) for file, offsets, sizes in entry["parts"]]
+            if unlisted := {chunk.source for chunk in chunks} - files.keys():
+                raise CheckpointError(f"its tensor {name[:100]!r} is in {min(unlisted)!r}, which is not listed")
+            self._add(name, Stored(DTYPES[entry["dtype"]], torch.Size(entry["shape"]), chunks))
+        self._check_size(sum(record["bytes"] for record in files.values()))
         if STATE not in files:
             raise CheckpointError(f"its {MANIFEST} does not list {STATE}")
         self.tree = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         if not isinstance(self.tree, dict):
             raise CheckpointError(f"its {STATE} does not hold a dict")
 
-    def _set_metadata(self, tensors: dict[str, Any], available: int) -> None:
-        """Raise unless the parts of each tensor lie within it, do not overlap and cover it, and all fit the files."""
-        required = 0
-        for name, tensor in tensors.items():
-            if isinstance(tensor, TensorStorageMetadata):
-                required += math.prod(tensor.size) * tensor.properties.dtype.itemsize
-                if problem := _problem_of_chunks(tensor.size, tensor.chunks):
-                    shape = list(tensor.size)[:16]
-                    raise CheckpointError(f"its tensor {name[:100]!r} of shape {shape} has {problem}")
+    def _add(self, name: str, stored: Stored) -> None:
+        """List a tensor. Raises unless its parts lie within it, do not overlap and cover it."""
+        if problem := _problem_of_chunks(stored.size, stored.chunks):
+            raise CheckpointError(f"its tensor {name[:100]!r} of shape {list(stored.size)[:16]} has {problem}")
+        self.tensors[name] = stored
+
+    def _check_size(self, available: int) -> None:
+        required = sum(math.prod(stored.size) * stored.dtype.itemsize for stored in self.tensors.values())
         if required > available:
             raise CheckpointError(f"its tensors need {required:,} bytes, and its files have {available:,}")
-        self.metadata = dcp_metadata.Metadata(tensors)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless the bytes of every `shares`-th file, beginning with `share`, have their hash."""
         atomic.verify(self.path, share, shares)
 
-    def _read(self, index: MetadataIndex) -> Any:
-        """One part of a tensor as it is in a file, which is mapped into memory."""
-        name, key = self._chunks[index][1], _file_and_key(index.fqn)[1]
-        if name not in self._opened:
-            self._opened[name] = safe_open(self.path / name, framework="pt")
-        return self._opened[name].get_tensor(key)
+    def _read(self, name: str, chunk: Chunk) -> Any:
+        """A part of a tensor as it is in its file, which is mapped into memory."""
+        if chunk.source not in self._opened:
+            self._opened[chunk.source] = safe_open(self.path / chunk.source, framework="pt")
+        return self._opened[chunk.source].get_tensor(_file_and_key(name)[1])
 
-    def listed(self, name: str) -> TensorStorageMetadata:
-        """The size, dtype and parts of a tensor."""
-        entry = self.metadata.state_dict_metadata.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
+    def _part(self, name: str, chunk: Chunk) -> torch.Tensor:
+        """A part of a tensor, of the size and dtype that are listed."""
+        dtype = self.tensors[name].dtype
+        try:
+            values = self._read(name, chunk)
+        except DAMAGE as error:
+            raise CheckpointError(f"its tensor {name[:100]!r} cannot be read: {error}") from error
+        if type(values) is not torch.Tensor or (values.shape, values.dtype) != (chunk.sizes, dtype):
+            actual = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, torch.Tensor) else "no tensor"
+            raise CheckpointError(
+                f"its tensor {name[:100]!r} is {actual} in its file and {tuple(chunk.sizes)} {dtype} in the list of "
+                "tensors"
+            )
+        return values
+
+    def empty(self, name: str, device: str = "meta") -> torch.Tensor:
+        """Memory for a whole tensor, by default none."""
+        if name not in self.tensors:
             raise CheckpointError(f"it has no tensor {name[:200]}")
-        return entry
+        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].dtype, device=device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU, mapped into memory if it has one part."""
-        entry = self.listed(name)
-        if len(entry.chunks) == 1:
-            return self._chunk(MetadataIndex(name, entry.chunks[0].offsets))
-        self.read_into(whole := {name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")})
+        if name in self.tensors and len(self.tensors[name].chunks) == 1:
+            return self._part(name, self.tensors[name].chunks[0])
+        self.read_into(whole := {name: self.empty(name, "cpu")})
         return whole[name]
 
     def copy(self, name: str) -> torch.Tensor:
         return self.tensor(name).clone()
 
-    def _chunk(self, index: MetadataIndex) -> torch.Tensor:
-        """One part of a tensor, of the size and dtype that are listed."""
-        size, dtype = self._chunks[index][0], self.listed(index.fqn).properties.dtype
-        try:
-            values = self._read(index)
-        except DAMAGE as error:
-            raise CheckpointError(f"its tensor {index.fqn[:100]!r} cannot be read: {error}") from error
-        if type(values) is not torch.Tensor or (values.shape, values.dtype) != (size, dtype):
-            actual = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, torch.Tensor) else "no tensor"
-            raise CheckpointError(
-                f"its tensor {index.fqn[:100]!r} is {actual} in its file and {tuple(size)} {dtype} in the list of "
-                "tensors"
-            )
-        return values
-
     def read_into(self, targets: dict[str, Any]) -> None:
         """Read tensors by name into others of the same size, of which each rank has its parts."""
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(targets, self.metadata, is_coordinator=True)
-        items = planner.create_local_plan().items
-        items.sort(key=lambda item: (item.storage_index.fqn, item.storage_index.offset or ()))
-        for index, reads in itertools.groupby(items, key=lambda item: item.storage_index):
-            interrupts.poll()
-            chunk = self._chunk(index)
-            for item in reads:
-                spans = zip(item.storage_offsets, item.lengths, strict=True)
-                values = chunk[tuple(slice(begin, begin + length) for begin, length in spans)]
-                planner.resolve_tensor(item).detach().copy_(values)
+        for target in parts_of(targets):
+            for chunk in self.tensors[target.name].chunks:
+                if _overlap(target, chunk):
+                    interrupts.poll()
+                    ahead = [b - a for a, b in zip(target.offsets, chunk.offsets, strict=True)]
+                    here = tuple(slice(max(d, 0), d + size) for d, size in zip(ahead, chunk.sizes, strict=True))
+                    there = tuple(slice(max(-d, 0), size - d) for d, size in zip(ahead, target.sizes, strict=True))
+                    target.data[here].copy_(self._part(target.name, chunk)[there])
 
 
-def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> str | None:
+def _overlap(first: Part | Chunk, second: Chunk) -> bool:
+    spans = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
+
+
+def _problem_of_chunks(size: Sequence[int], chunks: list[Chunk]) -> str | None:
     """What prevents parts from making up a tensor of this size; None if they do."""
-    for chunk in (*chunks, ChunkStorageMetadata(torch.Size([0] * len(size)), size)):
+    for chunk in (*chunks, Chunk(None, [0] * len(size), size)):
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
             min(begin, length) < 0 or begin + length > limit
             for begin, length, limit in zip(chunk.offsets, chunk.sizes, size, strict=False)
@@ -299,12 +296,10 @@ def _problem_of_chunks(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> 
         return None
     # Sweep along the dimension with the most cuts; each part is compared with those that have not ended before it.
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[ChunkStorageMetadata] = []
+    active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
         active = [before for before in active if before.offsets[along] + before.sizes[along] > chunk.offsets[along]]
-        for before in active:
-            spans = zip(before.offsets, before.sizes, chunk.offsets, chunk.sizes, strict=True)
-            if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
-                return "parts that overlap"
+        if any(_overlap(before, chunk) for before in active):
+            return "parts that overlap"
         active.append(chunk)
     return None

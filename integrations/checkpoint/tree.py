@@ -40,8 +40,8 @@ class TensorName(str):
     """A tensor in a tree, by its name."""
 
 
-def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0) -> Any:
-    """`value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`.
+def pack(value: Any, tensors: dict[str, torch.Tensor] | None, name: str, depth: int = 0) -> Any:
+    """`value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`; None allows none.
 
     Raises CheckpointError, naming what and a remedy, for everything that could not be read back.
     """
@@ -53,7 +53,9 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0
     if cls is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: pack(item, tensors, f"{name}.{key}", depth + 1) for key, item in value.items()}
     if cls in _MAPPINGS.values():
-        return {_TAGS[cls]: [[_key(key, name), pack(value[key], tensors, f"{name}.{key}", depth + 1)] for key in value]}
+        keys = [pack(key, None, f"a key of {name}") for key in value]
+        items = [pack(item, tensors, f"{name}.{key}", depth + 1) for key, item in value.items()]
+        return {_TAGS[cls]: list(map(list, zip(keys, items, strict=True)))}
     if cls is list or cls in _SEQUENCES.values():
         items = [pack(item, tensors, f"{name}.{index}", depth + 1) for index, item in enumerate(value)]
         return items if cls is list else {_TAGS[cls]: items}
@@ -85,15 +87,9 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], name: str, depth: int = 0
     )
 
 
-def _key(key: Any, name: str) -> Any:
-    tensors: dict[str, torch.Tensor] = {}
-    packed = pack(key, tensors, f"a key of {name}")
-    if tensors:
-        raise CheckpointError(f"Expected keys of {name} not to contain tensors, but got {str(key)[:100]}: use names")
-    return packed
-
-
-def _add(value: Any, tensors: dict[str, torch.Tensor], name: str) -> str:
+def _add(value: Any, tensors: dict[str, torch.Tensor] | None, name: str) -> str:
+    if tensors is None:
+        raise CheckpointError(f"Expected {name} not to contain tensors, but got {str(value)[:100]}: use names")
     expected = ""
     if value.dtype not in NAMES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)

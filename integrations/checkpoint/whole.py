@@ -7,8 +7,7 @@ model, optimizer and scaler if loading fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
-from halfstep.integrations.checkpoint.tree import TensorName
 from halfstep.integrations.optim.foreign_codes import decode
 from halfstep.numerics.scaling.sharding import Sharding, local
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
@@ -99,34 +97,34 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 sharded[key] = scatter(value, parameter)
         return sharded
 
-    with unchanged_on_error(optimizer):
+    rollback = Rollback(optimizer)
+    try:
         entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
         optimizer.load_state_dict({**state, "state": entries})
+    except BaseException as error:
+        rollback.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
-def check_model(saved: Any, present: Mapping[str, Any], listed: Callable[[str], Any] | None = None) -> None:
-    """Raise unless a saved state dict of a model has the same names, shapes and dtypes as the `present` one.
-
-    With `listed`, `saved` has the names of tensors in a checkpoint, whose metadata it returns.
-    """
+def check_model(saved: Any, present: Mapping[str, Any]) -> None:
+    """Raise unless a saved state dict of a model has the same names, shapes and dtypes as the `present` one."""
     if not isinstance(saved, Mapping) or saved.keys() != present.keys():
         names = saved.keys() if isinstance(saved, Mapping) else set()
         differing = ", ".join(sorted(map(str, names ^ present.keys()))[:5])
         raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
-
-    def described(value: Any) -> str:
-        if isinstance(value, TensorName) and listed is not None:
-            entry = listed(value)
-            return f"{tuple(entry.size)} {entry.properties.dtype}"
-        dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
-        return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
-
     for name, value in present.items():
-        if described(saved[name]) != described(value):
+        if _described(saved[name]) != _described(value):
             raise CheckpointError(
-                f"{name} is {described(saved[name])} in the checkpoint and {described(value)} in the model; load it "
+                f"{name} is {_described(saved[name])} in the checkpoint and {_described(value)} in the model; load it "
                 "into a model of the same size and precision, and convert afterwards"
             )
+
+
+def _described(value: Any) -> str:
+    dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
+    return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
 
 
 def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
@@ -204,82 +202,57 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
 # ------------------------------------------------------------------------------------------------------------ rollback
 
 
-def _remembered(value: Any, depth: int, numbers: bool = True) -> tuple[Any, Any]:
-    """An object and its content: `depth` levels of dicts and lists, and the numbers in tensors of one element."""
-    if isinstance(value, dict) and depth:
-        return value, {key: _remembered(item, depth - 1, numbers) for key, item in value.items()}
-    if isinstance(value, list) and depth:
-        return value, [_remembered(item, depth - 1, numbers) for item in value]
-    if isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
-        return value, value.detach().clone()
-    return value, None
-
-
-def _restored(remembered: tuple[Any, Any]) -> Any:
-    """The same object with its remembered content."""
-    value, content = remembered
-    if isinstance(content, dict):
-        content = {key: _restored(item) for key, item in content.items()}
-        value.clear()
-        value.update(content)
-    elif isinstance(content, list):
-        value[:] = map(_restored, content)
-    elif isinstance(content, torch.Tensor):
-        value.detach().copy_(content)
-    return value
-
-
 class Rollback:
-    """The state of model, optimizer and scaler before a load.
+    """The state of optimizer and scaler, and of what is added of a model, before a load.
 
     Loading replaces the tensors of an optimizer without changing them, so references to them suffice. For the model,
     `exchange` swaps old and new values, so that the old ones need no more memory. Only FSDP1, which writes its flat
     parameters itself, requires a copy.
     """
 
-    def __init__(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any = None) -> None:
-        self.model = model
-        self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors of the model, and their old values
-        self.objects: dict[str, Any] = {}
-        owners = [owner for owner in (optimizer, scaler) if owner is not None]
-        # The state tensors of an optimizer are replaced, not written, so their numbers are not copied.
-        self.attributes = [
-            (vars(owner), {name: _remembered(value, 3, name != "state") for name, value in vars(owner).items()})
-            for owner in owners
-        ]
+    def __init__(self, *owners: Any) -> None:
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors that are written, and their old values
+        self._containers: list[tuple[Any, Any]] = []  # dicts and lists, and their old content
+        self._model: torch.nn.Module | None = None
+        self._objects: dict[str, Any] = {}
+        for owner in owners:
+            if owner is not None:
+                self._keep(vars(owner), 4)
 
-    def copy(self) -> None:
-        """Copy the model's tensors, if they will be written by other means than `exchange`."""
-        assert self.model is not None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self.replaced.append((local(tensor.detach()), local(tensor.detach()).clone()))
+    def _keep(self, value: Any, depth: int, numbers: bool = True) -> None:
+        """Keep the content of `depth` levels of dicts and lists, and the numbers in tensors of one element."""
+        if isinstance(value, dict | list) and depth:
+            items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+            self._containers.append((value, items))
+            for key, item in items.items():
+                # Tensors of an optimizer's state are replaced, not written.
+                self._keep(item, depth - 1, numbers and key != "state")
+        elif isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
+            self.copy([value])
+
+    def keep_objects(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Keep what is not a tensor in the state of a model."""
+        tensors = torch.Tensor | ShardedTensor
+        self._model = model
+        self._objects = {name: value for name, value in state.items() if not isinstance(value, tensors)}
+
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy tensors that will be written by other means than `exchange`."""
+        self._values += [(local(tensor.detach()), local(tensor.detach()).clone()) for tensor in tensors]
 
     def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
         """Swap the values of `live` and `fresh`."""
         old = live.clone()
         live.copy_(fresh)
         fresh.copy_(old)
-        self.replaced.append((live, fresh))
+        self._values.append((live, fresh))
 
     def put_back(self) -> None:
         """Restore model, optimizer and scaler with the same bits."""
-        for live, old in reversed(self.replaced):
+        for live, old in reversed(self._values):
             live.copy_(old)
-        if self.objects:
-            assert self.model is not None
-            set_model_state_dict(self.model, self.objects, options=StateDictOptions(strict=False))
-        for attributes in self.attributes:
-            _restored(attributes)
-
-
-@contextmanager
-def unchanged_on_error(optimizer: Any) -> Iterator[None]:
-    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
-    rollback = Rollback(None, optimizer)
-    try:
-        yield
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
+        if self._model is not None and self._objects:
+            set_model_state_dict(self._model, self._objects, options=StateDictOptions(strict=False))
+        for container, items in self._containers:
+            container.clear()
+            container.update(items) if isinstance(container, dict) else container.extend(items.values())

@@ -208,9 +208,13 @@ def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-    """Memory for an entry of a saved state, sharded like its parameter. None for an entry of another shape."""
+    """Memory for an entry of a saved state, sharded like its parameter.
+
+    None for an entry of another shape, and for codes and scales that cannot be sharded alike.
+    """
     whole, shard = shape_of(key, parameter.shape), local(parameter.detach())
-    if key == "step" or size not in (whole, (*whole, 2)):
+    coded = key in CODE_KEYS or key in SCALE_KEYS
+    if key == "step" or size not in (whole, (*whole, 2)) or (coded and not shards_blocks(parameter)):
         return None
     values = shard.new_empty((*shape_of(key, shard.shape), *size[len(whole) :]), dtype=dtype)
     return Sharding(parameter).like(values, size)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import damaged_files
 import pytest
 import torch
 from lookup_run import complaint, lines
@@ -136,10 +135,3 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(tmp_path: Path) -> None
     refused = complaint("inspect", str(path))
     assert r"\x1b[2J\rw$\frac$" in "".join(printed) and r"\x1b[31mx.pt" in refused
     assert all(line.isprintable() for line in (*printed, refused))
-
-
-@pytest.mark.parametrize("kind", damaged_files.KINDS)
-def test_damaged_files_are_answered_in_one_line(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = damaged_files.main(["--kind", kind, "--tries", "10"])
-    printed = capsys.readouterr()
-    assert status == 0 and f"{kind}: refused" in printed.out, printed

@@ -20,6 +20,7 @@ from typing import Any
 import checkpoint_attacks as attacks
 import checkpoint_ranks
 import forks
+import fuzz_checkpoints as fuzz
 import numpy as np
 import pytest
 import torch
@@ -133,7 +134,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "subclass": (collections.defaultdict(list), "but got a collections.defaultdict, .*: save dict"),
     "module": (torch.nn.Linear(1, 1), "Linear, which load could not restore: save its state_dict"),
     "key": ({Path("x"): 1}, "a key of state.x to be a tensor"),
-    "key with a tensor": ({(torch.ones(1),): 1}, "keys of state.x not to contain tensors"),
+    "key with a tensor": ({(torch.ones(1),): 1}, "a key of state.x.0 not to contain tensors"),
     "cycle": (CYCLE, "nested more than 100 deep"),
     "integer": (10**4000, "state.x is an integer of more than 3,000 digits"),
     "numpy text": (np.array(["a"]), "state.x is of numpy's <U1: save its .tolist"),
@@ -307,6 +308,16 @@ def test_load_model_checks_everything_before_it_copies_anything() -> None:
         assert attacks.bits(dict(model.state_dict())) == attacks.bits(before)
     checkpoint.load_model(model, other)
     assert attacks.bits(dict(model.state_dict())) == attacks.bits(other)
+
+
+@pytest.mark.parametrize(("kind", "tries"), [(kind, max(10, int(100 * share))) for kind, share in fuzz.KINDS.items()])
+def test_bad_checkpoints_run_nothing_and_change_nothing(
+    kind: str, tries: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cross-section of the campaign of fuzz_checkpoints.py, which also inspects them."""
+    status = fuzz.main(["--kind", kind, "--tries", str(tries), "--seed", "3"])
+    printed = capsys.readouterr()
+    assert status == 0 and printed.out.endswith("\n0 complaints.\n") and "refused" in printed.out, printed
 
 
 # ------------------------------------------------------------------------------------------ of torch, and of before
@@ -508,13 +519,13 @@ tests._save(tests.Path(sys.argv[1]), 7)
 
 
 def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = storage.Writer.__init__
-    monkeypatch.setattr(storage.Writer, "__init__", lambda self, folder, *rest: begin(self, Path("nowhere"), *rest))
+    write = storage.write_shards
+    monkeypatch.setattr(storage, "write_shards", lambda folder, *rest: write(Path("nowhere"), *rest))
     with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
         _save(tmp_path, 1)
     monkeypatch.undo()
-    finish = atomic.Hashed.finish
-    monkeypatch.setattr(atomic.Hashed, "finish", lambda self: {**finish(self), "bytes": 5})
+    write_file = storage.write_file
+    monkeypatch.setattr(storage, "write_file", lambda *arguments: {**write_file(*arguments), "bytes": 5})
     with pytest.raises(checkpoint.CheckpointError, match=r"the first rank sees \d+ of 5 bytes of .*state"):
         _save(tmp_path, 1)
     assert os.listdir(tmp_path) == []
@@ -526,8 +537,8 @@ def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: 
 @pytest.fixture
 def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written before this event."""
-    event, write = threading.Event(), storage.Writer.write_data
-    monkeypatch.setattr(storage.Writer, "write_data", lambda *arguments: (event.wait(20), write(*arguments))[1])
+    event, write = threading.Event(), storage.write_shards
+    monkeypatch.setattr(storage, "write_shards", lambda *arguments: (event.wait(20), write(*arguments))[1])
     return event
 
 

@@ -93,9 +93,9 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
     held = [value for state in optimizer.state.values() for value in state.values()]
     entries = len(held) + sum(len(group) for group in optimizer.param_groups)
     assert _bytes(path) - _bytes(alone) <= sum(value.nbytes for value in held) + OF_AN_ENTRY * entries
-    known = storage.Reader(path).metadata.state_dict_metadata
+    known = storage.Reader(path).tensors
     stored = {
-        name: entry.size.numel() * entry.properties.dtype.itemsize
+        name: entry.size.numel() * entry.dtype.itemsize
         for name, entry in known.items()
         if name.startswith("optimizer.state.1.weight.") and not name.endswith(".step")
     }
@@ -132,7 +132,7 @@ def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Pa
 
     def keys(**options: Any) -> set[str]:
         path = checkpoint.save(tmp_path, 3, model=model, **{"optimizer": optimizer, **options})
-        return {name.rpartition(".")[2] for name in storage.Reader(path).metadata.state_dict_metadata}
+        return {name.rpartition(".")[2] for name in storage.Reader(path).tensors}
 
     assert keys() == keys(optimizer_state="held") >= {"exp_avg_codes", "exp_avg_scale", "master_remainder"}
     canonical = {"step", "exp_avg", "exp_avg_sq", "master", "weight", "bias"}
@@ -172,7 +172,7 @@ def test_flat_parameters_of_fsdp1_are_saved_canonical_and_load_nothing_else(tmp_
         parameter.grad = torch.ones_like(parameter)
     source[1].step()
     path = _save(tmp_path, source)
-    names = {name.split(".")[-1] for name in storage.Reader(path).metadata.state_dict_metadata}
+    names = {name.split(".")[-1] for name in storage.Reader(path).tensors}
     assert {"master", "exp_avg"} < names and "master_remainder" not in names
     _load(path, target)
     for one, other in zip(source[1].masters().values(), target[1].masters().values(), strict=True):

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import interrupt_checkpoints
 import pytest
 
 from halfstep.integrations import checkpoint, interrupts
-from halfstep.integrations.checkpoint import atomic
+from halfstep.integrations.checkpoint import storage
 
 
 @pytest.mark.parametrize("kind", interrupt_checkpoints.KINDS)
@@ -29,15 +30,16 @@ def test_interrupts_at_random_moments(kind: str, capsys: pytest.CaptureFixture[s
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sends SIGINT to this process while the part of a file is written whose number it holds."""
-    wanted, write = [-1], atomic.Hashed.write
+    wanted, write = [-1], storage.write_file
 
-    def counted(self: Any, data: Any) -> None:
-        if wanted[0] == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        wanted[0] -= 1
-        write(self, data)
+    def counted(pieces: Iterable[Any]) -> Iterator[Any]:
+        for piece in pieces:
+            if wanted[0] == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            wanted[0] -= 1
+            yield piece
 
-    monkeypatch.setattr(atomic.Hashed, "write", counted)
+    monkeypatch.setattr(storage, "write_file", lambda path, pieces: write(path, counted(pieces)))
     return wanted
 
 

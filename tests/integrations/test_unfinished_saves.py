@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import checkpoint_attacks as attacks
 import forks
@@ -17,11 +18,12 @@ from halfstep.integrations.checkpoint import atomic
 HOLD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from halfstep.integrations.checkpoint import atomic
-own = atomic.UnfinishedSave(Path(sys.argv[1]))
-(own.path / "model.safetensors").write_text("part")
-print(own.path.name, flush=True)
-time.sleep(600)
+with atomic.unfinished_save(Path(sys.argv[1])) as path:
+    (path / "model.safetensors").write_text("part")
+    print(path.name, flush=True)
+    time.sleep(600)
 """
 SAVE = """
 import sys, torch
@@ -36,7 +38,7 @@ def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_pa
     other = forks.Program(["-c", HOLD, tmp_path])
     name = other.stdout.readline().strip()
     checkpoint.save(tmp_path, 1, {"x": 1})
-    assert (tmp_path / name).exists() and (tmp_path / f"{name}.lock").exists()
+    assert sorted(os.listdir(tmp_path / name)) == ["lock", "model.safetensors"]
     other.send_signal(signal.SIGKILL)
     other.wait()
     checkpoint.save(tmp_path, 2, {"x": 1})
@@ -76,16 +78,16 @@ def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, mo
 
 
 def test_without_locks_nothing_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = atomic.UnfinishedSave(tmp_path)
-    (left.path / "model.safetensors").write_text("part")
-    os.close(left._descriptor)
+    left = tmp_path / ".halfstep-0123456789abcdef"
+    left.mkdir()
+    (left / "model.safetensors").write_text("part")
 
-    def without(descriptor: int, flags: int) -> None:
+    def without(file: Any, flags: int) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(atomic.fcntl, "flock", without)
     checkpoint.save(tmp_path, 1, {"x": 1})
-    assert left.path.exists()
+    assert left.exists()
     monkeypatch.undo()
     checkpoint.save(tmp_path, 2, {"x": 1})
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]

@@ -66,7 +66,7 @@ FAULTS: dict[str, Any] = {
 def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
     """Saves that fail on one rank: the error on each, and whether the earlier checkpoint and nothing else is there."""
     found: dict[str, tuple[str | None, bool]] = {}
-    write = storage.Hashed.write
+    write = storage.write_file
     for asynchronous in (False, True):
         model = _wrapped("FSDP2", 0.5)
         optimizer = attacks.optimizer_of(model)
@@ -75,10 +75,10 @@ def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
         for name, fault in FAULTS.items():
             if rank == 1 and fault is not None:
 
-                def fail(self: Any, data: Any, fault: BaseException = fault) -> None:
+                def fail(path: Path, pieces: Any, fault: BaseException = fault) -> Any:
                     raise fault
 
-                storage.Hashed.write = fail  # type: ignore[method-assign]
+                storage.write_file = fail
             saved = torch.nn.Linear(rank + 1, 2, bias=bool(rank)) if "parameters" in name else model
             state = {"x": Unpicklable("a", "b")} if "state" in name and rank == 1 else {"x": 1}
             error = None
@@ -88,7 +88,7 @@ def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
                     pending.result()
             except BaseException as raised:
                 error = f"{type(raised).__name__}: {raised}"
-            storage.Hashed.write = write  # type: ignore[method-assign]
+            storage.write_file = write
             dist.barrier()
             found[f"{name}, {asynchronous}"] = error, list(run.iterdir()) == [good]
             dist.barrier()

@@ -16,70 +16,21 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import batches
 import checkpoint_attacks as attacks
 import torch
+from interrupts import at_bytecode, at_time
 
 from halfstep.integrations import checkpoint
 
 KINDS = {"whole": 0.5, "shards": 0.35, "background": 0.15, "load": 1.0}
-
-
-class Moment:
-    """One SIGINT to the main thread, at a numbered trace event or after a time."""
-
-    def __init__(self, traced: bool, opcodes: bool) -> None:
-        self.traced, self.opcodes = traced, opcodes
-        self.seen = 0
-
-    def during(self, call: Callable[[], Any], at: float) -> bool:
-        """Whether `call` was interrupted. It may also end before."""
-        self.seen = 0
-        sent = threading.Event()
-
-        def trace(frame: Any, event: str, argument: Any) -> Any:
-            frame.f_trace_opcodes = self.opcodes
-            self.seen += 1
-            if self.seen == int(at):
-                sent.set()
-                signal.raise_signal(signal.SIGINT)
-            return trace
-
-        def send() -> None:
-            time.sleep(at)
-            sent.set()
-            os.kill(os.getpid(), signal.SIGINT)
-
-        thread = None if self.traced else threading.Thread(target=send)
-        inside, tracer = False, sys.gettrace()
-        try:
-            try:
-                if thread is not None:
-                    thread.start()
-                else:
-                    sys._getframe().f_trace_opcodes = self.opcodes  # before settrace: see interrupts.at_bytecode
-                    sys.settrace(trace)
-                call()
-                inside = sent.is_set() and thread is None
-            except KeyboardInterrupt:
-                return True
-            finally:
-                sys.settrace(tracer)  # that of coverage, where it is measured
-            if thread is not None:
-                thread.join()
-                time.sleep(0.01)
-        except KeyboardInterrupt:  # too late, while it was waited for
-            pass
-        if inside:
-            raise AssertionError("the interrupt was lost")
-        return False
 
 
 class Tries:
@@ -91,11 +42,25 @@ class Tries:
         self.call = self.load if kind == "load" else self.save
         self.call()
         self.loaded = attacks.state_of(self.model, self.optimizer, None)
-        traced, timed = (Moment(traced, opcodes=kind == "whole") for traced in (True, False))
-        traced.during(self.call, -1)
+        self.events = self._traced(-1)
         begun = time.monotonic()
         self.call()
-        self.moments = [(traced, float(traced.seen)), (timed, time.monotonic() - begun)]
+        self.seconds = time.monotonic() - begun
+
+    def _traced(self, number: int) -> int:
+        """Send SIGINT before the `number`-th bytecode or line. Returns how many there were, or raises."""
+        ended = []
+        send = partial(signal.raise_signal, signal.SIGINT)
+        count = at_bytecode(number, lambda: ended.append(self.call()), send, files="", opcodes=self.kind == "whole")
+        assert not ended or count != number, "the interrupt was lost"
+        return count
+
+    def _interrupted(self) -> bool:
+        """Interrupt the call at a random moment. It may also end before."""
+        if self.rng.random() < 0.5:
+            return at_time(self.rng.uniform(0, self.seconds), self.call)
+        number = self.rng.randint(1, self.events)
+        return self._traced(number) == number
 
     def save(self) -> None:
         self.step += 1
@@ -124,14 +89,14 @@ class Tries:
 
     def run(self) -> tuple[list[str], str]:
         """The problems of one try, and whether it was interrupted."""
-        (moment, latest), last, before = self.rng.choice(self.moments), self.step, None
+        last, before = self.step, None
         if self.kind == "load":
             with torch.no_grad():
                 for tensor in (*self.model.parameters(), self.optimizer.state[self.model.weight]["exp_avg"]):
                     tensor.fill_(-3.0)
             before = attacks.state_of(self.model, self.optimizer, None)
         try:
-            interrupted = moment.during(self.call, self.rng.uniform(0, latest))
+            interrupted = self._interrupted()
             problem = self._problem(last, before, interrupted)
         except BaseException as error:
             return [f"{type(error).__name__}: {error}"], "interrupted"

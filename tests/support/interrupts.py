@@ -81,8 +81,20 @@ class Training:
         return [local(one).contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in found] + lrs
 
 
-def at_bytecode(number: int, action: Callable[[], Any]) -> int:
-    """Raise KeyboardInterrupt before the `number`-th bytecode of halfstep that `action` runs.
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def at_bytecode(
+    number: int,
+    action: Callable[[], Any],
+    interrupt: Callable[[], None] = _interrupt,
+    files: Any = OURS,
+    opcodes: bool = True,
+) -> int:
+    """Interrupt `action` before its `number`-th bytecode in these files, halfstep's by default.
+
+    Without `opcodes`, calls and lines are counted instead, of which there are fewer.
 
     Returns:
         The number of executed bytecodes; `number` if the action was interrupted.
@@ -91,18 +103,18 @@ def at_bytecode(number: int, action: Callable[[], Any]) -> int:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.startswith(OURS):
+        if not frame.f_code.co_filename.startswith(files):
             return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
+        frame.f_trace_opcodes = opcodes
+        if event == "opcode" or not opcodes:
             count += 1
             if count == number:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                interrupt()
         return trace
 
     enabled, functions, tracer = torch.is_grad_enabled(), torch._C._get_torch_function_state(), sys.gettrace()
-    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame asked before settrace
+    sys._getframe().f_trace_opcodes = opcodes  # Python 3.12 traces bytecodes only if a frame asked before settrace
     sys.settrace(trace)
     try:
         action()
