@@ -39,7 +39,7 @@ from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_a
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
-from halfstep.integrations.optim.masters import Agreed
+from halfstep.integrations.optim.masters import written_last
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import like, moved
@@ -168,7 +168,7 @@ class _Mirror:
         self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
         self._full = False  # whether there is such a gradient
         self._stand_in: torch.Tensor | None = None
-        self._seen = Agreed.now(parameter)
+        self._seen = written_last(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
@@ -213,7 +213,7 @@ class _Mirror:
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
-        return Agreed.now(self.parameter) != self._seen
+        return written_last(self.parameter) != self._seen
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -226,7 +226,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
-        mirror._seen = Agreed.now(mirror.parameter)
+        mirror._seen = written_last(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:

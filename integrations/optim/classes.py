@@ -38,8 +38,7 @@ from halfstep.integrations.optim.state import (
     saved_state,
 )
 from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, all_contiguous
-from halfstep.kernels import adam
-from halfstep.kernels.optimizer.layout import CONTROL_DTYPES
+from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
@@ -137,7 +136,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
-        self._plans.note_agreed()
         state: dict[Any, Any] = defaultdict(dict, self.state)
         for parameter, *_ in self._full_masters():
             state[parameter] = {**state[parameter], "master": self._master(parameter)}
@@ -177,9 +175,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             )
         self._forget()
 
-    def _forget(self, part: int | None = None) -> None:
-        """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
-        self._plans.forget(part)
+    def _forget(self) -> None:
+        """Discard the plans, which are derived from parameters and state."""
+        self._plans.of_part = {}
 
     def _rule_of(self, group: Group) -> Rule:
         """The rule of the parameters of a group."""
@@ -320,43 +318,32 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             for group in groups:
                 self._rule_of(group).check(group)
         contiguous = all_contiguous(grads)
-        recording = capturing(grads[0].device) or (
-            plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
-        )
-        if recording:
-            plan = StepPlan(self, parameters, grads, recording)
-        elif (
-            plan is None
-            or (changed and not plan.has_layouts_of(self))
-            or not plan.describes(self, parameters, grads, contiguous)
-        ):
-            self._forget(part)
-            plan = self._plans.of_part[part] = StepPlan(self, parameters, grads)
-        control = adam.Control() if part != WHOLE and self._decision is None else self._control(limit)
+        recording = any(map(capturing, {grads[0].device, *(() if plan is None else plan.devices)}))
+        if recording or plan is None or not plan.describes(self, parameters, grads, contiguous, changed):
+            plan, changed = StepPlan(self, parameters, grads, recording), True
+            if not recording:
+                self._plans.of_part[part] = plan
+        control = Control() if part != WHOLE and self._decision is None else self._control(limit)
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = skipping_zeros(control, verdict)
-        writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        controls: dict[torch.device, adam.Control] = {}  # the calls hold addresses in them
-        for batch, indices in plan.batches:
-            of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            if batch.device not in controls:
-                controls[batch.device] = adam.Control(*all_to_device(control, batch.device, CONTROL_DTYPES))
-            table = plan.group_table(batch, groups, limit, changed)
-            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, table, controls[batch.device])))
+        # The calls hold addresses in these.
+        controls = {device: Control(*all_to_device(control, device, CONTROL_DTYPES)) for device in plan.devices}
+        writes: Writes = []
+        for launch in plan.launches:
+            of_launch = grads if len(launch.indices) == len(grads) else [grads[index] for index in launch.indices]
+            table = plan.group_table(launch, groups, limit, changed)
+            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, controls[launch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
-        if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
-            for batch, _ in plan.batches:
-                if not capturing(batch.device):
-                    batch.finish()
-            lists = (batch.batch.lists[operand] for batch, _ in plan.batches for operand in batch.keys)
+        for launch in plan.launches:
+            if not recording or not capturing(launch.device):
+                launch.finish()
+        if recording:  # the tensors that a replay writes to must be kept alive
+            lists = (launch.batch.lists[operand] for launch in plan.launches for operand in launch.state_of)
             self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
-            return
-        for batch, _ in plan.batches:
-            batch.finish()
-        if changed or not plan.knows_options:
+        elif changed:
             plan.stepped(groups, limit)
 
     def _warn_if_sharded_since(self) -> None:
@@ -421,19 +408,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 average[p].lerp_(master, 1 - decay)
         """
         self._update_targets()
-        self._plans.note_agreed()
         return Masters(self)
-
-    @torch.no_grad()
-    def _take_outside_writes(self, recording: bool = False) -> None:
-        """Update the full masters of all parameters that other code wrote, including those without a gradient."""
-        self._plans.note_agreed()
-        for _, target, master in self._full_masters():
-            written = self._plans.agreed.written(target, master)
-            if written is not None:
-                local(master).copy_(written)
-                if not recording:  # a captured copy runs in each replay, and may run again
-                    self._plans.agreed.note([target])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -461,7 +436,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                     f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
                     f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
                 )
-        self._plans.note_agreed()
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
             if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
@@ -501,7 +475,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """
         check_format(self.state_dict_format)
         self._update_targets()
-        self._plans.note_agreed()
         # Hooks see what is saved, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
