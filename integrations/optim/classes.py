@@ -32,6 +32,7 @@ from halfstep.integrations.optim.options import (
 )
 from halfstep.integrations.optim.state import (
     fitted_state,
+    full_master,
     is_remainder,
     like,
     loaded_state,
@@ -42,7 +43,7 @@ from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
-from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
@@ -137,8 +138,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         state: dict[Any, Any] = defaultdict(dict, self.state)
-        for parameter, *_ in self._full_masters():
-            state[parameter] = {**state[parameter], "master": self._master(parameter)}
+        for parameter in parameters_of(self):
+            if parameter in state and full_master(state[parameter]) is not None:
+                state[parameter] = {**state[parameter], "master": self._master(parameter)}
         options = {"max_grad_norm": self.max_grad_norm, "state_dict_format": self.state_dict_format}
         return {**Optimizer.__getstate__(self), "state": state, **options}
 
@@ -233,12 +235,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if self._decision is None and (is_dynamo_compiling() or _dynamo_callback() is not None):
             self._step_on_device()
             return loss
-        enabled = torch.is_grad_enabled()
-        try:  # as torch.no_grad, which makes seven Python calls
-            torch._C._set_grad_enabled(False)
+        with torch.no_grad():
             self._update_parameters()
-        finally:
-            torch._C._set_grad_enabled(enabled)
         if not self._lasts and self._decision is not None:
             self.decide(None)
         return loss
@@ -369,28 +367,22 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- masters
 
-    def _full_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Parameters with a full master, their targets, and the masters."""
-        for parameter in parameters_of(self):
-            master = self.state[parameter].get("master") if parameter in self.state else None
-            if isinstance(master, torch.Tensor) and master.dtype == torch.float32:
-                yield parameter, self._target(parameter), master
-
     def _agree(self) -> None:
         """Store that all parameters and their full masters hold the same weights now."""
         self._plans.agreed.clear()
-        self._plans.agreed.note(target for _, target, _ in self._full_masters())
+        self._plans.agreed.note(self._targets(parameters_of(self)))
 
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The present fp32 master; None for fp32 parameters. Changes nothing. `Agreements.written` explains `compare`.
 
         So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
-        target, master = self._target(parameter), self.state.get(parameter, {}).get("master")
-        if target.dtype == torch.float32 or not isinstance(master, torch.Tensor):
+        target, state = self._target(parameter), self.state.get(parameter, {})
+        if target.dtype == torch.float32 or not isinstance(state.get("master"), torch.Tensor):
             return None
-        if is_remainder(master):
-            return like(target, join_master(local(target.detach()), local(master)))
+        master = full_master(state)
+        if master is None:
+            return like(target, join_master(local(target.detach()), local(state["master"])))
         written = self._plans.agreed.written(target, master, compare)
         return master if written is None else like(target, written)
 
@@ -484,9 +476,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for index, parameter in enumerate(parameters_of(self)):
             if (state := packed["state"].get(index)) is None:
                 continue
-            full = "master" in state and not is_remainder(state["master"])
-            written = self._master(parameter, compare=True) if full else None
-            canonical = self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False)
+            written = None if full_master(state) is None else self._master(parameter, compare=True)
+            canonical = self.state_dict_format == "canonical" or is_flat(parameter)
             packed["state"][index] = saved_state(state, self._target(parameter), written, canonical)
         # The layout is not loaded. It is saved because code that loads flat checkpoints expects every option: dtypes as
         # text, which all readers support, and split masters only with remainders, so that a load notices missing ones.
@@ -539,9 +530,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             where, final = "state of parameter with a gradient", bool(self._plans.recorded)
             state, weight = loaded_state(state, target, layout, where, final=final)
             self._set_state(parameter, state, weight)
-        written = None
-        if "master" in state and not is_remainder(state["master"]):
-            written = self._plans.agreed.written(target, state["master"])
+        master = full_master(state)
+        written = None if master is None else self._plans.agreed.written(target, master)
         fitted, weight = fitted_state(state, target, layout, written)
         if fitted is not state:
             if "master" in fitted and "master" not in state:

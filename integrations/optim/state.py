@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from halfstep.integrations.optim.options import plain_number
 from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
@@ -37,6 +39,12 @@ _SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment 
 def is_remainder(master: torch.Tensor) -> bool:
     """Whether the state tensor "master" completes a bf16 parameter to its master, and is not the master itself."""
     return master.dtype in _REMAINDERS
+
+
+def full_master(state: dict[str, Any]) -> torch.Tensor | None:
+    """The fp32 master in a state in memory; None if there is none, or a remainder."""
+    master = state.get("master")
+    return master if isinstance(master, torch.Tensor) and not is_remainder(master) else None
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -86,13 +94,9 @@ def put_master(
     return weight
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(state: Any, device: torch.device) -> Any:
     """State of other code with its tensors moved to the device of their parameter, as `torch.optim.Optimizer` does."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
-    return type(value)(moved(item, device) for item in value) if type(value) in (list, tuple, set) else value
+    return tree_map_only(torch.Tensor, methodcaller("to", device), state)
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
