@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, overload
@@ -56,13 +56,6 @@ _gradient = attrgetter("grad")
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-@cache
-def _count_of_moments(layout: Any, *options: tuple[str, bool]) -> int:
-    """How many moments a rule has with these options; asked for each parameter of a state that is loaded."""
-    moments: int = layout(torch.float32, torch.float32, torch.float32, 0, **dict(options)).moments
-    return moments
-
-
 class Rule(NamedTuple):
     """What distinguishes an optimizer from others.
 
@@ -96,7 +89,8 @@ class Rule(NamedTuple):
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """The moments of parameters with these options."""
-        return self.moments[: _count_of_moments(self.kernels.Layout, *self.variant(group).items())]
+        layout = self.kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self.variant(group))
+        return self.moments[: layout.moments]
 
 
 class LayoutOptimizer(StepsOnVerdict, Optimizer):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.fsdp import keep_reduced_gradients
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedSGD
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import local
 
@@ -226,18 +226,19 @@ def programs(rank: int) -> dict[str, list[Any]]:
 
 
 def partial_sums(rank: int) -> list[torch.Tensor]:
-    """A replicated weight after steps with gradients that are sums over the ranks, on the device and on the host."""
+    """A replicated weight after a step with gradients that are sums over the ranks, on the device and on the host.
+
+    All numbers are integers, so that sums have the same bits in every order.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = []
-    for cls in (halfstep.AdamW, OffloadedAdamW):
+    for cls in (halfstep.SGD, OffloadedSGD):
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
         optimizer = cls([weight], lr=0.5, max_grad_norm=1.0)
-        for micro in range(4):
-            rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+        for micro in range(2):
+            rows = torch.randint(-3, 4, (2, 4), generator=torch.Generator().manual_seed(10 * micro + rank)).float()
             (DTensor.from_local(rows, mesh, [Shard(0)]) @ weight).square().sum().backward()
-            if micro % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        optimizer.step()
         weights.append(local(weight.detach()))
     return weights
 
