@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -487,18 +487,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             packed = packed if replaced is None else replaced
         return packed
 
-    @contextmanager
-    def _saving(self, form: Literal["held", "canonical"]) -> Iterator[None]:
-        """In this context `state_dict` has this format, also for code that calls it by its name."""
-        before, self.state_dict_format = self.state_dict_format, form
-        try:
-            yield
-        finally:
-            self.state_dict_format = before
-
     def held_state_dict(self) -> dict[str, Any]:
         """What `state_dict` returns with ``state_dict_format="held"``, the default."""
-        with self._saving("held"):
+        with saving(self, "held"):
             return self.state_dict()
 
     def canonical_state_dict(self) -> dict[str, Any]:
@@ -509,7 +500,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         memory for a few rows of a parameter on a GPU. Tensors that are in fp32 on the CPU are not copied. DTensors
         stay DTensors, whose local tensors are on the CPU.
         """
-        with self._saving("canonical"):
+        with saving(self, "canonical"):
             return self.state_dict()
 
     @torch.no_grad()
@@ -634,6 +625,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         return calls
 
 
-def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
-    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format; those of others stay."""
-    return optimizer._saving(form) if isinstance(optimizer, LayoutOptimizer) else nullcontext()
+@contextmanager
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> Iterator[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
+    by its name; those of others stay."""
+    before = getattr(optimizer, "state_dict_format", form)
+    if isinstance(optimizer, LayoutOptimizer):
+        optimizer.state_dict_format = form
+    try:
+        yield
+    finally:
+        if isinstance(optimizer, LayoutOptimizer):
+            optimizer.state_dict_format = before
