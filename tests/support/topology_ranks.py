@@ -1,4 +1,4 @@
-"""Cases of one of four ranks that trains in every topology, with faults, for test_topologies.py.
+"""Cases of one of four ranks that trains in every topology, with faults, for test_cases_on_ranks.py.
 
 What they assert follows the last message between ranks, so that a rank that fails leaves no other one waiting.
 """
@@ -6,15 +6,12 @@ What they assert follows the last message between ranks, so that a rank that fai
 from __future__ import annotations
 
 import gc
-import logging
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import rank_processes
 import topologies
 import torch
 import torch.distributed as dist
@@ -31,17 +28,6 @@ from halfstep.numerics.scaling import wrappers
 
 INF = float("inf")
 SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
-
-
-def quiet() -> None:
-    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated, no mixed precision
-    logging.disable(logging.WARNING)
-
-
-def run(rank: int, others: bool) -> dict[str, dict[str, str]]:
-    """The cases of `SAMPLE` and the special ones, or those of the other topologies."""
-    quiet()
-    return rank_processes.run_cases(rank, ["topology_ranks"], others)
 
 
 # ----------------------------------------------------------------------------------------------- broken and not broken
@@ -337,7 +323,7 @@ def _in_topologies(sample: bool) -> dict[str, Callable[[], None]]:
     return {f"{check.__name__}, {name}": partial(check, name) for check in checks for name in names}
 
 
-CASES: dict[str, Callable[[], None]] = {
+ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
     **_in_topologies(True),
     **{
         f"{torchs_optimizers_skip_on_all_ranks_what_one_found.__name__}, {name}, {make.__name__}": partial(
@@ -359,4 +345,4 @@ CASES: dict[str, Callable[[], None]] = {
         )
     },
 }
-EVERY_CASE = _in_topologies(False)
+EVERY_CASE_ON_FOUR_RANKS = _in_topologies(False)
