@@ -96,7 +96,7 @@ def run_cases(rank: int, modules: list[str], table: str = "CASES") -> dict[str, 
     logging.disable(logging.WARNING)
     found: dict[str, dict[str, str]] = {module: {} for module in modules}
     for module, answers in found.items():
-        for name, case in getattr(importlib.import_module(module), table).items():
+        for name, case in getattr(importlib.import_module(module), table, {}).items():
             try:
                 case()
                 answers[name] = ""

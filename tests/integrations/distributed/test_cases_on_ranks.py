@@ -14,7 +14,7 @@ import pytest
 import rank_processes
 
 TWO = ["shard_ranks", "release_ranks", "ddp_hook_ranks", "pairing_ranks", "offload_ranks", "rule_ranks"]
-FOUR = ["offload_ranks", "rule_ranks", "topology_ranks"]
+FOUR = ["sharded_noise", "offload_ranks", "rule_ranks", "topology_ranks"]
 try:
     import state_dict_ranks
 except ImportError:  # another torch
@@ -29,7 +29,7 @@ def ranks(count: int, table: str) -> list[dict[str, dict[str, str]]]:
 
 
 def cases_of(modules: list[str], table: str) -> list[tuple[str, str]]:
-    return [(module, case) for module in modules for case in getattr(importlib.import_module(module), table)]
+    return [(module, case) for module in modules for case in getattr(importlib.import_module(module), table, {})]
 
 
 @pytest.mark.parametrize(("module", "case"), cases_of(TWO, "CASES"))
