@@ -43,8 +43,9 @@ from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
-from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
+from halfstep.numerics.scaling.topology import default_group
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout

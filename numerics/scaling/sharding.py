@@ -256,11 +256,6 @@ def _of_handle(module: Any, handle: Any) -> Ranks | None:
     return Ranks(members, lines, groups, is_first)
 
 
-def default_group() -> Any:
-    """The default process group, or None."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
 def checked_group(group: Any) -> Any:
     """The process group that a user passed, that of a 1-D mesh, or None."""
     group = group.get_group() if hasattr(group, "get_group") else group
