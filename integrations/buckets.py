@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any
@@ -61,6 +62,7 @@ for _hook in (call_if_alive, before_accumulation):
     _eval_frame.set_code_exec_strategy(_hook.__code__, _eval_frame._FrameExecStrategy(_skip, _skip))
 
 
+@dataclass
 class Bucket:
     """Parameters that are stepped together by the plan `part`, whose gradients take `size` bytes.
 
@@ -68,11 +70,10 @@ class Bucket:
     is complete and not yet used, and the CUDA stream that computed it.
     """
 
-    def __init__(self, part: int) -> None:
-        self.part = part
-        self.size = 0
-        self.members: list[torch.Tensor] = []
-        self.arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = {}
+    part: int
+    size: int = 0
+    members: list[torch.Tensor] = field(default_factory=list)
+    arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = field(default_factory=dict)
 
 
 class BackwardSteps:

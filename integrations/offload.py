@@ -39,7 +39,7 @@ from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_a
 from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
-from halfstep.integrations.optim.masters import Agreed
+from halfstep.integrations.optim.masters import written_last
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import like, moved
@@ -164,56 +164,36 @@ class _Mirror:
         self.bucket = 0  # the number of the parameters that are stepped together with it
         self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
         self.weight = local(self.host.detach()).data  # writes to it do not count as writes of the copy
-        self._staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
-        self._arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `_staging`
-        self._full = False  # whether there is such a gradient
+        self.staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
+        self.arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `staging`
+        self.full = False  # whether there is such a gradient
         self._stand_in: torch.Tensor | None = None
-        self._seen = Agreed.now(parameter)
+        self._seen = written_last(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
-
-    def take(self, grad: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """Begin to copy a local gradient of the parameter, on a stream that has waited for it. `taken` must follow."""
-        if self._full:  # of an earlier backward
-            apply(_arrivals([self]))
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"Expected a parameter of shape {tuple(grad.shape)} to have a dense gradient, but got layout "
-                f"{grad.layout}: use sparse=False in the embedding"
-            )
-        if self._staging is None or self._staging is self.host.grad or self._staging.dtype != grad.dtype:
-            self._staging = like(self.host, _on_host(self.weight, grad.dtype, like=grad))
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            local(self._staging).copy_(grad, non_blocking=stream is not None)
-            self._arriving = None if stream is None else stream.record_event()
-        return self._arriving
-
-    def taken(self) -> None:
-        """Free the gradient of the parameter. An interrupt before this leaves it there, to be taken again."""
-        _each(setattr, (self, self.parameter), ("_full", "grad"), (True, self.stand_in()))()
 
     def stand_in(self) -> torch.Tensor:
         """What replaces the gradient of the parameter, which is on the host."""
-        assert self._staging is not None
+        assert self.staging is not None
         stand_in, device = self._stand_in, self.parameter.device
-        if stand_in is None or stand_in.dtype != self._staging.dtype or stand_in.device != device:
-            gradient = HostGradient(local(self._staging), device, of=weakref.ref(self))
+        if stand_in is None or stand_in.dtype != self.staging.dtype or stand_in.device != device:
+            gradient = HostGradient(local(self.staging), device, of=weakref.ref(self))
             stand_in = self._stand_in = like(self.parameter, gradient)
         return stand_in
 
     def attach(self) -> None:
         """Set the gradient of the copy to a gradient that is being copied, unless it has one of earlier backwards."""
-        if self._full and self.host.grad is None:
-            self.host.grad = self._staging
+        if self.full and self.host.grad is None:
+            self.host.grad = self.staging
 
     def forget(self) -> None:
         """Drop the gradient on the host, also one that is being copied."""
-        if self._full and self._arriving is not None:
-            self._arriving.synchronize()
-        self._full, self.host.grad = False, None
+        if self.full and self.arriving is not None:
+            self.arriving.synchronize()
+        self.full, self.host.grad = False, None
 
     def is_written(self) -> bool:
         """Whether the parameter was written since the last step, in a way that autograd notices."""
-        return Agreed.now(self.parameter) != self._seen
+        return written_last(self.parameter) != self._seen
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
@@ -226,22 +206,24 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Note that parameters have the weights of their copies."""
     for mirror in mirrors:
-        mirror._seen = Agreed.now(mirror.parameter)
+        mirror._seen = written_last(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
     """The calls that wait for gradients that are being copied, and add them to those of earlier backwards."""
-    full = [mirror for mirror in mirrors if mirror._full]
+    full = [mirror for mirror in mirrors if mirror.full]
     for mirror in full:
         mirror.attach()
-    later: list[Any] = [
-        (mirror.host.grad, mirror._staging) for mirror in full if mirror.host.grad is not mirror._staging
-    ]
+    later: list[Any] = [(mirror.host.grad, mirror.staging) for mirror in full if mirror.host.grad is not mirror.staging]
     return [
-        _each(methodcaller("synchronize"), [mirror._arriving for mirror in full if mirror._arriving is not None]),
+        _each(methodcaller("synchronize"), [mirror.arriving for mirror in full if mirror.arriving is not None]),
         _each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
-        _each(setattr, full, repeat("_full"), repeat(False)),
+        _each(setattr, full, repeat("full"), repeat(False)),
     ]
+
+
+def _gpus(mirrors: Iterable[_Mirror]) -> set[torch.device]:
+    return {mirror.parameter.device for mirror in mirrors if mirror.parameter.device.type == "cuda"}
 
 
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
@@ -255,14 +237,6 @@ class _Streams(NamedTuple):
     gradients: torch.cuda.Stream
     weights: torch.cuda.Stream
     back: torch.cuda.Stream
-
-
-class _InFlight(NamedTuple):
-    """A gradient that is being copied. It exists until the copy has ended."""
-
-    ended: torch.cuda.Event
-    grad: torch.Tensor
-    size: int
 
 
 def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -292,9 +266,10 @@ class _Offloaded(LayoutOptimizer):
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._of_bucket: list[list[_Mirror]] = []
-        self._known: list[list[torch.Tensor]] = []  # the parameters of each group, of which there are copies
+        self._known: list[torch.Tensor] = []  # the parameters of which there are copies
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
-        self._in_flight: deque[_InFlight] = deque()
+        # When the copy of a gradient ends, and the gradient, which exists until then.
+        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
         self._steps: list[Future[None]] = []  # of buckets, in a backward
@@ -352,18 +327,17 @@ class _Offloaded(LayoutOptimizer):
 
     def _follow_groups(self) -> None:
         """Make copies of the parameters that are in the groups now. Other code may change these in place."""
-        groups = [group["params"] for group in self.param_groups]
-        if list(map(len, groups)) != list(map(len, self._known)) or not all(
-            map(is_, chain.from_iterable(groups), chain.from_iterable(self._known))
-        ):
-            self._finish_steps()
-            for parameter in chain.from_iterable(groups):
-                if id(parameter) not in self._mirrors:
-                    self._check_member(parameter)
-                    mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
-                    self._hook(mirror)
-            self._known = list(map(list, groups))
-            self._fill_buckets()
+        parameters = parameters_of(self)
+        if len(parameters) == len(self._known) and all(map(is_, parameters, self._known)):
+            return
+        self._finish_steps()
+        for parameter in parameters:
+            if id(parameter) not in self._mirrors:
+                self._check_member(parameter)
+                mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
+                self._hook(mirror)
+        self._known = parameters
+        self._fill_buckets()
 
     def _hook(self, mirror: _Mirror) -> None:
         """Make autograd call `_take`, if the parameter is trained."""
@@ -381,7 +355,7 @@ class _Offloaded(LayoutOptimizer):
         self._forget()
         self._of_bucket = []
         size = self.bucket_bytes
-        for parameter in reversed(dict.fromkeys(chain.from_iterable(self._known))):
+        for parameter in reversed(dict.fromkeys(self._known)):
             mirror = self._mirrors[id(parameter)]
             if size >= self.bucket_bytes:
                 self._of_bucket.append([])
@@ -478,20 +452,36 @@ class _Offloaded(LayoutOptimizer):
             self._copy_out(mirror, torch.zeros_like(mirror.parameter) if is_zeroed(grad) else grad)
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
-        """Begin to copy a gradient to the host, where it is added to that of earlier backwards."""
-        parameter, stream, grad = mirror.parameter, None, local(settled(mirror.parameter, grad))
+        """Begin to copy a gradient to the host, where it is added to that of earlier backwards, and free it.
+
+        An interrupt before the end leaves it there, to be copied again.
+        """
+        parameter, grad = mirror.parameter, local(settled(mirror.parameter, grad))
+        if mirror.full:  # of an earlier backward
+            apply(_arrivals([mirror]))
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"Expected a parameter of shape {tuple(grad.shape)} to have a dense gradient, but got layout "
+                f"{grad.layout}: use sparse=False in the embedding"
+            )
+        if mirror.staging is None or mirror.staging is mirror.host.grad or mirror.staging.dtype != grad.dtype:
+            mirror.staging = like(mirror.host, _on_host(mirror.weight, grad.dtype, like=grad))
+        mirror.arriving = None
         if parameter.device.type == "cuda":
             stream = self._streams_of(parameter.device).gradients
             stream.wait_stream(torch.cuda.current_stream(parameter.device))
-        ended = mirror.take(grad, stream)
-        if ended is not None:
-            self._in_flight.append(_InFlight(ended, grad, grad.nbytes))
-        mirror.taken()
+            with torch.cuda.stream(stream):
+                local(mirror.staging).copy_(grad, non_blocking=True)
+                mirror.arriving = stream.record_event()
+            self._in_flight.append((mirror.arriving, grad))
+        else:
+            local(mirror.staging).copy_(grad)
+        _each(setattr, (mirror, parameter), ("full", "grad"), (True, mirror.stand_in()))()
         # At most two buckets of gradients are on their way.
         while self._in_flight and (
-            sum(flight.size for flight in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0].ended.query()
+            sum(copied.nbytes for _, copied in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0][0].query()
         ):
-            self._in_flight.popleft().ended.synchronize()
+            self._in_flight.popleft()[0].synchronize()
 
     @torch.no_grad()
     def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
@@ -555,20 +545,14 @@ class _Offloaded(LayoutOptimizer):
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
-        used = (
-            [mirror for mirror in stepped if self._record.has_hook(mirror.parameter)]
-            if self.in_backward == "step"
-            else []
-        )
-        # A step takes the writes into parameters without a gradient, too.
-        read = [mirror for mirror in mirrors if mirror.host.grad is not None or mirror.is_written()]
-        self._read_weights(read)
+        self._read_weights(stepped)
         super()._update_parameters()
         self._in_flight.clear()
         self._record.clear()
-        _sent(read)
-        for mirror in used:
-            mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
+        _sent(stepped)
+        for mirror in stepped if self.in_backward == "step" else ():
+            if self._record.has_hook(mirror.parameter):
+                mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
 
     def _check_step(self, mirrors: list[_Mirror]) -> None:
         """Wait for the steps of a backward, and raise if they are not those that `step` would have taken."""
@@ -577,7 +561,7 @@ class _Offloaded(LayoutOptimizer):
         except BaseException:
             self._record.clear()  # the gradients are still there
             raise
-        waiting = any(mirror._full or mirror.host.grad is not None for mirror in mirrors)
+        waiting = any(mirror.full or mirror.host.grad is not None for mirror in mirrors)
         self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
 
     def _targets(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -609,7 +593,7 @@ class _Offloaded(LayoutOptimizer):
             calls.append(_each(torch.Tensor.copy_, list(map(local, parameters)), weights, repeat(True)))
             written += mirrors
         with ExitStack() as stack:
-            for device in self._gpus(written):
+            for device in _gpus(written):
                 back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
                 if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
                     back.wait_stream(current)
@@ -617,10 +601,6 @@ class _Offloaded(LayoutOptimizer):
                 stack.enter_context(torch.cuda.stream(back))
             apply(calls)
         self._weights_arriving = {}
-
-    def _gpus(self, mirrors: Iterable[_Mirror]) -> set[torch.device]:
-        """The GPUs of parameters."""
-        return {device for device in {mirror.parameter.device for mirror in mirrors} if device.type == "cuda"}
 
     def _finish_steps(self) -> None:
         """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
@@ -632,7 +612,7 @@ class _Offloaded(LayoutOptimizer):
     def _wait_for_steps(self) -> None:
         if self._steps:
             wait(self._steps)
-            for device in self._gpus(self._mirrors.values()):
+            for device in _gpus(self._mirrors.values()):
                 torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

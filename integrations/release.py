@@ -43,8 +43,9 @@ from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.decision import Decision
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
+from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
+from halfstep.numerics.scaling.topology import default_group
 from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
 
@@ -528,8 +529,7 @@ def step_in_backward(
         >>> optimizer.step()  # for its hooks and the schedulers
     """
     inner = unwrapped(optimizer)
-    _check(model, inner, bucket_bytes, scaler)
-    _check_limits(inner, clipping, scaler)
+    _check(model, inner, bucket_bytes, clipping, scaler)
     if scaler is not None and inner is not optimizer:
         raise TypeError(
             f"Expected optimizer to be an optimizer of halfstep with a scaler, but got a "
@@ -569,33 +569,7 @@ def _checked_group(model: torch.nn.Module, optimizer: LayoutOptimizer, group: An
     return group
 
 
-def _check_limits(optimizer: LayoutOptimizer, clipping: Any, scaler: Any) -> None:
-    limit = optimizer.max_grad_norm
-    if clipping not in (None, "exact", "previous"):
-        raise ValueError(f"Expected clipping to be None, 'exact' or 'previous', but got {clipping!r}")
-    if clipping is None and limit is not None:
-        raise ValueError(
-            f"Expected max_grad_norm of the optimizer to be None, but got {limit}: pass clipping='exact' or 'previous'"
-        )
-    if clipping is not None and limit is None:
-        raise ValueError(f"Expected max_grad_norm of the optimizer to be set with clipping={clipping!r}, but got None")
-    if scaler is not None and (not isinstance(scaler, GradScaler) or not scaler.is_enabled()):
-        raise TypeError(
-            f"Expected scaler to be None or an enabled halfstep.GradScaler, but got a {type(scaler).__name__}"
-            f"{' that is disabled' if isinstance(scaler, GradScaler) else ''}"
-        )
-    if scaler is not None and clipping == "previous":
-        raise ValueError(
-            "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
-            "begun could not undo it"
-        )
-    if scaler is not None and scaler.write_back:
-        raise ValueError(
-            "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
-        )
-
-
-def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
+def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler: Any) -> None:
     if not isinstance(optimizer, LayoutOptimizer):
         raise TypeError(f"Expected optimizer to be an optimizer of halfstep, but got a {type(optimizer).__name__}")
     if hasattr(optimizer, "in_backward"):
@@ -626,3 +600,26 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, scaler: Any) -> None:
                 f"Expected parameter {index} of the optimizer to be fp32 or bf16 without a scaler, but got "
                 "torch.float16, whose loss must be scaled: pass scaler=, or train in bf16"
             )
+    limit = optimizer.max_grad_norm
+    if clipping not in (None, "exact", "previous"):
+        raise ValueError(f"Expected clipping to be None, 'exact' or 'previous', but got {clipping!r}")
+    if clipping is None and limit is not None:
+        raise ValueError(
+            f"Expected max_grad_norm of the optimizer to be None, but got {limit}: pass clipping='exact' or 'previous'"
+        )
+    if clipping is not None and limit is None:
+        raise ValueError(f"Expected max_grad_norm of the optimizer to be set with clipping={clipping!r}, but got None")
+    if scaler is not None and (not isinstance(scaler, GradScaler) or not scaler.is_enabled()):
+        raise TypeError(
+            f"Expected scaler to be None or an enabled halfstep.GradScaler, but got a {type(scaler).__name__}"
+            f"{' that is disabled' if isinstance(scaler, GradScaler) else ''}"
+        )
+    if scaler is not None and clipping == "previous":
+        raise ValueError(
+            "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
+            "begun could not undo it"
+        )
+    if scaler is not None and scaler.write_back:
+        raise ValueError(
+            "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
+        )

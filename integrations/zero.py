@@ -18,10 +18,7 @@ from halfstep.integrations.checkpoint.api import is_held
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather, unchanged_on_error
 from halfstep.integrations.optim.classes import saving
-
-
-def _parameters(groups: list[dict[str, Any]]) -> list[Any]:
-    return [parameter for group in groups for parameter in group["params"]]
+from halfstep.numerics.scaling.verdict import parameters_of
 
 
 def state_dict(
@@ -53,14 +50,14 @@ def state_dict(
         >>> dist.destroy_process_group()
     """
     group = optimizer.process_group
-    number_of = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer.param_groups))}
+    number_of = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         # A scheduler changes the outer groups.
         inner.update({name: value for name, value in outer.items() if name != "params"})
     with saving(optimizer.optim, "held" if is_held(optimizer_state) else "canonical"):
         local = optimizer.optim.state_dict()
-    pairs = zip(_parameters(local["param_groups"]), _parameters(optimizer.optim.param_groups), strict=True)
-    part = {number_of[id(p)]: gather(local["state"][number]) for number, p in pairs if number in local["state"]}
+    numbered = enumerate(parameters_of(optimizer.optim))
+    part = {number_of[id(p)]: gather(local["state"][number]) for number, p in numbered if number in local["state"]}
     first = group.rank() == 0
     parts: list[Any] = [None] * group.size()
     dist.gather_object(part, parts if first else None, group=group, group_dst=0)
@@ -99,15 +96,15 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
         >>> dist.destroy_process_group()
     """
     check_optimizer_state(state)
-    parameters = _parameters(optimizer.param_groups)
-    numbers = _parameters(state["param_groups"])
+    parameters = parameters_of(optimizer)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(numbers) != len(parameters) or len(state["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(numbers)} parameters in {len(state['param_groups'])} groups, this "
             f"one {len(parameters)} in {len(optimizer.param_groups)}; use the same model and groups"
         )
     number_of = {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
-    local_numbers = [number_of[id(parameter)] for parameter in _parameters(optimizer.optim.param_groups)]
+    local_numbers = [number_of[id(parameter)] for parameter in parameters_of(optimizer.optim)]
     indices = iter(range(len(local_numbers)))
     groups = [
         {**saved, "params": [next(indices) for _ in inner["params"]]}

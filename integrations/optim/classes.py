@@ -6,8 +6,8 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple, overload
@@ -33,19 +33,20 @@ from halfstep.integrations.optim.options import (
 from halfstep.integrations.optim.state import (
     empty_entry,
     fitted_state,
+    full_master,
     is_remainder,
     like,
     loaded_state,
     saved_state,
 )
 from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, all_contiguous
-from halfstep.kernels import adam
-from halfstep.kernels.optimizer.layout import CONTROL_DTYPES
+from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
 from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
-from halfstep.numerics.scaling.sharding import default_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
+from halfstep.numerics.scaling.topology import default_group
 from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
@@ -55,13 +56,6 @@ Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 _gradient = attrgetter("grad")
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-
-
-@cache
-def _count_of_moments(layout: Any, *options: tuple[str, bool]) -> int:
-    """How many moments a rule has with these options; asked for each parameter of a state that is loaded."""
-    moments: int = layout(torch.float32, torch.float32, torch.float32, 0, **dict(options)).moments
-    return moments
 
 
 class Rule(NamedTuple):
@@ -97,7 +91,8 @@ class Rule(NamedTuple):
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         """The moments of parameters with these options."""
-        return self.moments[: _count_of_moments(self.kernels.Layout, *self.variant(group).items())]
+        layout = self.kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self.variant(group))
+        return self.moments[: layout.moments]
 
 
 class LayoutOptimizer(StepsOnVerdict, Optimizer):
@@ -138,10 +133,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
-        self._plans.note_agreed()
         state: dict[Any, Any] = defaultdict(dict, self.state)
-        for parameter, *_ in self._full_masters():
-            state[parameter] = {**state[parameter], "master": self._master(parameter)}
+        for parameter in parameters_of(self):
+            if parameter in state and full_master(state[parameter]) is not None:
+                state[parameter] = {**state[parameter], "master": self._master(parameter)}
         options = {"max_grad_norm": self.max_grad_norm, "state_dict_format": self.state_dict_format}
         return {**Optimizer.__getstate__(self), "state": state, **options}
 
@@ -178,9 +173,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             )
         self._forget()
 
-    def _forget(self, part: int | None = None) -> None:
-        """Discard the plan of a part or, by default, all plans, which are derived from parameters and state."""
-        self._plans.forget(part)
+    def _forget(self) -> None:
+        """Discard the plans, which are derived from parameters and state."""
+        self._plans.of_part = {}
 
     def _rule_of(self, group: Group) -> Rule:
         """The rule of the parameters of a group."""
@@ -236,12 +231,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if self._decision is None and (is_dynamo_compiling() or _dynamo_callback() is not None):
             self._step_on_device()
             return loss
-        enabled = torch.is_grad_enabled()
-        try:  # as torch.no_grad, which makes seven Python calls
-            torch._C._set_grad_enabled(False)
+        with torch.no_grad():
             self._update_parameters()
-        finally:
-            torch._C._set_grad_enabled(enabled)
         if not self._lasts and self._decision is not None:
             self.decide(None)
         return loss
@@ -321,43 +312,32 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             for group in groups:
                 self._rule_of(group).check(group)
         contiguous = all_contiguous(grads)
-        recording = capturing(grads[0].device) or (
-            plan is not None and len(plan.batches) > 1 and any(capturing(batch.device) for batch, _ in plan.batches)
-        )
-        if recording:
-            plan = StepPlan(self, parameters, grads, recording)
-        elif (
-            plan is None
-            or (changed and not plan.has_layouts_of(self))
-            or not plan.describes(self, parameters, grads, contiguous)
-        ):
-            self._forget(part)
-            plan = self._plans.of_part[part] = StepPlan(self, parameters, grads)
-        control = adam.Control() if part != WHOLE and self._decision is None else self._control(limit)
+        recording = any(map(capturing, {grads[0].device, *(() if plan is None else plan.devices)}))
+        if recording or plan is None or not plan.describes(self, parameters, grads, contiguous, changed):
+            plan, changed = StepPlan(self, parameters, grads, recording), True
+            if not recording:
+                self._plans.of_part[part] = plan
+        control = Control() if part != WHOLE and self._decision is None else self._control(limit)
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = skipping_zeros(control, verdict)
-        writes: list[tuple[list[torch.Tensor], list[partial[Any]]]] = []
-        controls: dict[torch.device, adam.Control] = {}  # the calls hold addresses in them
-        for batch, indices in plan.batches:
-            of_launch = grads if len(indices) == len(grads) else [grads[index] for index in indices]
-            if batch.device not in controls:
-                controls[batch.device] = adam.Control(*all_to_device(control, batch.device, CONTROL_DTYPES))
-            table = plan.group_table(batch, groups, limit, changed)
-            writes.append((batch.parameters, batch.prepare(of_launch, contiguous, table, controls[batch.device])))
+        # The calls hold addresses in these.
+        controls = {device: Control(*all_to_device(control, device, CONTROL_DTYPES)) for device in plan.devices}
+        writes: Writes = []
+        for launch in plan.launches:
+            of_launch = grads if len(launch.indices) == len(grads) else [grads[index] for index in launch.indices]
+            table = plan.group_table(launch, groups, limit, changed)
+            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, controls[launch.device])))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
-        if recording:  # nothing was executed, and the tensors that a replay writes to must be kept alive
-            for batch, _ in plan.batches:
-                if not capturing(batch.device):
-                    batch.finish()
-            lists = (batch.batch.lists[operand] for batch, _ in plan.batches for operand in batch.keys)
+        for launch in plan.launches:
+            if not recording or not capturing(launch.device):
+                launch.finish()
+        if recording:  # the tensors that a replay writes to must be kept alive
+            lists = (launch.batch.lists[operand] for launch in plan.launches for operand in launch.state_of)
             self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
-            return
-        for batch, _ in plan.batches:
-            batch.finish()
-        if changed or not plan.knows_options:
+        elif changed:
             plan.stepped(groups, limit)
 
     def _warn_if_sharded_since(self) -> None:
@@ -383,28 +363,22 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- masters
 
-    def _full_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Parameters with a full master, their targets, and the masters."""
-        for parameter in parameters_of(self):
-            master = self.state[parameter].get("master") if parameter in self.state else None
-            if isinstance(master, torch.Tensor) and master.dtype == torch.float32:
-                yield parameter, self._target(parameter), master
-
     def _agree(self) -> None:
         """Store that all parameters and their full masters hold the same weights now."""
         self._plans.agreed.clear()
-        self._plans.agreed.note(target for _, target, _ in self._full_masters())
+        self._plans.agreed.note(self._targets(parameters_of(self)))
 
     def _master(self, parameter: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The present fp32 master; None for fp32 parameters. Changes nothing. `Agreements.written` explains `compare`.
 
         So masters lose no bits if other weights, such as averages, are swapped in for an evaluation or a checkpoint.
         """
-        target, master = self._target(parameter), self.state.get(parameter, {}).get("master")
-        if target.dtype == torch.float32 or not isinstance(master, torch.Tensor):
+        target, state = self._target(parameter), self.state.get(parameter, {})
+        if target.dtype == torch.float32 or not isinstance(state.get("master"), torch.Tensor):
             return None
-        if is_remainder(master):
-            return like(target, join_master(local(target.detach()), local(master)))
+        master = full_master(state)
+        if master is None:
+            return like(target, join_master(local(target.detach()), local(state["master"])))
         written = self._plans.agreed.written(target, master, compare)
         return master if written is None else like(target, written)
 
@@ -422,19 +396,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 average[p].lerp_(master, 1 - decay)
         """
         self._update_targets()
-        self._plans.note_agreed()
         return Masters(self)
-
-    @torch.no_grad()
-    def _take_outside_writes(self, recording: bool = False) -> None:
-        """Update the full masters of all parameters that other code wrote, including those without a gradient."""
-        self._plans.note_agreed()
-        for _, target, master in self._full_masters():
-            written = self._plans.agreed.written(target, master)
-            if written is not None:
-                local(master).copy_(written)
-                if not recording:  # a captured copy runs in each replay, and may run again
-                    self._plans.agreed.note([target])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -462,7 +424,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                     f"Expected parameters[{index}] to be a parameter of this optimizer, but got another of shape "
                     f"{tuple(parameter.shape)} and dtype {parameter.dtype}"
                 )
-        self._plans.note_agreed()
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
             if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
@@ -502,7 +463,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         """
         check_format(self.state_dict_format)
         self._update_targets()
-        self._plans.note_agreed()
         # Hooks see what is saved, so they run at the end.
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
@@ -512,9 +472,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for index, parameter in enumerate(parameters_of(self)):
             if (state := packed["state"].get(index)) is None:
                 continue
-            full = "master" in state and not is_remainder(state["master"])
-            written = self._master(parameter, compare=True) if full else None
-            canonical = self.state_dict_format == "canonical" or getattr(parameter, "_fsdp_flattened", False)
+            written = None if full_master(state) is None else self._master(parameter, compare=True)
+            canonical = self.state_dict_format == "canonical" or is_flat(parameter)
             packed["state"][index] = saved_state(state, self._target(parameter), written, canonical)
         # The layout is not loaded. It is saved because code that loads flat checkpoints expects every option: dtypes as
         # text, which all readers support, and split masters only with remainders, so that a load notices missing ones.
@@ -530,18 +489,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             packed = packed if replaced is None else replaced
         return packed
 
-    @contextmanager
-    def _saving(self, form: Literal["held", "canonical"]) -> Iterator[None]:
-        """In this context `state_dict` has this format, also for code that calls it by its name."""
-        before, self.state_dict_format = self.state_dict_format, form
-        try:
-            yield
-        finally:
-            self.state_dict_format = before
-
     def held_state_dict(self) -> dict[str, Any]:
         """What `state_dict` returns with ``state_dict_format="held"``, the default."""
-        with self._saving("held"):
+        with saving(self, "held"):
             return self.state_dict()
 
     def canonical_state_dict(self) -> dict[str, Any]:
@@ -552,7 +502,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         memory for a few rows of a parameter on a GPU. Tensors that are in fp32 on the CPU are not copied. DTensors
         stay DTensors, whose local tensors are on the CPU.
         """
-        with self._saving("canonical"):
+        with saving(self, "canonical"):
             return self.state_dict()
 
     @torch.no_grad()
@@ -567,9 +517,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             where, final = "state of parameter with a gradient", bool(self._plans.recorded)
             state, weight = loaded_state(state, target, layout, where, final=final)
             self._set_state(parameter, state, weight)
-        written = None
-        if "master" in state and not is_remainder(state["master"]):
-            written = self._plans.agreed.written(target, state["master"])
+        master = full_master(state)
+        written = None if master is None else self._plans.agreed.written(target, master)
         fitted, weight = fitted_state(state, target, layout, written)
         if fitted is not state:
             if "master" in fitted and "master" not in state:
@@ -687,6 +636,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         return calls
 
 
-def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
-    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format; those of others stay."""
-    return optimizer._saving(form) if isinstance(optimizer, LayoutOptimizer) else nullcontext()
+@contextmanager
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> Iterator[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
+    by its name; those of others stay."""
+    before = getattr(optimizer, "state_dict_format", form)
+    if isinstance(optimizer, LayoutOptimizer):
+        optimizer.state_dict_format = form
+    try:
+        yield
+    finally:
+        if isinstance(optimizer, LayoutOptimizer):
+            optimizer.state_dict_format = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,25 +26,21 @@ def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
 
 
-class Agreed(NamedTuple):
-    """The version, address and dtype of a parameter when it and its full master last held the same weight."""
-
-    version: int
-    address: int
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, parameter: torch.Tensor) -> Agreed:
-        shard = local(parameter)
-        return cls(version_of(parameter), shard.data_ptr() if has_memory(shard) else 0, parameter.dtype)
+Written = tuple[int, int, torch.dtype]
 
 
-class Agreements(dict[int, Agreed]):
-    """When parameters and their full masters last held the same weights, by the parameter's id."""
+def written_last(parameter: torch.Tensor) -> Written:
+    """The version, address and dtype of a parameter, of which one changes when other code writes it."""
+    shard = local(parameter)
+    return version_of(parameter), shard.data_ptr() if has_memory(shard) else 0, parameter.dtype
+
+
+class Agreements(dict[int, Written]):
+    """What `written_last` was when parameters and their full masters last held the same weights, by parameter's id."""
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """Note that they do now."""
-        self.update((id(parameter), Agreed.now(parameter)) for parameter in parameters)
+        self.update((id(parameter), written_last(parameter)) for parameter in parameters)
 
     def written(self, parameter: torch.Tensor, master: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
         """The local values of a full master whose parameter other code wrote since; None if no code did.
@@ -54,7 +50,7 @@ class Agreements(dict[int, Agreed]):
         """
         weight, master, agreed = local(parameter.detach()), local(master), self.get(id(parameter))
         comparable = weight.device == master.device and weight.shape == master.shape
-        if agreed is None or not comparable or parameter.dtype != agreed.dtype or agreed == Agreed.now(parameter):
+        if agreed is None or not comparable or parameter.dtype != agreed[-1] or agreed == written_last(parameter):
             return None
         return None if compare and has_memory(weight) and _rounds_to(master, weight) else as_written(weight, master)
 

@@ -133,11 +133,11 @@ class MatrixGroup(LaunchGroup):
         """bf16 memory that all launches of an optimizer on a stream share."""
         stream = current_stream(self.device)
         key = self.device, stream, use
-        memory = self.scratch.get(key)
+        memory = self.plans.scratch.get(key)
         if memory is None or memory.numel() < elements:
             memory = torch.empty(elements, dtype=torch.bfloat16, device=self.device)
             if stream is not None:  # in a capture, the memory is that of the graph
-                self.scratch[key] = memory
+                self.plans.scratch[key] = memory
         return memory[:elements]
 
     def finish(self) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from halfstep.integrations.optim.options import plain_number
 from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.options import Option
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.state_layout import (
     CODE_KEYS,
@@ -30,6 +33,10 @@ PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
 _REMAINDERS = tuple(getattr(torch, stored.dtype) for stored in REMAINDERS)
+_STEP = Option(
+    "an integer of at least 0 that fp32 represents, such as all up to 16,777,216",
+    lambda x: x >= 0 and float(np.float32(x)) == x == int(x),
+)
 CODE_DTYPES = torch.uint8, torch.int8  # of codes of moments; the latter of linear ones
 _SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment in SCALE_KEYS.items()}
 
@@ -37,6 +44,12 @@ _SCALES = {key: torch.uint8 if MOMENTS[moment] else torch.int16 for key, moment 
 def is_remainder(master: torch.Tensor) -> bool:
     """Whether the state tensor "master" completes a bf16 parameter to its master, and is not the master itself."""
     return master.dtype in _REMAINDERS
+
+
+def full_master(state: dict[str, Any]) -> torch.Tensor | None:
+    """The fp32 master in a state in memory; None if there is none, or a remainder."""
+    master = state.get("master")
+    return master if isinstance(master, torch.Tensor) and not is_remainder(master) else None
 
 
 def like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -86,13 +99,9 @@ def put_master(
     return weight
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def moved(state: Any, device: torch.device) -> Any:
     """State of other code with its tensors moved to the device of their parameter, as `torch.optim.Optimizer` does."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
-    return type(value)(moved(item, device) for item in value) if type(value) in (list, tuple, set) else value
+    return tree_map_only(torch.Tensor, methodcaller("to", device), state)
 
 
 def step_count(saved: Any, where: str) -> torch.Tensor:
@@ -105,15 +114,8 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
         if not has_memory(shard):
             return shard.reshape(()).to(torch.float32, copy=True)
         device, value = shard.device, shard.item()
-    value = plain_number(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"Expected 'step' in the {where} to be an integer of at least 0, but got {value!r}")
-    if value != int(value) or float(np.float32(value)) != value:
-        raise ValueError(
-            f"Expected 'step' in the {where} to be an integer that fp32 represents, such as all up to 16,777,216, but "
-            f"got {value!r}"
-        )
-    return torch.full((), float(value), dtype=torch.float32, device=device)
+    count = _STEP.checked(f"'step' in the {where}", plain_number(value))
+    return torch.full((), count, dtype=torch.float32, device=device)
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
@@ -258,7 +260,7 @@ def loaded_state(
             device = local(parameter).device
             codes, scales = local(value).to(device), local(scales).to(device)
             value = like(parameter, decode(codes, scales, signed=MOMENTS[moment]))
-        _check_floating(value, moment, parameter, where)
+        _checked({moment: value}, moment, parameter.shape, where=where)
         if layout.coded:
             state |= encoded(moment, local(_copy(parameter, value, torch.float32)), parameter, layout.linear)
         else:
@@ -276,7 +278,7 @@ def loaded_state(
             return {**state, "master": remainder}, None
         master = join_master(local(parameter.detach()), local(remainder))
     else:
-        _check_floating(master, "master", parameter, where)
+        master = _checked(source, "master", parameter.shape, where=where)
         master = local(_copy(parameter, master, torch.float32))
     return state, put_master(state, master, parameter, layout)
 
@@ -299,7 +301,7 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
             state |= {moment: codes, scale_key: scales}
     if REMAINDER in saved:
         if "master" in saved:  # of other code; the remainder counts
-            _check_floating(saved["master"], "master", parameter, where)
+            _checked(saved, "master", parameter.shape, where=where)
         remainder = _checked(saved, REMAINDER, parameter.shape, *_REMAINDERS, where=where)
         if parameter.dtype == torch.bfloat16:
             state["master"] = remainder
@@ -359,27 +361,18 @@ def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(values)
 
 
-def _check_floating(value: Any, key: str, parameter: torch.Tensor, where: str) -> None:
-    """Raise unless a moment or a master is a floating-point tensor of the shape of its parameter."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ValueError(
-            f"Expected {key!r} in the {where} to have shape {tuple(parameter.shape)}, but got {shape}: the "
-            "checkpoint is of another model, or its parameters are in another order"
-        )
-    if not value.is_floating_point():
-        raise ValueError(f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}")
-
-
 def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
-    """An entry of a saved state, which must exist and have a shape and one of some dtypes."""
+    """An entry of a saved state, which must exist and have a shape and one of some dtypes; without, a floating one."""
     value = saved.get(key)
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
         value = _of_bytes(value)
-    got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-    if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype not in dtypes:
+    if not isinstance(value, torch.Tensor) or value.shape != shape or (dtypes and value.dtype not in dtypes):
+        dtype = f" and dtype {' or '.join(map(str, dtypes))}" if dtypes else ""
+        got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ValueError(
-            f"Expected {key!r} in the {where} to have shape {tuple(shape)} and dtype {' or '.join(map(str, dtypes))}, "
-            f"but got {got}: the checkpoint is of another model, or its parameters are in another order"
+            f"Expected {key!r} in the {where} to have shape {tuple(shape)}{dtype}, but got {got}: the checkpoint is of "
+            "another model, or its parameters are in another order"
         )
+    if not dtypes and not value.is_floating_point():
+        raise ValueError(f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}")
     return value

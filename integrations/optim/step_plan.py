@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from halfstep.integrations.optim.masters import Agreed, Agreements, as_written, version_of
+from halfstep.integrations.optim.masters import Agreements, Written, version_of, written_last
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
 from halfstep.integrations.optim.state import fitted_state, like, scales_like
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
@@ -61,25 +61,7 @@ def in_same_order(values: torch.Tensor, order: torch.Tensor) -> bool:
     return values.stride() == order.stride() or (values.is_contiguous() and order.is_contiguous())
 
 
-def check_blocks(parameter: torch.Tensor, where: str) -> None:
-    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
-    remedy = (
-        "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
-        "its own"
-    )
-    sharding = Sharding(parameter)
-    if sharding.is_flat:
-        raise ValueError(
-            f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
-            f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
-        )
-    if not sharding.keeps_blocks(SPAN):
-        raise ValueError(
-            f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
-            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and {sharding}: {remedy}"
-        )
-
-
+@dataclass
 class StepPlans:
     """What an optimizer keeps from one step to the next. Pickles and copies of the optimizer do not contain it.
 
@@ -91,55 +73,31 @@ class StepPlans:
         scratch: memory that launches use one after another, by device and stream.
     """
 
-    def __init__(self) -> None:
-        self.of_part: dict[int, StepPlan] = {}
-        self.agreed = Agreements()
-        self.recorded: dict[int, torch.Tensor] = {}
-        self.stepped_without_gradients = False
-        self.scratch: dict[Any, torch.Tensor] = {}
-
-    def forget(self, part: int | None = None) -> None:
-        """Discard the plan of a part or, by default, all plans."""
-        self.note_agreed()
-        if part is None:
-            self.of_part = {}
-        else:
-            self.of_part.pop(part, None)
-
-    def note_agreed(self) -> None:
-        """Copy from the plans when their targets and full masters last held the same weights."""
-        for plan in self.of_part.values():
-            for batch, _ in plan.batches:
-                self.agreed.update(batch.agreed())
+    of_part: dict[int, StepPlan] = field(default_factory=dict)
+    agreed: Agreements = field(default_factory=Agreements)
+    recorded: dict[int, torch.Tensor] = field(default_factory=dict)
+    stepped_without_gradients: bool = False
+    scratch: dict[Any, torch.Tensor] = field(default_factory=dict)
 
 
 class Member(NamedTuple):
     """A parameter in a launch."""
 
+    index: int  # among the parameters of the step
     parameter: torch.Tensor
     target: torch.Tensor  # which is stepped: the parameter, or its copy on the host
     state: dict[str, Any]
     row: int  # in the table of groups of its rule
+    noise: tuple[int, ...]  # what names its random bits: `STREAM` and the rows after it
 
 
 class LaunchGroup:
-    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
+    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them."""
 
-    `keys` are the names of the state tensors by the kernel's operand, `numbers` more rows of the table, and `scratch`
-    is memory that the launches of an optimizer share.
-    """
-
-    def __init__(
-        self,
-        rule: Rule,
-        variant: Any,
-        members: list[Member],
-        keys: dict[int, str],
-        numbers: dict[int, list[int]],
-        scratch: dict[Any, torch.Tensor],
-    ) -> None:
+    def __init__(self, plans: StepPlans, rule: Rule, layout: StateLayout, variant: Any, members: list[Member]) -> None:
         kernels = rule.kernels
-        self.rule, self.kernels, self.keys, self.scratch = rule, kernels, keys, scratch
+        self.plans, self.rule, self.kernels = plans, rule, kernels
+        self.indices = [member.index for member in members]
         self.parameters = [member.parameter for member in members]
         self.targets = [member.target for member in members]
         self.states = [member.state for member in members]
@@ -147,46 +105,49 @@ class LaunchGroup:
         self.sharded = any(map(is_sharded, self.targets))
         self.weights = [local(target.detach()) for target in self.targets]
         self.device = self.weights[0].device
+        moments = dict(enumerate(layout.moments, kernels.M))
+        keys = {kernels.STEP: "step", **moments}
+        if layout.master is not None:
+            keys[kernels.EXTRA] = "master"
+        if layout.coded:
+            keys |= {kernels.SCALES_OF[operand]: f"{moment}_scale" for operand, moment in moments.items()}
+        self.state_of = {operand: itemgetter(key) for operand, key in keys.items()}
         lists: list[list[torch.Tensor]] = [[] for _ in range(kernels.CODED_OPERANDS)]
-        for operand in keys:
-            lists[operand] = list(map(local, map(itemgetter(keys[operand]), self.states)))
+        for operand, state_of in self.state_of.items():
+            lists[operand] = list(map(local, map(state_of, self.states)))
         hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
         rows = torch.tensor([member.row for member in members], dtype=torch.int64, device="cpu")
         self.batch = kernels.Batch(variant, None, lists, upload(rows, self.device), hyper)
-        self._state_of = {operand: itemgetter(key) for operand, key in keys.items()}
-        self.versions = self._versions()
-        self._point(numbers)
+        self._point([member.noise for member in members])
 
-    def _point(self, numbers: dict[int, list[int]]) -> None:
+    def _point(self, noise: list[tuple[int, ...]]) -> None:
         """Take the addresses of parameters and state."""
-        layout, lists = self.batch.layout, self.batch.lists
-        self.dense = lists[self.kernels.PARAM] = [dense(weight, layout) for weight in self.weights]
+        kernels, layout, lists = self.kernels, self.batch.layout, self.batch.lists
+        self.dense = lists[kernels.PARAM] = [dense(weight, layout) for weight in self.weights]
         pairs = zip(self.weights, self.dense, strict=True)
         self.copied = [(weight, copy) for weight, copy in pairs if weight is not copy]
         self.addresses = list(map(_address, self.weights))
         self.contiguous = all(map(torch.Tensor.is_contiguous, self.dense))
-        # All rows except that of the gradients, which are known when the table is built.
-        self._contents: list[list[int] | None] = [numbers.get(row) for row in range(layout.operands)]
-        for operand in (self.kernels.PARAM, *self.keys):
+        # All rows of the table except that of the gradients, which are known when it is built.
+        self._contents: list[list[int] | None] = [None] * layout.operands
+        for operand in (kernels.PARAM, *self.state_of):
             self._contents[operand] = checked_addresses(lists[operand])
+        for row, column in enumerate(zip(*noise, strict=True), kernels.STREAM):
+            self._contents[row] = list(column)
+        if layout.coded:
+            self._contents[kernels.COLUMNS] = [rows_and_columns(weight.shape)[1] for weight in self.weights]
 
-    def _versions(self) -> list[int]:
-        return list(map(version_of if self.sharded else attrgetter("_version"), self.targets))
-
-    def agreed(self) -> dict[int, Agreed]:
-        """By the target's id, the version and address that its full master was last compared with."""
-        if not self.full:
-            return {}
-        dtype = self.batch.layout.param
-        entries = [Agreed(*pair, dtype) for pair in zip(self.versions, self.addresses, strict=True)]
-        return dict(zip(map(id, self.targets), entries, strict=True))
+    def _written_last(self) -> list[Written]:
+        """That of each target, without a loop in Python."""
+        versions = map(version_of if self.sharded else attrgetter("_version"), self.targets)
+        return list(zip(versions, self.addresses, repeat(self.batch.layout.param), strict=False))
 
     def still_describes(self) -> bool:
         """Whether the addresses of parameters and state are those in the table."""
         weights = list(map(local, self.targets)) if self.sharded else self.targets
         if list(map(_address, weights)) != self.addresses:
             return False
-        for operand, state_of in self._state_of.items():
+        for operand, state_of in self.state_of.items():
             tensors = list(map(state_of, self.states))
             # Plain tensors must be the same objects. `local` makes new objects of shards, so only addresses are
             # compared.
@@ -200,11 +161,13 @@ class LaunchGroup:
 
     def take_outside_writes(self) -> None:
         """Update the full masters of parameters that other code wrote. Split masters need no update."""
-        versions, masters = self._versions(), self.batch.lists[self.kernels.EXTRA]
-        for weight, master, before, after in zip(self.weights, masters, self.versions, versions, strict=True):
-            if before != after:
-                master.copy_(as_written(weight, master))
-        self.versions = versions
+        agreed, masters = self.plans.agreed, self.batch.lists[self.kernels.EXTRA]
+        if list(map(agreed.get, map(id, self.targets))) == self._written_last():
+            return
+        for target, master in zip(self.targets, masters, strict=True):
+            written = agreed.written(target, master)
+            if written is not None:
+                master.copy_(written)
 
     def _in_order(self, grads: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[partial[Any]]]:
         """The gradients in the memory order of the parameters, and the calls that copy those that autograd left in
@@ -260,28 +223,30 @@ class LaunchGroup:
         # The kernels write to addresses, which autograd does not notice.
         torch.autograd.graph.increment_version(self.targets)
         if self.full:
-            self.versions = self._versions()
+            self.plans.agreed.update(zip(map(id, self.targets), self._written_last(), strict=True))
 
 
 class OperationsGroup(LaunchGroup):
     """Parameters that kernels cannot read (wrapper subclasses, fake and meta tensors). The reference updates them."""
 
-    def _point(self, numbers: dict[int, list[int]]) -> None:
+    def _point(self, noise: list[tuple[int, ...]]) -> None:
         self._shards = list(map(local, self.targets))
-        self.addresses = [0] * len(self.targets)
         self.batch.hyper.zero_()
+
+    def _written_last(self) -> list[Written]:
+        return list(map(written_last, self.targets))
 
     def still_describes(self) -> bool:
         return all(map(is_, map(local, self.targets), self._shards)) and all(
             all(map(is_, map(local, map(state_of, self.states)), self.batch.lists[operand]))
-            for operand, state_of in self._state_of.items()
+            for operand, state_of in self.state_of.items()
         )
 
     def prepare(
         self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
     ) -> list[partial[Any]]:
         # `target.data` may have been replaced.
-        self.weights = self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
+        self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
         if self.full:
             self.take_outside_writes()
         self.batch.lists[self.kernels.GRAD] = list(map(local, grads))
@@ -292,10 +257,6 @@ class StepPlan:
     """The launches that update some parameters of an optimizer. Missing entries of its state are created.
 
     With `recording`, for a step that is captured in a CUDA graph, state is neither created nor changed.
-
-    Attributes:
-        batches: for each launch, what it updates and the indices of its parameters in `targets`.
-        limit: the 2-norm to which the last step clipped, or None.
 
     Raises:
         RuntimeError: a gradient is sparse, or a step is captured for a parameter without state.
@@ -312,17 +273,22 @@ class StepPlan:
         self.targets = targets
         # By the kernels of a rule, its rows of the tables of groups: the number of a group, and a shape or None.
         self._rows: dict[Any, dict[tuple[int, torch.Size | None], int]] = {}
-        self.batches = _batches(optimizer, targets, grads, recording, self._rows)
-        self._launches = [batch for batch, _ in self.batches]
-        self.limit: float | None = None
+        launches: dict[tuple[Any, ...], list[Member]] = {}
+        for launch, member in _members(optimizer, targets, grads, recording, self._rows):
+            launches.setdefault(launch, []).append(member)
+        self.launches = [
+            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, layout, variant, members)
+            for (_, _, rule, layout, variant, addressable, _), members in _limited(launches)
+        ]
+        self.devices = {launch.device for launch in self.launches}
         self._compiled = _compiled_options(optimizer)
         self._options_of = itemgetter(*optimizer.defaults)
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
+        # Of the last step: the options of the groups, whether they can change in place, and the norm it clipped to.
         self._options: list[tuple[Any, ...]] = []
-        self.knows_options = False  # whether a step was taken with this plan
-        self._changeable = False
+        self._changeable, self._limit = True, None
         self._tables: dict[tuple[torch.device, Any], tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
@@ -330,15 +296,21 @@ class StepPlan:
 
         Options are compared by identity, which compares no tensors. Options that can change in place count as changed.
         """
-        if self._changeable or len(groups) != len(self._options) or limit != self.limit:
+        if self._changeable or len(groups) != len(self._options) or limit != self._limit:
             return True
         options = chain.from_iterable(map(self._options_of, groups))
         return not all(map(is_, options, chain.from_iterable(self._options)))
 
     def describes(
-        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], contiguous: bool
+        self,
+        optimizer: LayoutOptimizer,
+        targets: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        contiguous: bool,
+        changed: bool,
     ) -> bool:
-        """Whether this plan matches a step of `targets`. `contiguous` says whether all gradients are contiguous."""
+        """Whether this plan matches a step of `targets`. `contiguous` says whether all gradients are contiguous,
+        `changed` whether options may differ."""
         return (
             len(targets) == len(self.targets)
             and all(map(is_, targets, self.targets))
@@ -348,16 +320,13 @@ class StepPlan:
             and len(self._state) == self._entries
             # Sparse gradients are never contiguous.
             and (contiguous or all(grad.layout == torch.strided for grad in grads))
-            and all(map(_still_describes, self._launches))
+            and not (changed and _compiled_options(optimizer) != self._compiled)
+            and all(map(_still_describes, self.launches))
         )
 
-    def has_layouts_of(self, optimizer: LayoutOptimizer) -> bool:
-        """Whether the launches are compiled for the options of its groups."""
-        return _compiled_options(optimizer) == self._compiled
-
-    def group_table(self, batch: LaunchGroup, groups: list[Group], limit: float | None, changed: bool) -> torch.Tensor:
+    def group_table(self, launch: LaunchGroup, groups: list[Group], limit: float | None, changed: bool) -> torch.Tensor:
         """The hyperparameters of a rule on a device. The table is only written if one has `changed`."""
-        device, rule = batch.device, batch.rule
+        device, rule = launch.device, launch.rule
         key = device, rule.kernels
         written, table = self._tables.get(key, (None, None))
         if table is not None and not changed:
@@ -384,8 +353,8 @@ class StepPlan:
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
         """Store the options of the step that was taken."""
-        self._options, self.limit = list(map(self._options_of, groups)), limit
-        self.knows_options, self._changeable = True, not all(map(_is_constant, chain.from_iterable(self._options)))
+        self._options, self._limit = list(map(self._options_of, groups)), limit
+        self._changeable = not all(map(_is_constant, chain.from_iterable(self._options)))
 
 
 def _is_constant(option: Any) -> bool:
@@ -404,42 +373,27 @@ def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for rule, group in rules]
 
 
-def _operand_keys(kernels: Any, layout: StateLayout) -> dict[int, str]:
-    """The names of the state tensors of a layout, by operand of the kernel."""
-    moments = dict(enumerate(layout.moments, kernels.M))
-    keys = {kernels.STEP: "step", **moments}
-    if layout.master is not None:
-        keys[kernels.EXTRA] = "master"
-    if layout.coded:
-        keys |= {kernels.SCALES_OF[operand]: f"{moment}_scale" for operand, moment in moments.items()}
-    return keys
-
-
-def _batches(
+def _members(
     optimizer: LayoutOptimizer,
     targets: list[torch.Tensor],
     grads: list[torch.Tensor],
     recording: bool,
     table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
-) -> list[tuple[LaunchGroup, list[int]]]:
-    """The parameters by bucket, device, rule and layout, after checking that each of them can be updated. Their rows
-    of the tables of groups are added to `table_rows`."""
-    optimizer._plans.note_agreed()
+) -> Iterator[tuple[tuple[Any, ...], Member]]:
+    """Each parameter after checking that it can be updated, and its launch: bucket, device, rule, layout, variant,
+    whether kernels can read its tensors, and the ranks that exchange its parts. Its row is added to `table_rows`."""
     groups = optimizer.param_groups
     parameters = parameters_of(optimizer)
-    rows = [row for row, group in enumerate(groups) for _ in group["params"]]
-    numbers_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
-    launches: dict[tuple[Any, ...], list[int]] = {}
-    members: dict[int, Member] = {}
-    noise: dict[int, tuple[int, ...]] = {}
+    group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+    number_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
     stepped: set[int] = set()
     for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
         if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
             continue
         stepped.add(id(target))
-        number = numbers_of[id(target)]
-        parameter, row = parameters[number], rows[number]
-        group, where = groups[row], f"parameter {index} with a gradient (group {row})"
+        number = number_of[id(target)]
+        parameter, group = parameters[number], groups[group_of[number]]
+        where = f"parameter {index} with a gradient (group {group_of[number]})"
         rule = optimizer._rule_of(group)
         _check_tensors(where, target, grad, group)
         before = optimizer.state.get(parameter)
@@ -450,7 +404,7 @@ def _batches(
                 "each replay would create again: take a step with the same parameters and options before the capture"
             )
         if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
-            check_blocks(target, where)
+            _check_blocks(target, where)
         state = optimizer._complete_state(parameter, group)
         addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
         variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
@@ -468,42 +422,23 @@ def _batches(
                     f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
                 )
             variant = replace(variant, stochastic=False)
-        if variant.stochastic:
-            noise[index] = (number, *Sharding(target).elements(where), group["seed"])
-        of_rule = table_rows.setdefault(rule.kernels, {})
-        row = of_rule.setdefault((row, target.shape if rule.by_shape else None), len(of_rule))
-        members[index] = Member(parameter, target, state, row)
+        noise = (number, *Sharding(target).elements(where), group["seed"]) if variant.stochastic else ()
+        rows = table_rows.setdefault(rule.kernels, {})
+        row = rows.setdefault((group_of[number], target.shape if rule.by_shape else None), len(rows))
         ranks = rule.exchanging(target, group)
-        launch = optimizer._bucket(parameter), local(target).device, rule, variant, layout, addressable, ranks
-        launches.setdefault(launch, []).append(index)
-    optimizer._take_outside_writes(recording)
-    batches: list[tuple[LaunchGroup, list[int]]] = []
-    for (_, _, rule, variant, layout, addressable, _), indices in _limited(launches, targets):
-        kernels = rule.kernels
-        of_launch, keys = [members[index] for index in indices], _operand_keys(kernels, layout)
-        further: dict[int, list[int]] = {}
-        if variant.stochastic:
-            columns = zip(*(noise[index] for index in indices), strict=True)
-            further = {kernels.STREAM + row: list(values) for row, values in enumerate(columns)}
-        if layout.coded:
-            further[kernels.COLUMNS] = [rows_and_columns(local(member.target).shape)[1] for member in of_launch]
-        launch_group = rule.launch_group if addressable else OperationsGroup
-        scratch = optimizer._plans.scratch
-        batches.append((launch_group(rule, variant, of_launch, keys, further, scratch), indices))
-    return batches
+        launch = optimizer._bucket(parameter), local(target).device, rule, layout, variant, addressable, ranks
+        yield launch, Member(index, parameter, target, state, row, noise)
 
 
-def _limited(
-    launches: dict[tuple[Any, ...], list[int]], targets: list[torch.Tensor]
-) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
+def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tuple[Any, ...], list[Member]]]:
     """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
     ranks divide them alike."""
-    for launch, indices in launches.items():
+    for launch, members in launches.items():
         rule, group = launch[2], launch[-1]
         ranks = 1 if group is None else group.size()
-        tensors = (targets[index] if group is not None else local(targets[index]) for index in indices)
-        for part in in_parts([tensor.numel() for tensor in tensors], rule.most * ranks, ranks):
-            yield launch, indices[part.start : part.stop]
+        sizes = [(member.target if group is not None else local(member.target)).numel() for member in members]
+        for part in in_parts(sizes, rule.most * ranks, ranks):
+            yield launch, members[part.start : part.stop]
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
@@ -517,6 +452,25 @@ def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, grou
     if grad.dtype not in DTYPE_CODES:
         raise TypeError(
             f"Expected {where} to have a gradient of dtype float32, float16 or bfloat16, but got {grad.dtype}"
+        )
+
+
+def _check_blocks(parameter: torch.Tensor, where: str) -> None:
+    """Raise if a shard of a parameter, which messages call `where`, would cut blocks of 8-bit codes."""
+    remedy = (
+        "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
+        "its own"
+    )
+    sharding = Sharding(parameter)
+    if sharding.is_flat:
+        raise ValueError(
+            f"Expected state_dtype to be torch.float32 or torch.bfloat16 for {where}, which FullyShardedDataParallel "
+            f"has flattened, but got '8bit', whose blocks lie within the rows of a matrix: {remedy}"
+        )
+    if not sharding.keeps_blocks(SPAN):
+        raise ValueError(
+            f"Expected {where} to be sharded by rows, or in dimension 1 at multiples of {SPAN} elements of a row, with "
+            f"state_dtype='8bit', but got shape {tuple(parameter.shape)} and {sharding}: {remedy}"
         )
 
 

@@ -16,8 +16,7 @@ import torch
 from halfstep.kernels.optimizer.layout import Control
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling.options import MAX_NORM
-from halfstep.numerics.scaling.sharding import local
-from halfstep.numerics.scaling.stand_ins import FreedGradient, refuse_freed
+from halfstep.numerics.scaling.stand_ins import is_freed, refuse_freed
 from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
 
 LARGEST_NORM = torch.finfo(torch.float32).max  # clips nothing: the factor is 1, and gradients times 1 keep their bits
@@ -121,7 +120,7 @@ class StepsOnVerdict:
         if self.backward_handle is not None:
             return self.backward_handle.norm(None if only_norm else max_norm)
         parameters = parameters_of(self)
-        if only_norm and any(isinstance(local(parameter.grad), FreedGradient) for parameter in parameters):  # type: ignore[arg-type]
+        if only_norm and any(is_freed(parameter.grad) for parameter in parameters):
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")
         refuse_freed(parameters, "clipping")
         verdict = self.checker.verdict()

@@ -1,26 +1,26 @@
 """How one tensor lies on ranks: `Sharding` answers it for plain tensors, DTensors and the flat parameters of FSDP1.
 
 DTensors are those of FSDP2, HSDP, tensor parallelism and their combinations. topology.py combines the answers for all
-parameters of an optimizer. Nothing here imports torch.distributed before a process group or a DTensor exists.
+parameters of an optimizer. Nothing here imports torch.distributed.tensor before a DTensor exists.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from halfstep.numerics.owners import Ranges, cut
 from halfstep.numerics.scaling.wrappers import wrapped_by
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a DTensor. Does not import torch.distributed."""
+    """Whether the tensor is a DTensor."""
     return hasattr(tensor, "_local_tensor")
 
 
@@ -209,8 +209,6 @@ def settle_gradients(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _members(group: Any) -> frozenset[int]:
-    import torch.distributed as dist
-
     return frozenset(dist.get_process_group_ranks(group))
 
 
@@ -246,8 +244,6 @@ def _of_handle(module: Any, handle: Any) -> Ranks | None:
     dimensions = [(group, cut) for group, cut in dimensions if group.size() > 1]
     if not dimensions:
         return None
-    import torch.distributed as dist
-
     groups = tuple(group for group, _ in dimensions)
     lines = tuple(map(_members, groups))
     members = grid(dist.get_rank(), lines)
@@ -258,12 +254,6 @@ def _of_handle(module: Any, handle: Any) -> Ranks | None:
         )
     is_first = all(cut or group.rank() == 0 for group, cut in dimensions)
     return Ranks(members, lines, groups, is_first)
-
-
-def default_group() -> Any:
-    """The default process group, or None. Does not import torch.distributed."""
-    dist = sys.modules.get("torch.distributed")
-    return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def checked_group(group: Any) -> Any:

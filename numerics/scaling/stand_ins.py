@@ -8,7 +8,6 @@ is no gradient.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -143,15 +142,23 @@ def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
 
 def is_stand_in(grad: torch.Tensor | None) -> bool:
     """Whether a gradient is a stand-in, or a DTensor of one."""
-    return isinstance(getattr(grad, "_local_tensor", grad), StandIn)
+    return isinstance(_shard_of(grad), StandIn)
+
+
+def _shard_of(grad: torch.Tensor | None) -> Any:
+    return getattr(grad, "_local_tensor", grad)
+
+
+def is_freed(grad: torch.Tensor | None) -> bool:
+    """Whether the backward has used and freed a gradient."""
+    return isinstance(_shard_of(grad), FreedGradient)
 
 
 def refuse_freed(parameters: list[torch.Tensor], reader: str) -> None:
     """Raise a RuntimeError that names the remedy if the backward has used and freed a gradient."""
     for parameter in parameters:
-        shard = getattr(parameter.grad, "_local_tensor", parameter.grad)
-        if isinstance(shard, FreedGradient):
-            shard._numbers(reader)
+        if is_freed(parameter.grad):
+            _shard_of(parameter.grad)._numbers(reader)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -162,7 +169,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def is_zeroed(grad: torch.Tensor | None) -> bool:
     """Whether a gradient was used and freed, and then set to zero."""
-    return bool(getattr(getattr(grad, "_local_tensor", grad), "zeroed", False))
+    return bool(getattr(_shard_of(grad), "zeroed", False))
 
 
 def remove_stand_in(parameter: torch.Tensor) -> None:
@@ -176,11 +183,7 @@ def gradients_of(parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
 
     A stand-in that was set to zero becomes zeros.
     """
-    grads: list[torch.Tensor | None] = list(map(attrgetter("grad"), parameters))
-    if not set(map(type, grads)) <= {torch.Tensor, type(None)}:
-        for index, grad in enumerate(grads):
-            if grad is not None and is_stand_in(grad):
-                if is_zeroed(grad):
-                    parameters[index].grad = torch.zeros_like(parameters[index].detach(), dtype=grad.dtype)
-                grads[index] = gradient_of(parameters[index])
-    return grads
+    for parameter in parameters:
+        if is_zeroed(parameter.grad):
+            parameter.grad = torch.zeros_like(parameter.detach(), dtype=parameter.grad.dtype)  # type: ignore[union-attr]
+    return list(map(gradient_of, parameters))

@@ -20,8 +20,9 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from halfstep.numerics.scaling.sharding import Ranks, Sharding, default_group, flat_ranks, grid, is_flat, is_sharded
+from halfstep.numerics.scaling.sharding import Ranks, Sharding, flat_ranks, grid, is_flat, is_sharded
 from halfstep.numerics.scaling.wrappers import zero_group_of
 
 REMEDY = "pass GradScaler(process_group=...) a group of all ranks that hold a part of the model"
@@ -150,10 +151,15 @@ class Topology:
     def sum_over_ranks(self, numbers: torch.Tensor) -> None:
         """Replace numbers in place by their sums over all ranks."""
         for group in self.groups:
-            torch.distributed.all_reduce(numbers, group=group)
+            dist.all_reduce(numbers, group=group)
 
 
 NOWHERE = Topology(())
+
+
+def default_group() -> Any:
+    """The default process group, or None."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def topology_of(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,7 @@ class Checker:
             settle_gradients(parameters)
         grads = list(map(_gradient, parameters))
         slots: Sequence[int] = range(len(grads))
-        if any(map(is_, grads, repeat(None))):
+        if type(None) in set(map(type, grads)):
             slots = [slot for slot, grad in enumerate(grads) if grad is not None]
             grads = [grads[slot] for slot in slots]
         batches = self._batches(parameters, grads, slots, scales=step is not None)
@@ -161,7 +161,6 @@ class Checker:
         return self._combined(verdicts, keep)
 
     def _combined(self, verdicts: dict[Key, Verdict], keep: bool) -> Verdict | None:
-        """The verdict on the gradients of all batches and ranks."""
         topology = self.topology
         if not topology.groups and len(verdicts) < 2:
             return next(iter(verdicts.values()), None)

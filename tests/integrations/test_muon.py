@@ -158,22 +158,15 @@ def test_checkpoints_continue_on_other_ranks(tmp_path: Path) -> None:
     model = net()
     optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
-    path, _ = rank_processes.run(rule_ranks.saved_by_shards, 2, 2, tmp_path)
+    path, _ = rank_processes.run(rule_ranks.saved_by_shards, 2, tmp_path)
     restored = net(1)
     other = optimizer_of("Muon", restored, **LAYOUTS["split24, 8 bits"])
     checkpoint.load(path, model=restored, optimizer=other)
     train(model, optimizer, range(4, 6))
     train(restored, other, range(4, 6))
     assert_same(model, restored)
-    for weights in rank_processes.run(rule_ranks.continued_by_shards, 4, 4, path):
+    for weights in rank_processes.run(rule_ranks.continued_by_shards, 4, path):
         assert all(map(torch.equal, weights, model.parameters()))
-
-
-def test_what_shards_cannot_do_is_refused() -> None:
-    for text in rank_processes.run(rule_ranks.refused, 2):
-        assert "Expected parameters that are whole on each rank" in text
-    for text in rank_processes.run(rule_ranks.cut_by_both, 4):
-        assert "one dimension of the mesh shards" in text
 
 
 def test_states_of_keller_jordans_optimizer_load() -> None:

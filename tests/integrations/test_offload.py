@@ -322,7 +322,7 @@ class _Watched:
 
             def run() -> None:
                 self.events.append(("step", place))
-                self.arrived.append([n for n, one in enumerate(mirrors) if one._arriving.query()])
+                self.arrived.append([n for n, one in enumerate(mirrors) if one.arriving.query()])
                 self.read.append(sum(event.query() for (event,) in optimizer._weights_arriving.values()))
                 call()
 
@@ -442,7 +442,7 @@ def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
             optimizer._take(parameter)
-            under_way.append(sum(one.size for one in optimizer._in_flight))
+            under_way.append(sum(grad.nbytes for _, grad in optimizer._in_flight))
         assert max(under_way) == 40
 
 

@@ -1,4 +1,4 @@
-"""Optimizers on the host under FSDP2 and HSDP: the bits of a step on the device, and of one process."""
+"""Optimizers on the host under FSDP2 on one rank, and checkpoints on several; others are in test_cases_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -9,22 +9,9 @@ import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
-from offload_ranks import LAYOUTS, PROGRAMS
+from offload_ranks import PROGRAMS
 
 from halfstep.numerics.scaling.sharding import local
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cut"), [(2, "rows"), pytest.param(4, "rows", marks=pytest.mark.exhaustive), (4, "hsdp"), (2, "columns")]
-)
-def test_shards_have_the_bits_of_the_device_and_of_one_process(ranks: int, cut: str) -> None:
-    layouts = list(LAYOUTS) if (ranks, cut) == (2, "rows") else ["split24, 8 bits"]
-    assert rank_processes.run(offload_ranks.of_shards, ranks, ranks, cut, layouts) == [[]] * ranks
-
-
-def test_what_users_do_has_the_bits_of_the_device() -> None:
-    for different in rank_processes.run(offload_ranks.programs, 2):
-        assert different == {name: [] for name in offload_ranks.PROGRAMS}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(needs="NCCL"))])
@@ -46,23 +33,8 @@ def test_one_rank_has_the_bits_of_the_device(name: str, device: str) -> None:
         dist.destroy_process_group()
 
 
-def test_partial_sums_of_gradients_are_added_before_they_leave() -> None:
-    weights = [weight for weights in rank_processes.run(offload_ranks.partial_sums, 2) for weight in weights]
-    assert not torch.equal(weights[0], torch.ones(4, 4)) and all(torch.equal(weights[0], other) for other in weights)
-
-
 def test_checkpoints_continue_on_other_ranks_and_on_the_device(tmp_path: Path) -> None:
     (paths, expected), _ = rank_processes.run(offload_ranks.saved, 2, 2, tmp_path)
     for ranks, wheres in ((1, ["device", "copy"]), (4, ["copy"])):
         for results in rank_processes.run(offload_ranks.continued, ranks, ranks, paths, wheres):
             assert all(torch.equal(*pair) for tensors in results for pair in zip(expected, tensors, strict=True))
-
-
-def test_a_state_is_saved_while_a_first_backward_is_stepped() -> None:
-    for device, host in rank_processes.run(offload_ranks.stepping, 2):
-        assert all(map(torch.equal, device, host))
-
-
-def test_the_bytes_are_those_planned() -> None:
-    for counted, planned in rank_processes.run(offload_ranks.memory, 2):
-        assert counted == planned

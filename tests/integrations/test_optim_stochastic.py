@@ -9,12 +9,10 @@ from typing import Any
 
 import layouts
 import pytest
-import rank_processes
-import sharded_noise
 import states
 import torch
 from oracles import bits
-from states import copies_of, held, same, same_bits, train
+from states import copies_of, held, same, train
 
 import halfstep
 
@@ -124,61 +122,3 @@ def test_a_checkpoint_of_torch_leaves_the_seed_alone() -> None:
     mine = halfstep.AdamW(parameters, seed=9, state_dtype=BF16, rounding="stochastic")
     mine.load_state_dict(torchs.state_dict())
     assert mine.param_groups[0]["seed"] == 9
-
-
-# ------------------------------------------------------------------------------------------------------------ sharding
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    return rank_processes.run(sharded_noise.run, sharded_noise.WORLD, join=False)
-
-
-def check_shards(shards: list[Any], whole: dict[str, torch.Tensor], piece: Any) -> None:
-    """Shards of every rank have the bits of the pieces of the whole."""
-    for rank, shard in enumerate(shards):
-        expected = {name: value if name == "step" else piece(value, rank) for name, value in whole.items()}
-        assert same_bits(shard, expected), rank
-
-
-CASES = [
-    *(("steps", cut, shape) for cut, shape in sharded_noise.CASES),
-    *(("coded", cut, shape) for cut, shape in sharded_noise.CODED_CASES),
-]
-
-
-@pytest.mark.parametrize(("what", "cut", "shape"), CASES)
-def test_shards_of_every_kind_have_the_bits_of_the_whole(
-    ranks: list[dict[str, Any]], what: str, cut: str, shape: tuple[int, ...]
-) -> None:
-    """Weights, moments, and codes with their exponents, which are sharded like their rows or blocks."""
-    whole = sharded_noise.train(shape, lambda value: value, **(sharded_noise.CODED if what == "coded" else {}))
-    assert len(whole) == (9 if what == "coded" else 4)
-    shards = [result[what][f"{cut} of {shape}"] for result in ranks]
-    check_shards(shards, whole, lambda value, rank: sharded_noise.piece(value, rank, cut))
-
-
-@pytest.mark.parametrize("what", ["steps", "coded"])
-def test_rows_cut_in_the_order_of_fsdp_over_tensor_parallelism(ranks: list[dict[str, Any]], what: str) -> None:
-    shape, options = ((32, 9, 40), sharded_noise.CODED) if what == "coded" else (sharded_noise.INTERLEAVED, {})
-    whole = sharded_noise.train(shape, lambda value: value, **options)
-    check_shards([result[what]["interleaved"] for result in ranks], whole, sharded_noise.interleaved_piece)
-
-
-def test_parts_that_cut_blocks_or_lie_in_no_range_are_refused(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
-        for (_, shape), message in zip(sharded_noise.UNFIT, result["refused codes"], strict=True):
-            assert message.startswith(
-                "Expected parameter 0 with a gradient (group 0) to be sharded by rows, or in dimension 1 at multiples "
-                f"of 32 elements of a row, with state_dtype='8bit', but got shape {shape} and placements "
-            )
-            assert message.endswith(
-                "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter "
-                "group of its own"
-            )
-        first, second = result["refused"]
-        assert "placements (Shard(dim=1), Shard(dim=2)) on a mesh of shape (2, 2)" in first
-        for message in (first, second):
-            assert message.startswith("Expected parameter 0 with a gradient (group 0) to be sharded by a range of rows")
-            assert message.endswith("on a mesh of shape (2, 2): shard evenly, or use rounding='nearest'")

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_processes
-import rule_ranks
 import torch
-from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of, plain_steps, train
+from rule_ranks import LAYOUTS, OPTIONS, PAIRS, assert_same, loss_of, net, optimizer_of, plain_steps, train
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
@@ -25,9 +23,7 @@ except ImportError:  # another torch
     inputs_of_sgd = lambda device: []  # noqa: E731
 
 names = pytest.mark.parametrize("name", OPTIONS)
-UNLIKE = {"SGD": "no master, 8 bits", "Muon": "no master"}  # what the other one has instead
-CASES = [(name, layout) for name in OPTIONS for layout in LAYOUTS if layout != UNLIKE[name]]
-cases = pytest.mark.parametrize(("name", "layout"), CASES)
+cases = pytest.mark.parametrize(("name", "layout"), PAIRS)
 CLOSE = {"rtol": 2.0**-18, "atol": 2.0**-20}
 
 
@@ -145,7 +141,7 @@ def test_scalers_release_and_offload_have_the_bits_of_plain_steps(name: str, lay
     assert_same(*models)
 
 
-@pytest.mark.parametrize("layout", [layout for name, layout in CASES if name == "SGD"])
+@pytest.mark.parametrize("layout", [layout for name, layout in PAIRS if name == "SGD"])
 def test_clipping_in_the_step_and_in_the_backward_agree(layout: str) -> None:
     clipped, released, unclipped = net(), net(), net()
     plain_steps(clipped, optimizer_of("SGD", clipped, max_grad_norm=0.05, **LAYOUTS[layout]))
@@ -167,16 +163,6 @@ def test_a_skipped_first_step_leaves_the_next_one_without_dampening() -> None:
     plain_steps(model, optimizer_of("SGD", model), range(3, 5))
     train(skipped, optimizer_of("SGD", skipped), range(2, 5))
     assert_same(model, skipped)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cut"), [(2, "rows"), pytest.param(4, "rows", marks=pytest.mark.exhaustive), (4, "hsdp"), (2, "columns")]
-)
-def test_shards_have_the_bits_of_one_process(ranks: int, cut: str) -> None:
-    run = [("Muon", "split")] + [("Muon", "split24, 8 bits")] * (cut != "columns")
-    run = CASES if (ranks, cut) == (2, "rows") else run
-    for results in rank_processes.run(rule_ranks.of_shards, ranks, ranks, cut, run):
-        assert results == dict.fromkeys(run, True)
 
 
 @pytest.mark.usefixtures("one_rank")

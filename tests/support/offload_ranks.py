@@ -1,9 +1,9 @@
-"""Optimizers on the host whose parameters are DTensors, and what ranks compare for test_offload_sharded.py."""
+"""Optimizers on the host whose parameters are DTensors: cases of ranks, for test_cases_on_ranks.py."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import product
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.fsdp import keep_reduced_gradients
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedSGD
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import local
 
@@ -84,23 +84,20 @@ def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in shards(model, optimizer)]
 
 
-def of_shards(rank: int, ranks: int, cut: str, layouts: list[str]) -> list[str]:
-    """What differs between shards on the host, shards on the device and one process, without and with clipping.
-
-    The sum of squares is rounded to fp32 in each chunk, and chunks depend on shards, so that norms of one process
-    differ in the last bit.
-    """
+def shards_have_the_bits_of_the_device_and_of_one_process(cut: str, layouts: Iterable[str]) -> None:
+    """Without and with clipping: the sum of squares is rounded to fp32 in each chunk, and chunks depend on shards, so
+    that norms of one process differ in the last bit."""
     different = []
     for layout in layouts:
         for limit in (None, 0.5):
             results = []
-            for model, where in ((net(), "device"), (sharded(ranks, cut), "device"), (sharded(ranks, cut), "copy")):
+            for model, where in ((net(), "device"), (sharded(cut), "device"), (sharded(cut), "copy")):
                 optimizer = adamw(model, layout, where, max_grad_norm=limit)
                 train(model, optimizer)
                 results.append(whole(model, optimizer))
             expected = results[:2] if limit is None else results[1:2]
             different += [f"{layout}, {limit}" for one in expected if not all(map(torch.equal, one, results[2]))]
-    return different
+    assert different == []
 
 
 class Net(torch.nn.Module):
@@ -211,42 +208,43 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any], dict[str, 
 }
 
 
-def programs(rank: int) -> dict[str, list[Any]]:
-    """For each program, the values of in_backward with which weights and states differ from those on the device."""
-    different: dict[str, list[Any]] = {}
-    for name, (program, options, of_optimizer, modes) in PROGRAMS.items():
-        results = []
-        for where in ("device", *modes):
-            model = made(**options)
-            optimizer = adamw(model, "split", where, **of_optimizer)
-            program(model, optimizer)
-            results.append(whole(model, optimizer))
-        different[name] = [
-            mode for mode, other in zip(modes, results[1:], strict=True) if not all(map(torch.equal, results[0], other))
-        ]
-    return different
+def what_users_do_has_the_bits_of_the_device(name: str) -> None:
+    program, options, of_optimizer, modes = PROGRAMS[name]
+    results = []
+    for where in ("device", *modes):
+        model = made(**options)
+        optimizer = adamw(model, "split", where, **of_optimizer)
+        program(model, optimizer)
+        results.append(whole(model, optimizer))
+    assert [mode for mode, other in zip(modes, results[1:], strict=True) if not same(results[0], other)] == []
 
 
-def partial_sums(rank: int) -> list[torch.Tensor]:
-    """A replicated weight after steps with gradients that are sums over the ranks, on the device and on the host."""
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, first, second))
+
+
+def partial_sums_of_gradients_are_added_before_they_leave() -> None:
+    """All numbers are integers, so that sums have the same bits in every order."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = []
-    for cls in (halfstep.AdamW, OffloadedAdamW):
+    for cls in (halfstep.SGD, OffloadedSGD):
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]))
         optimizer = cls([weight], lr=0.5, max_grad_norm=1.0)
-        for micro in range(4):
-            rows = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * micro + rank))
+        for micro in range(2):
+            rows = torch.randint(
+                -3, 4, (2, 4), generator=torch.Generator().manual_seed(10 * micro + mesh.get_rank())
+            ).float()
             (DTensor.from_local(rows, mesh, [Shard(0)]) @ weight).square().sum().backward()
-            if micro % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        optimizer.step()
         weights.append(local(weight.detach()))
-    return weights
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, weights[0])
+    assert not torch.equal(weights[0], torch.ones(4, 4)) and same([weights[0]] * 3, [weights[1], *of_ranks])
 
 
 def saved(rank: int, ranks: int, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
     """Checkpoints after three steps, as held and canonical, and weights and states after two more steps."""
-    model = sharded(ranks, "rows")
+    model = sharded("rows")
     optimizer = adamw(model, "split24, 8 bits", "copy")
     train(model, optimizer, range(3))
     forms: tuple[Any, ...] = ("held", "canonical")
@@ -261,7 +259,7 @@ def continued(rank: int, ranks: int, paths: list[str], wheres: list[str]) -> lis
     """Weights and states after two more steps from each checkpoint, which replaces another state."""
     results = []
     for path, where in product(paths, wheres):
-        model = sharded(ranks, "rows") if ranks > 1 else net(1)
+        model = sharded("rows") if ranks > 1 else net(1)
         optimizer = adamw(model, "split24, 8 bits", where, lr=0.5)
         train(model, optimizer, range(1))
         checkpoint.load(path, model=model, optimizer=optimizer)
@@ -270,9 +268,8 @@ def continued(rank: int, ranks: int, paths: list[str], wheres: list[str]) -> lis
     return results
 
 
-def stepping(rank: int) -> list[list[torch.Tensor]]:
-    """Weights and states of a step on the device, and those that are saved and loaded while the first step in a
-    backward runs."""
+def a_state_is_saved_while_a_first_backward_is_stepped() -> None:
+    """And has the weights and states of a step on the device, when it is loaded."""
     results = []
     for where in ("device", "step"):
         model = made()
@@ -292,7 +289,7 @@ def stepping(rank: int) -> list[list[torch.Tensor]]:
             set_model_state_dict(model, weights)
             set_optimizer_state_dict(model, optimizer, state)
         results.append(whole(model, optimizer))
-    return results
+    assert same(*results)
 
 
 def _later(call: Callable[[], None]) -> None:
@@ -300,9 +297,8 @@ def _later(call: Callable[[], None]) -> None:
     call()
 
 
-def memory(rank: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes after a step of two ranks, counted and planned: on the host, of weights and gradients on the device, and
-    copied in a step."""
+def the_bytes_are_those_planned() -> None:
+    """After a step of two ranks: on the host, of weights and gradients on the device, and copied in a step."""
     model = made()
     optimizer = adamw(model, "split", "copy")
     loss(model, 1).backward()
@@ -319,10 +315,10 @@ def memory(rank: int) -> tuple[dict[str, int], dict[str, int]]:
     inner = (model.block, model.sometimes)
     root = [shape for shape in map(_shape, model.parameters()) if shape not in {(64, 64), (64,)}]
     units = [unit("block", [*map(_shape, module.parameters())]) for module in inner] + [unit("root", root, root=True)]
-    result = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=rank)
+    result = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=dist.get_rank())
     copied = sum(message.bytes for message in result.communication if message.ranks == 1)
     weights = result.part("weights").bytes
-    return counted, {"host": result.totals.host, "weights": weights, "gradients": 0, "copied": copied}
+    assert counted == {"host": result.totals.host, "weights": weights, "gradients": 0, "copied": copied}
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -332,3 +328,22 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def _storages(tensors: list[torch.Tensor]) -> int:
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "shards by rows": partial(shards_have_the_bits_of_the_device_and_of_one_process, "rows", LAYOUTS),
+    "shards by columns": partial(shards_have_the_bits_of_the_device_and_of_one_process, "columns", ["split24, 8 bits"]),
+    **{f"what users do: {name}": partial(what_users_do_has_the_bits_of_the_device, name) for name in PROGRAMS},
+    **{
+        case.__name__: case
+        for case in (
+            partial_sums_of_gradients_are_added_before_they_leave,
+            a_state_is_saved_while_a_first_backward_is_stepped,
+            the_bytes_are_those_planned,
+        )
+    },
+}
+ON_FOUR_RANKS = {"HSDP": partial(shards_have_the_bits_of_the_device_and_of_one_process, "hsdp", ["split24, 8 bits"])}
+EVERY_CASE_ON_FOUR_RANKS = {
+    "shards by rows": partial(shards_have_the_bits_of_the_device_and_of_one_process, "rows", ["split24, 8 bits"])
+}

@@ -1,18 +1,18 @@
-"""A rank of two that trains with all pairings of optimizer, scaler and strategy, for test_pairings.py.
+"""Every pairing of an optimizer or a scaler of ours with torch's, by strategy, on a rank of two.
 
 For each pairing, a small model takes three steps, once with unscaling in `step` and once with `unscale_` before it. In
 the second step a gradient has an Inf: in the shard of the last rank if gradients are sharded, otherwise in all copies,
-as after a reduction. The test compares the weights, scales and step counts of all ranks.
+as after a reduction. All ranks must agree.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,17 +88,25 @@ def bare() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
 
 
-def cell(optimizer_name: str, scaler_name: str, strategy: str, unscale: bool) -> dict[str, Any]:
-    """The outcome of one pairing on this rank: flat shard of the weights, step counts, scale, and the error."""
+def all_ranks_agree_and_have_the_weights_of_one_process(
+    optimizer_name: str, scaler_name: str, strategy: str, unscale: bool
+) -> None:
     model = STRATEGIES[strategy](bare())
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scaler = SCALERS[scaler_name]("cpu", init_scale=8.0)
     error = train(model, optimizer, scaler, strategy, unscale)
     steps = {float(local(state["step"])) for state in optimizer.state.values() if "step" in state}
     weights = [local(p.detach()).reshape(-1).clone() for p in model.parameters()]
-    return {"weights": weights, "steps": sorted(steps), "scale": scaler.get_scale(), "error": error}
+    if strategy in SHARDED:
+        of_ranks: list[Any] = [None] * WORLD
+        dist.all_gather_object(of_ranks, weights)
+        weights = [torch.cat(shards) for shards in zip(*of_ranks, strict=True)]
+    assert (sorted(steps), scaler.get_scale(), error) == ([2.0], 4.0, "")
+    for weight, expected in zip(weights, control(), strict=True):
+        torch.testing.assert_close(weight, expected)
 
 
+@functools.cache
 def control() -> list[torch.Tensor]:
     """The weights of one process after the steps without the one that overflows, without a scaler."""
     model = bare()
@@ -106,13 +114,13 @@ def control() -> list[torch.Tensor]:
     return [p.detach().reshape(-1) for p in model.parameters()]
 
 
-def norms_below_the_limit() -> dict[str, list[torch.Tensor]]:
-    """The norms that clipping under FSDP2 returns, with torch and with our scaler, by parameter dtype.
+def the_norm_of_a_torch_optimizer_has_the_dtype_that_torchs_clipping_returns() -> None:
+    """And that of ours is fp32, as its gradients are in its step.
 
     Each of torch's optimizers unscales the gradients in place once more. The limit is too large to change them.
     """
-    found = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, dtypes in ((bf16, [bf16, fp32, bf16, bf16]), (fp32, [fp32] * 4)):
         model = fsdp2(bare().to(dtype))
         scaler = halfstep.GradScaler("cpu", init_scale=8.0)
         scaler.scale(model(torch.ones(3, 4, dtype=dtype)).float().mean()).backward()
@@ -123,14 +131,19 @@ def norms_below_the_limit() -> dict[str, list[torch.Tensor]]:
             norms.append(scaler.clip_grad_norm_(optimizer, 1e6))
             scaler.step(optimizer)
             scaler.update()
-        found[str(dtype)] = [getattr(norm, "full_tensor", lambda norm=norm: norm)().clone() for norm in norms]
-    return found
+        torchs, *ours = (getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in norms)
+        assert [norm.dtype for norm in (torchs, *ours)] == dtypes
+        for norm, times in zip(ours, (8, 8, 64), strict=True):
+            assert float(norm) * times == pytest.approx(float(torchs), rel=2**-6)
 
 
-def run(rank: int) -> dict[Any, Any]:
-    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
-    logging.disable(logging.WARNING)
-    found: dict[Any, Any] = {(*pair, unscale): cell(*pair, unscale) for pair in PAIRS for unscale in (False, True)}
-    found["control"] = control()
-    found["norms"] = norms_below_the_limit()
-    return found
+CASES: dict[str, Callable[[], None]] = {
+    **{
+        f"{', '.join(pair)}{', unscale_' * unscale}": partial(
+            all_ranks_agree_and_have_the_weights_of_one_process, *pair, unscale
+        )
+        for pair in PAIRS
+        for unscale in (False, True)
+    },
+    "norms": the_norm_of_a_torch_optimizer_has_the_dtype_that_torchs_clipping_returns,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import socket
 import sys
@@ -89,12 +90,13 @@ def _run(function: Callable[..., Any], world: int, arguments: tuple[Any, ...], j
         return [torch.load(_answer(folder, rank), weights_only=True) for rank in range(world)]
 
 
-def run_cases(rank: int, modules: list[str], every: bool = False) -> dict[str, dict[str, str]]:
-    """Run the `CASES` of modules. Returns, by module and case, "" or the end of the traceback on this rank."""
-    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated
+def run_cases(rank: int, modules: list[str], table: str = "CASES") -> dict[str, dict[str, str]]:
+    """Run the cases in a table of modules. Returns, by module and case, "" or the end of the traceback on this rank."""
+    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated, no mixed precision
+    logging.disable(logging.WARNING)
     found: dict[str, dict[str, str]] = {module: {} for module in modules}
     for module, answers in found.items():
-        for name, case in getattr(importlib.import_module(module), "EVERY_CASE" if every else "CASES").items():
+        for name, case in getattr(importlib.import_module(module), table, {}).items():
             try:
                 case()
                 answers[name] = ""

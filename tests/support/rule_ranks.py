@@ -1,11 +1,15 @@
-"""A model, SGD and Muon in their layouts, and what ranks compare, for test_rules.py and test_muon.py."""
+"""A model, SGD and Muon in their layouts, for test_rules.py and test_muon.py, and cases of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from errors import refuses
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -91,8 +95,8 @@ def train(model: torch.nn.Module, optimizer: Any, steps: range = range(4), scale
         scaler.update()
 
 
-def sharded(ranks: int, cut: str) -> Net:
-    model = net()
+def sharded(cut: str) -> Net:
+    model, ranks = net(), dist.get_world_size()
     if cut == "hsdp":
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
     else:
@@ -103,57 +107,64 @@ def sharded(ranks: int, cut: str) -> Net:
     return model
 
 
-def of_shards(rank: int, ranks: int, cut: str, cases: list[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-    """For each optimizer and layout, whether weights and moments of shards have the bits of one process."""
-    results = {}
-    for name, layout in cases:
-        model, whole, tensors = sharded(ranks, cut), net(), []
-        for module in (model, whole):
-            optimizer = optimizer_of(name, module, max_grad_norm=50.0, **LAYOUTS[layout])
-            train(module, optimizer)
-            states = (optimizer.state[parameter] for parameter in module.parameters())
-            moments = (state[key] for state in states for key in state if key in ("momentum_buffer", "exp_avg"))
-            tensors.append([*module.parameters(), *moments])
-        pairs = zip(*tensors, strict=True)
-        results[name, layout] = all(torch.equal(shards.full_tensor(), tensor) for shards, tensor in pairs)
-    return results
+def shards_have_the_bits_of_one_process(cut: str, name: str, layout: str) -> None:
+    """Weights and moments."""
+    tensors = []
+    for module in (sharded(cut), net()):
+        optimizer = optimizer_of(name, module, max_grad_norm=50.0, **LAYOUTS[layout])
+        train(module, optimizer)
+        states = (optimizer.state[parameter] for parameter in module.parameters())
+        moments = (state[key] for state in states for key in state if key in ("momentum_buffer", "exp_avg"))
+        tensors.append(
+            [getattr(tensor, "full_tensor", lambda t=tensor: t)() for tensor in (*module.parameters(), *moments)]
+        )
+    assert all(map(torch.equal, *tensors))
 
 
-def saved_by_shards(rank: int, ranks: int, folder: Path) -> str:
+def saved_by_shards(rank: int, folder: Path) -> str:
     """A checkpoint of FSDP2 in 8 bits."""
-    model = sharded(ranks, "rows")
+    model = sharded("rows")
     optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     train(model, optimizer)
     return str(checkpoint.save(folder, 4, model=model, optimizer=optimizer))
 
 
-def continued_by_shards(rank: int, ranks: int, path: str) -> list[torch.Tensor]:
+def continued_by_shards(rank: int, path: str) -> list[torch.Tensor]:
     """The weights after two more steps."""
-    model = sharded(ranks, "rows")
+    model = sharded("rows")
     optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
     checkpoint.load(path, model=model, optimizer=optimizer)
     train(model, optimizer, range(4, 6))
     return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
-def refused(rank: int) -> str:
-    """The error of steps in the backward of shards."""
-    model = sharded(2, "rows")
-    try:
-        step_in_backward(model, optimizer_of("Muon", model))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+def steps_in_the_backward_of_shards_are_refused() -> None:
+    model = sharded("rows")
+    text = "Expected parameters that are whole on each rank"
+    refuses(ValueError, text, lambda: step_in_backward(model, optimizer_of("Muon", model)))
 
 
-def cut_by_both(rank: int) -> str:
-    """The error of a matrix that two dimensions of a mesh shard."""
+def matrices_that_two_dimensions_of_a_mesh_shard_are_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64, dtype=torch.bfloat16), mesh, [Shard(0), Shard(1)]))
     optimizer = halfstep.Muon([weight])
     weight.grad = torch.ones_like(weight)
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    refuses(ValueError, "one dimension of the mesh shards", optimizer.step)
+
+
+def _shards(cut: str, *pairs: tuple[str, str]) -> dict[str, Callable[[], None]]:
+    return {f"{cut}, {', '.join(pair)}": partial(shards_have_the_bits_of_one_process, cut, *pair) for pair in pairs}
+
+
+UNLIKE = {"SGD": "no master, 8 bits", "Muon": "no master"}  # what the other one has instead
+PAIRS = [(name, layout) for name in OPTIONS for layout in LAYOUTS if layout != UNLIKE[name]]
+CASES: dict[str, Callable[[], None]] = {
+    **_shards("rows", *PAIRS),
+    **_shards("columns", ("Muon", "split")),
+    "steps in the backward": steps_in_the_backward_of_shards_are_refused,
+}
+ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
+    **_shards("hsdp", ("Muon", "split"), ("Muon", "split24, 8 bits")),
+    "two dimensions": matrices_that_two_dimensions_of_a_mesh_shard_are_refused,
+}
+EVERY_CASE_ON_FOUR_RANKS = _shards("rows", ("Muon", "split"), ("Muon", "split24, 8 bits"))

@@ -1,20 +1,25 @@
-"""A rank that steps shards with stochastic rounding, for tests/integrations/test_optim_stochastic.py.
+"""Shards that are stepped with stochastic rounding, and those that cannot be: cases of one of four ranks.
 
-The ranks do not communicate (torch's fake process group), but each is a separate process, because DTensor caches
-values derived from a mesh, including the rank.
+The ranks communicate nothing.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from errors import error_of
+from states import same_bits
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import halfstep
 
-WORLD = 4
 OPTIONS: dict[str, Any] = {
     "lr": 1e-2,
     "seed": 8,
@@ -35,15 +40,10 @@ CUTS: dict[str, tuple[tuple[int, ...], tuple[int | None, ...]]] = {
     "rows twice": ((2, 2), (0, 0)),
     "columns twice": ((2, 2), (1, 1)),
 }
-CASES = list(zip(CUTS, itertools.cycle(SHAPES), strict=False))
+INTERLEAVED = "rows, over the second dimension first"  # as in FSDP2 with tensor parallelism
 # Moments in 8 bits: rows with a short last block, and columns cut at multiples of 32 elements of a row.
 CODED: dict[str, Any] = {"state_dtype": "8bit", "master_weights": "split24", "amsgrad": True}
 ROWS = ("rows, uneven, one empty", "replicated and rows", "rows twice")
-CODED_CASES = [
-    *itertools.product(ROWS, ((33, 300), (5, 40, 40))),
-    *itertools.product(("columns, uneven", "rows and columns", "columns twice"), ((9, 1023), (9, 8, 64))),
-]
-UNFIT = [("columns, uneven", (9, 1000)), ("last", (9, 8, 512)), ("columns twice", (30, 900))]
 
 
 def gradient(index: int, step: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -52,8 +52,11 @@ def gradient(index: int, step: int, shape: Any, dtype: torch.dtype) -> torch.Ten
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def piece(value: torch.Tensor, rank: int, cut: str) -> torch.Tensor:
-    """The shard of a rank, split as by torch.chunk, over the first mesh dimension first."""
+def piece(value: torch.Tensor, cut: str) -> torch.Tensor:
+    """The shard of this rank, split as by torch.chunk, over the first mesh dimension first."""
+    rank = dist.get_rank()
+    if cut == INTERLEAVED:
+        return value.chunk(4)[rank % 2 * 2 + rank // 2].contiguous()
     mesh_shape, dims = CUTS[cut]
     coordinate = (rank,) if len(mesh_shape) == 1 else divmod(rank, mesh_shape[1])
     for at, ways, dim in zip(coordinate, mesh_shape, dims, strict=True):
@@ -64,42 +67,21 @@ def piece(value: torch.Tensor, rank: int, cut: str) -> torch.Tensor:
     return value.contiguous()
 
 
-def sharded(value: torch.Tensor, rank: int, cut: str) -> Any:
+def distributed(part: torch.Tensor, mesh_shape: tuple[int, ...], placements: Any, shape: Any) -> DTensor:
+    stride, mesh = torch.empty(shape).stride(), init_device_mesh("cpu", mesh_shape)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def sharded(value: torch.Tensor, cut: str) -> DTensor:
     """`value` as a DTensor of this rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh_shape, dims = CUTS[cut]
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    mesh = init_device_mesh("cpu", mesh_shape)
-    local = piece(value, rank, cut)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    mesh_shape, placements = (2, 2), [_StridedShard(0, split_factor=2), Shard(0)]
+    if cut != INTERLEAVED:
+        mesh_shape, dims = CUTS[cut]  # type: ignore[assignment]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]  # type: ignore[misc]
+    return distributed(piece(value, cut), mesh_shape, placements, value.shape)
 
 
-INTERLEAVED = (8, 6, 4)
-
-
-def interleaved_piece(value: torch.Tensor, rank: int) -> torch.Tensor:
-    """The shard of a rank, with rows split over the second mesh dimension first, as in FSDP2 with TP."""
-    first, second = divmod(rank, 2)
-    each = len(value) // 4
-    start = second * 2 * each + first * each
-    return value[start : start + each].contiguous()
-
-
-def interleaved(value: torch.Tensor, rank: int) -> Any:
-    """`interleaved_piece` as a DTensor."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    mesh = init_device_mesh("cpu", (2, 2))
-    local = interleaved_piece(value, rank)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
-
-
-def train(shape: tuple[int, ...], of: Any, **options: Any) -> dict[str, torch.Tensor]:
+def trained(shape: tuple[int, ...], of: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Three steps of the second of two parameters. Returns the shard of the rank."""
     start = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
     first, parameter = torch.nn.Parameter(torch.ones(3).bfloat16()), torch.nn.Parameter(of(start))
@@ -111,58 +93,64 @@ def train(shape: tuple[int, ...], of: Any, **options: Any) -> dict[str, torch.Te
     return {name: getattr(tensor, "_local_tensor", tensor).clone() for name, tensor in held.items()}
 
 
-def refused() -> list[str]:
-    """The errors for shards that are not contiguous ranges: columns, and rows in an interleaved order."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+def shards_have_the_bits_of_the_whole(cut: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Weights, moments, and codes with their exponents, which are sharded like their rows or blocks."""
+    whole = trained(shape, lambda value: value, options)
+    assert len(whole) == (9 if options else 4)
+    expected = {name: value if name == "step" else piece(value, cut) for name, value in whole.items()}
+    assert same_bits(trained(shape, lambda value: sharded(value, cut), options), expected)
 
-    mesh = init_device_mesh("cpu", (2, 2))
-    cases = [
-        (torch.ones(4, 3, 3), [Shard(1), Shard(2)], (4, 6, 6)),
-        (torch.ones(3, 2), [_StridedShard(0, split_factor=2), Shard(0)], (9, 2)),
-    ]
-    messages = []
-    for local, placements, shape in cases:
-        stride = torch.empty(shape).stride()
-        start = DTensor.from_local(
-            local.bfloat16(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+
+def parts_that_lie_in_no_range_are_refused(part: torch.Tensor, placements: list[Any], shape: tuple[int, ...]) -> None:
+    """Columns, and rows in an interleaved order."""
+    parameter = torch.nn.Parameter(distributed(part.bfloat16(), (2, 2), placements, shape))
+    parameter.grad = torch.ones_like(parameter)
+    message = error_of(ValueError, halfstep.AdamW([parameter], **OPTIONS).step)
+    assert (parameter.detach()._local_tensor == 1).all()  # type: ignore[attr-defined]
+    halfstep.AdamW([parameter], **{**OPTIONS, "rounding": "nearest"}).step()  # the remedy works
+    assert message.startswith("Expected parameter 0 with a gradient (group 0) to be sharded by a range of rows")
+    assert message.endswith(
+        f"got placements {tuple(placements)} on a mesh of shape (2, 2): shard evenly, or use rounding='nearest'"
+    )
+
+
+def parts_that_cut_blocks_are_refused(cut: str, shape: tuple[int, ...]) -> None:
+    message = error_of(ValueError, lambda: trained(shape, lambda value: sharded(value, cut), CODED))
+    assert message.startswith(
+        "Expected parameter 0 with a gradient (group 0) to be sharded by rows, or in dimension 1 at multiples "
+        f"of 32 elements of a row, with state_dtype='8bit', but got shape {shape} and placements "
+    )
+    assert message.endswith(
+        "use fully_shard, which shards by rows, or state_dtype=torch.bfloat16 or torch.float32 in a parameter group of "
+        "its own"
+    )
+    trained(shape, lambda value: sharded(value, cut), {**CODED, "state_dtype": torch.bfloat16})
+
+
+_STEPPED: list[tuple[str, tuple[int, ...], dict[str, Any]]] = [
+    *((cut, shape, {}) for cut, shape in zip(CUTS, itertools.cycle(SHAPES), strict=False)),
+    *((cut, shape, CODED) for cut, shape in itertools.product(ROWS, ((33, 300), (5, 40, 40)))),
+    *(
+        (cut, shape, CODED)
+        for cut, shape in itertools.product(
+            ("columns, uneven", "rows and columns", "columns twice"), ((9, 1023), (9, 8, 64))
         )
-        parameter = torch.nn.Parameter(start)
-        parameter.grad = torch.ones_like(start)
-        try:
-            halfstep.AdamW([parameter], **OPTIONS).step()
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-        assert (parameter.detach()._local_tensor == 1).all()  # type: ignore[attr-defined]
-        halfstep.AdamW([parameter], **{**OPTIONS, "rounding": "nearest"}).step()  # the remedy works
-    return messages
-
-
-def refused_codes(rank: int) -> list[str]:
-    """The errors for shards that would cut blocks of 8-bit codes."""
-    messages = []
-    for cut, shape in UNFIT:
-        try:
-            train(shape, lambda value, cut=cut: sharded(value, rank, cut), **CODED)
-            messages.append("")
-        except ValueError as error:
-            messages.append(str(error))
-        train(shape, lambda value, cut=cut: sharded(value, rank, cut), **{**CODED, "state_dtype": torch.bfloat16})
-    return messages
-
-
-def run(rank: int) -> dict[str, Any]:
-    from torch.testing._internal.distributed import fake_pg
-
-    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=WORLD)
-    steps = {f"{cut} of {shape}": train(shape, lambda v, cut=cut: sharded(v, rank, cut)) for cut, shape in CASES}
-    steps["interleaved"] = train(INTERLEAVED, lambda value: interleaved(value, rank))
-    coded = {
-        f"{cut} of {shape}": train(shape, lambda v, cut=cut: sharded(v, rank, cut), **CODED)
-        for cut, shape in CODED_CASES
-    }
-    codes = (32, 9, 40)
-    coded["interleaved"] = train(codes, lambda value: interleaved(value, rank), **CODED)
-    return {"steps": steps, "refused": refused(), "coded": coded, "refused codes": refused_codes(rank)}
+    ),
+    *((INTERLEAVED, (8, 6, 4), {}), (INTERLEAVED, (32, 9, 40), CODED)),
+]
+ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
+    **{
+        f"{cut} of {shape}{', 8 bits' * bool(options)}": partial(shards_have_the_bits_of_the_whole, cut, shape, options)
+        for cut, shape, options in _STEPPED
+    },
+    **{
+        f"{cut} of {shape}, cut blocks": partial(parts_that_cut_blocks_are_refused, cut, shape)
+        for cut, shape in (("columns, uneven", (9, 1000)), ("last", (9, 8, 512)), ("columns twice", (30, 900)))
+    },
+    "no range of columns": partial(
+        parts_that_lie_in_no_range_are_refused, torch.ones(4, 3, 3), [Shard(1), Shard(2)], (4, 6, 6)
+    ),
+    "no range of rows": partial(
+        parts_that_lie_in_no_range_are_refused, torch.ones(3, 2), [_StridedShard(0, split_factor=2), Shard(0)], (9, 2)
+    ),
+}

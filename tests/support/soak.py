@@ -11,15 +11,16 @@ or changed something in a skipped step.
 from __future__ import annotations
 
 import argparse
+import logging
 import platform
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import rank_processes
 import topologies
-import topology_ranks
 import topology_walk
 import torch
 
@@ -27,7 +28,8 @@ import halfstep
 
 
 def rank_main(rank: int, names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    topology_ranks.quiet()
+    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated, no mixed precision
+    logging.disable(logging.WARNING)
 
     def tell(done: int) -> None:
         if rank == 0:

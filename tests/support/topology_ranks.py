@@ -1,55 +1,45 @@
-"""A rank of four that trains in every topology, with faults, for integrations/distributed/test_topologies.py."""
+"""Cases of one of four ranks that trains in every topology, with faults, for test_cases_on_ranks.py.
+
+What they assert follows the last message between ranks, so that a rank that fails leaves no other one waiting.
+"""
 
 from __future__ import annotations
 
 import gc
-import logging
-import warnings
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import topologies
 import torch
 import torch.distributed as dist
+from errors import error_of
 from topologies import SAMPLE, TOPOLOGIES, Net, mesh_of, parameters_of
 from topology_walk import MAX_NORM, VALUES, Fault, Walk, clipping_itself, fused, ours, unfused
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
 from halfstep.numerics.scaling import wrappers
 
 INF = float("inf")
-
-
-def quiet() -> None:
-    warnings.simplefilter("ignore")  # of FSDP: no accelerator, deprecated, no mixed precision
-    logging.disable(logging.WARNING)
-
-
-def run(rank: int, sample: bool) -> dict[str, Any]:
-    """What happened in the topologies of `SAMPLE` and in the special cases, or in the other topologies."""
-    quiet()
-    names = {name: number for number, name in enumerate(TOPOLOGIES) if (name in SAMPLE) == sample}
-    return {
-        "walks": {name: broken_on_every_rank(name, number) for name, number in names.items()},
-        "norms": {name: norms(name) for name in names},
-        "reductions": {name: reductions_of_a_step(name) for name in names},
-        "skipped": skipped_with_torchs_optimizers() if sample else {},
-        "special": {case.__name__: case() for case in SPECIAL} if sample else {},
-    }
+SINGLE = ("DDP", "ZeRO-1")  # every rank has every gradient: nothing to agree on
 
 
 # ----------------------------------------------------------------------------------------------- broken and not broken
 
 
-def broken_on_every_rank(name: str, number: int) -> dict[str, Any]:
-    """Faults on each rank, before or after the reduction, between steps without faults.
+def a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit(name: str) -> None:
+    """Faults on each rank, before or after the reduction, between steps without faults; see `Walk.step`.
 
     Not all combinations of value and rank are tried, since the value affects only the flag, and the rank only its
     origin. The campaign combines them at random, thousands of times in `make soak`.
     """
+    number = list(TOPOLOGIES).index(name)
     dtype = (torch.bfloat16, torch.float32)[number % 2]
     walk, undisturbed = Walk(name, dtype), Walk(name, dtype)
     for turn in range(4):
@@ -60,13 +50,11 @@ def broken_on_every_rank(name: str, number: int) -> dict[str, Any]:
     walk.step(None, clip=False)
     for clip in walk.clipped:
         undisturbed.step(None, clip)
-    same = topologies.held(walk.optimizer) == topologies.held(undisturbed.optimizer)
-    return {
-        "complaints": walk.complaints + undisturbed.complaints,
-        "faults": walk.faults,
-        "clean": (walk.clean, undisturbed.clean),
-        "as if never broken": same,
-    }
+    assert walk.complaints + undisturbed.complaints == []
+    # Of the ranks that hold nothing, none can be broken after the reduction.
+    assert walk.faults == 4 or ("nothing" in name and 2 <= walk.faults < 4)
+    assert walk.clean == undisturbed.clean >= 3
+    assert topologies.held(walk.optimizer) == topologies.held(undisturbed.optimizer), "as if never broken"
 
 
 # ------------------------------------------------------------------------------------------------- norm and clipping
@@ -87,12 +75,11 @@ def ways_of(name: str) -> list[str]:
     return [way for way in WAYS if way != "scaler, torch.optim.AdamW" or "FSDP1" not in name]
 
 
-def norms(name: str) -> dict[str, Any]:
-    """The norms before clipping by each function, and the difference between the weights and those of one process."""
-    found: dict[str, Any] = {}
+def norm_and_clipped_step_are_those_of_one_process(name: str) -> None:
     single = topologies.single(name, torch.float32).double()
     topologies.loss_of(single(topologies.batch(0, torch.float64))).backward()
-    found["expected"] = torch.cat([p.grad.flatten() for p in single.parameters() if p.grad is not None]).norm().item()
+    expected = torch.cat([p.grad.flatten() for p in single.parameters() if p.grad is not None]).norm().item()
+    found, off = [], []
     for way, (make, scaled) in WAYS.items():
         if way not in ways_of(name):
             continue
@@ -110,18 +97,27 @@ def norms(name: str) -> dict[str, Any]:
         scaler.update()
         if norm is None:
             norm = topologies.stepping(optimizer).grad_norm
-        whole, expected = spread.whole(), dict(one.named_parameters())
-        off = max((value - expected[key]).abs().max().item() for key, value in whole.items())
-        found[way] = {"norm": float(norm), "off": off}
-    return found
+        weights = dict(one.named_parameters())
+        off.append(max((value - weights[key]).abs().max().item() for key, value in spread.whole().items()))
+        found.append(float(norm))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    assert expected > 10 * MAX_NORM
+    # fp32 gradients, summed over ranks in another order. A copy counted twice would change the norm by 1%.
+    assert found == pytest.approx([expected] * len(found), rel=2**-20)
+    assert of_ranks == [found] * len(of_ranks), "ranks have different bits"
+    assert max(off) < 2**-22  # weights of about 1, moved by up to 1e-2
 
 
 # ------------------------------------------------------------------------------------- where torch's scaler goes wrong
 
 
-def _two_steps(spread: Any, optimizer: Any, scaler: Any, broken: int) -> dict[str, Any]:
-    """Two steps, the first with an Inf in the gradient of a rank (-1: none). Returns which were taken on this rank."""
-    taken = []
+def torchs_optimizers_skip_on_all_ranks_what_one_found(name: str, broken: int, make: Any) -> None:
+    """And step where plain tensors stand beside DTensors, which torch's scaler refuses. The first of two steps has an
+    Inf in the gradient of a rank (-1: none)."""
+    spread = TOPOLOGIES[name](torch.float32)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)
+    optimizer, taken = spread.optimizer_of(make), []
     for step in range(2):
         optimizer.zero_grad()
         spread.backward(scaler, step, torch.float32)
@@ -132,31 +128,13 @@ def _two_steps(spread: Any, optimizer: Any, scaler: Any, broken: int) -> dict[st
         scaler.step(optimizer)
         scaler.update()
         taken.append(not topologies.unchanged(before, topologies.held(optimizer)))
-    return {"taken": taken, "scale": scaler.get_scale()}
-
-
-# The topology, and the rank that breaks.
-CASES: dict[str, tuple[str, int]] = {
-    "TP and FSDP2, norm first": ("TP and FSDP2, norm first", 3),
-    "DTensors beside plain tensors": ("TP beside plain tensors", -1),
-    "pipeline": ("pipeline of FSDP2", 3),
-}
-
-
-def skipped_with_torchs_optimizers() -> dict[str, Any]:
-    found = {}
-    for case, (name, broken) in CASES.items():
-        for whose, make in (("fused", fused), ("not fused", unfused)):
-            spread = TOPOLOGIES[name](torch.float32)
-            scaler = halfstep.GradScaler("cpu", init_scale=8.0, process_group=spread.process_group)
-            found[case, whose] = _two_steps(spread, spread.optimizer_of(make), scaler, broken)
-    return found
+    assert (taken, scaler.get_scale()) == ([broken == -1, True], 8.0 if broken == -1 else 4.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ special
 
 
-def two_optimizers_on_different_meshes() -> dict[str, Any]:
+def two_optimizers_on_different_meshes_have_one_scale() -> None:
     """One optimizer over pairs of ranks, one over all, an Inf in the first one on rank 3: its pair skips."""
     mesh = mesh_of("dp", "tp")
     on_pairs = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh["tp"], src_data_rank=None))
@@ -174,10 +152,10 @@ def two_optimizers_on_different_meshes() -> dict[str, Any]:
             scaler.step(optimizer)
         scaler.update()
         taken.append([not topologies.unchanged(b, topologies.held(o)) for b, o in zip(before, optimizers, strict=True)])
-    return {"taken": taken, "scale": scaler.get_scale()}
+    assert (taken, scaler.get_scale()) == ([[dist.get_rank() < 2, True], [True, True]], 4.0)
 
 
-def stage_without_gradients() -> dict[str, Any]:
+def a_pipeline_stage_without_gradients_takes_part() -> None:
     """The first stage of a pipeline is frozen for a step, and takes part in the reductions."""
     spread = TOPOLOGIES["pipeline of FSDP2"](torch.float32)
     optimizer = spread.optimizer_of(ours)
@@ -194,10 +172,10 @@ def stage_without_gradients() -> dict[str, Any]:
         scaler.step(optimizer)
         scaler.update()
         skipped.append(scaler.last_step_skipped())
-    return {"skipped": skipped, "scale": scaler.get_scale(), "finite": bool(norm.isfinite())}
+    assert (skipped, scaler.get_scale(), bool(norm.isfinite())) == ([False, True], 4.0, False)
 
 
-def at_rest_without_gradients() -> dict[str, Any]:
+def ranks_without_gradients_do_not_keep_others_waiting_at_lr_zero() -> None:
     """Steps with lr = 0 in which one rank has no gradients. All ranks must take part in the same reductions."""
     spread = TOPOLOGIES["FSDP1, some ranks with nothing"](torch.float32)
     optimizer = spread.optimizer_of(lambda groups: halfstep.AdamW(groups, lr=0.0))
@@ -211,31 +189,32 @@ def at_rest_without_gradients() -> dict[str, Any]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.numel() else None
         optimizer.step()
     steps = [int(state["step"]) for state in optimizer.state.values()]
-    return {"steps": steps, "holds": any(p.numel() for p in parameters_of(optimizer))}
+    holds = any(p.numel() for p in parameters_of(optimizer))
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, holds)
+    assert set(of_ranks) == {True, False}
+    assert steps == ([2] if holds else [])  # the first step, with gradients of 0, is not counted
 
 
-def flat_parameters_of_nobody() -> dict[str, Any]:
+def flat_parameters_whose_ranks_are_unknown_are_refused_with_the_remedy() -> None:
     """Their modules are not known, and so the ranks that share a flat parameter."""
     spread = TOPOLOGIES["FSDP1 FULL_SHARD"](torch.float32)
     optimizer = spread.optimizer_of(ours)
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)
     spread.backward(scaler, 0, torch.float32)
     wrappers._wrappers.clear()
-    message = ""
-    try:
-        scaler.step(optimizer)
-    except RuntimeError as error:
-        message = str(error)
+    message = error_of(RuntimeError, lambda: scaler.step(optimizer))
     remedy = halfstep.GradScaler("cpu", init_scale=8.0, process_group=dist.group.WORLD)
     remedy.scale(torch.zeros(()))
     if dist.get_rank() == 2:
         topologies.break_shard(optimizer, 3, INF)
     remedy.step(optimizer)
     remedy.update()
-    return {"error": message, "skipped": remedy.last_step_skipped()}
+    assert "parameter 0 of the optimizer was flattened by FullyShardedDataParallel" in message
+    assert "pass GradScaler(process_group=...)" in message and remedy.last_step_skipped()
 
 
-def tensor_parallel_inside_flat_parameters() -> dict[str, Any]:
+def tensor_parallelism_inside_flat_parameters_is_refused() -> None:
     """FSDP1 stores local tensors of DTensors: the flat parameter does not show their other sharding."""
     mesh, cpu = mesh_of("dp", "tp"), torch.device("cpu")
     net = Net(torch.float32)
@@ -244,14 +223,12 @@ def tensor_parallel_inside_flat_parameters() -> dict[str, Any]:
     spread = topologies.Spread(net, model)
     optimizer, scaler = spread.optimizer_of(ours), halfstep.GradScaler("cpu", init_scale=8.0)
     spread.backward(scaler, 0, torch.float32)
-    try:
-        scaler.step(optimizer)
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"error": ""}
+    message = error_of(RuntimeError, lambda: scaler.step(optimizer))
+    assert "was flattened by FullyShardedDataParallel together with tensor parallelism" in message
+    assert "use torch.distributed.fsdp.fully_shard" in message
 
 
-def sequence_parallel_without_a_scaler() -> dict[str, Any]:
+def sequence_parallelism_without_a_scaler() -> None:
     """Without a scaler, the optimizer must sum the partial gradients of the norm, so that all replicas stay equal."""
     spread = TOPOLOGIES["TP with sequence parallelism"](torch.float32)
     optimizer = spread.optimizer_of(ours)
@@ -266,14 +243,11 @@ def sequence_parallel_without_a_scaler() -> dict[str, Any]:
         topologies.loss_of(one(topologies.batch(step, torch.float32))).backward()
         reference.step()
     whole = spread.whole()
-    off = max((whole[key] - value).abs().max().item() for key, value in one.named_parameters())
-    return {"off": off}
+    assert max((whole[key] - value).abs().max().item() for key, value in one.named_parameters()) < 2**-22
 
 
-def an_optimizer_that_outlives_another() -> dict[str, Any]:
+def what_is_known_of_an_optimizer_ends_with_it_and_with_its_parameters() -> None:
     """The scaler keeps no model alive, and determines the topology of parameters at reused addresses again."""
-    import weakref
-
     scaler = halfstep.GradScaler("cpu", init_scale=8.0)
     gone = []
     for _ in range(2):
@@ -299,13 +273,10 @@ def an_optimizer_that_outlives_another() -> dict[str, Any]:
         topologies.break_shard(optimizer, 3, INF)
     scaler.step(optimizer)
     scaler.update()
-    return {"kept": len(scaler._checkers), "skipped": scaler.last_step_skipped()}
+    assert (len(scaler._checkers), scaler.last_step_skipped()) == (1, True)
 
 
-def reductions_of_a_step(name: str) -> dict[str, Any]:
-    """The number of collectives of a step and its norm, and whether they allocate memory in the steady state."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
+def a_step_costs_one_reduction_of_two_numbers_and_no_memory(name: str) -> None:
     class Operations(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
@@ -334,15 +305,44 @@ def reductions_of_a_step(name: str) -> dict[str, Any]:
             dist.all_reduce = real
         scaler.step(optimizer)
         scaler.update()
-    return {"reduced": reduced, "operations": sorted(set(operations.names))}
+    assert reduced == ([] if name in SINGLE else [2])
+    allowed = {"aten.copy_.default", "aten.add_.Tensor", "aten.zero_.default", "aten.gt.Scalar_out"}
+    allowed.add("c10d.allreduce_.default")
+    if "sequence" in name:  # the partial sums are formed in new tensors
+        allowed |= {operation for operation in operations.names if operation.startswith("_c10d_functional.")}
+    assert set(operations.names) <= allowed
 
 
-SPECIAL = (
-    two_optimizers_on_different_meshes,
-    stage_without_gradients,
-    at_rest_without_gradients,
-    sequence_parallel_without_a_scaler,
-    an_optimizer_that_outlives_another,
-    tensor_parallel_inside_flat_parameters,
-    flat_parameters_of_nobody,
-)
+def _in_topologies(sample: bool) -> dict[str, Callable[[], None]]:
+    checks = (
+        a_fault_on_any_rank_is_skipped_by_all_and_leaves_every_bit,
+        norm_and_clipped_step_are_those_of_one_process,
+        a_step_costs_one_reduction_of_two_numbers_and_no_memory,
+    )
+    names = [name for name in TOPOLOGIES if (name in SAMPLE) == sample]
+    return {f"{check.__name__}, {name}": partial(check, name) for check in checks for name in names}
+
+
+ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
+    **_in_topologies(True),
+    **{
+        f"{torchs_optimizers_skip_on_all_ranks_what_one_found.__name__}, {name}, {make.__name__}": partial(
+            torchs_optimizers_skip_on_all_ranks_what_one_found, name, broken, make
+        )
+        for name, broken in (("TP and FSDP2, norm first", 3), ("TP beside plain tensors", -1), ("pipeline of FSDP2", 3))
+        for make in (fused, unfused)
+    },
+    **{
+        case.__name__: case
+        for case in (
+            two_optimizers_on_different_meshes_have_one_scale,
+            a_pipeline_stage_without_gradients_takes_part,
+            ranks_without_gradients_do_not_keep_others_waiting_at_lr_zero,
+            sequence_parallelism_without_a_scaler,
+            what_is_known_of_an_optimizer_ends_with_it_and_with_its_parameters,
+            tensor_parallelism_inside_flat_parameters_is_refused,
+            flat_parameters_whose_ranks_are_unknown_are_refused_with_the_remedy,  # the last one: it forgets all others
+        )
+    },
+}
+EVERY_CASE_ON_FOUR_RANKS = _in_topologies(False)

@@ -1,4 +1,4 @@
-"""Sums over ranks on meshes of many shapes, carried out by hand for every rank; with processes: test_topologies.py."""
+"""Sums over ranks on meshes of many shapes, carried out by hand for every rank; with processes: topology_ranks.py."""
 
 from __future__ import annotations
 
