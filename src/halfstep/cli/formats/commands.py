@@ -471,8 +471,8 @@ def _compare(options: argparse.Namespace) -> Answer:
             "fp16 bf16"
         )
     pairs = list(itertools.combinations(chosen, 2))
-    typed = list(map(Typed.parse, compare.examples(chosen)))
-    examples = [(number, [values.encoded(number.number, format) for format in chosen]) for number in typed]
+    inputs = map(Typed.parse, compare.examples(chosen))
+    examples = [(typed, [values.encoded(typed.number, format) for format in chosen]) for typed in inputs]
 
     if options.json:
         rows = [{"input": typed.as_dict(), **result.as_dict()} for typed, row in examples for result in row]
