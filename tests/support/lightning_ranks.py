@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trainer_tools as tools
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
@@ -28,14 +27,6 @@ WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 def scaler_for(kind: str) -> halfstep.GradScaler | None:
     return halfstep.GradScaler("cpu", init_scale=tools.SCALE) if kind.startswith("16") else None
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class Kept(Logger):
@@ -66,15 +57,14 @@ class Regression(lightning.LightningModule):
         self.unwritten: list[bool] = []
 
     def training_step(self, number: Any, index: int) -> Any:
-        inputs, targets = tools.batch(2 * self.current_epoch + index, rank())
+        inputs, targets = tools.batch(2 * self.current_epoch + index, tools.rank())
         loss = tools.error(self.network(inputs.to(self.network[0].weight.dtype)), targets)
         self.losses.append(loss.item())
         self.log("loss", loss, on_step=True)
         return loss
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        breaks = self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16")
-        with tools.broken_backward(list(self.parameters())[:1], breaks):
+        with tools.broken_backward(self, self.current_epoch == tools.BROKEN and self.kind.startswith("16")):
             super().backward(loss, *args, **kwargs)
         self.before = tools.gradients(self.parameters())
 
@@ -98,12 +88,6 @@ class Sharded(Regression):
         if not isinstance(self.network, FSDPModule):
             fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        lightning.LightningModule.backward(self, loss, *args, **kwargs)
-        if self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16"):
-            tools.break_gradient(self.parameters())
-        self.before = tools.gradients(self.parameters())
-
 
 class Watching(Regression):
     """Looks at gradients between the backward and the step, which are then unscaled."""
@@ -125,8 +109,8 @@ def trainer_of(folder: Path, plugin: Any, epochs: int = tools.STEPS, monitor: An
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=tools.SAVED, save_top_k=-1)
     given = {
         "accelerator": "cpu",
-        "devices": world(),
-        "strategy": "auto" if world() == 1 else "ddp",
+        "devices": tools.world(),
+        "strategy": "auto" if tools.world() == 1 else "ddp",
         "max_epochs": epochs,
         "accumulate_grad_batches": 2,
         "gradient_clip_val": tools.MAX_NORM,
@@ -141,7 +125,7 @@ def trainer_of(folder: Path, plugin: Any, epochs: int = tools.STEPS, monitor: An
 
 
 def loader() -> Any:
-    return torch.utils.data.DataLoader(range(2 * world()), batch_size=1)
+    return torch.utils.data.DataLoader(range(2 * tools.world()), batch_size=1)
 
 
 def scaler_state(trainer: Any) -> dict[str, Any]:
@@ -151,7 +135,7 @@ def scaler_state(trainer: Any) -> dict[str, Any]:
 
 
 def strategy_for(cls: type) -> dict[str, Any]:
-    return {"strategy": ModelParallelStrategy(world(), 1)} if cls is Sharded else {}
+    return {"strategy": ModelParallelStrategy(tools.world(), 1)} if cls is Sharded else {}
 
 
 def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
@@ -263,10 +247,12 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     found: dict[str, Any] = {name: [] for name in ("norms", "rates", "skipped", "unwritten", "log")}
 
     def made(seed: int) -> tuple[Any, ...]:
-        strategy: Any = "auto" if world() == 1 else "ddp"
+        strategy: Any = "auto" if tools.world() == 1 else "ddp"
         if sharded:
-            strategy = FabricModelParallelStrategy(sharded_over, world(), 1)
-        fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy, precision=kind, scaler=scaler_for(kind))
+            strategy = FabricModelParallelStrategy(sharded_over, tools.world(), 1)
+        fabric = Fabric(
+            accelerator="cpu", devices=tools.world(), strategy=strategy, precision=kind, scaler=scaler_for(kind)
+        )
         fabric.launch()
         model = tools.network(seed).to(WEIGHTS.get(kind, torch.float32))
         if sharded:
@@ -287,14 +273,11 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     def train(fabric: Any, model: Any, optimizer: Any, schedule: Any, numbers: range, broken: int | None) -> None:
         for step in numbers:
             for part in range(2):
-                inputs, targets = tools.batch(2 * step + part, rank())
+                inputs, targets = tools.batch(2 * step + part, tools.rank())
                 with fabric.no_backward_sync(model, enabled=part == 0):
                     loss = tools.error(model(inputs), targets) / 2
-                    breaks = step == broken and rank() == world() - 1 and kind.startswith("16")
-                    with tools.broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                    with tools.broken_backward(model, step == broken and kind.startswith("16")):
                         fabric.backward(loss)
-            if breaks and sharded:
-                tools.break_gradient(model.parameters())
             before = tools.gradients(model.parameters())
             found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=tools.MAX_NORM).item())
             optimizer.step()
@@ -335,10 +318,10 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
 
 @tools.quietly()
 def run(number: int, folder: str, library: str) -> dict[str, Any]:
-    place = Path(folder) / f"of{world()}"
-    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if world() > 1 else "one process"
+    place = Path(folder) / f"of{tools.world()}"
+    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if tools.world() > 1 else "one process"
     found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
-    if world() > 1:
+    if tools.world() > 1:
         shard = partial(whole, cls=Sharded) if library == "lightning" else partial(fabric_run, sharded=True)
         found |= {f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS}
     elif library == "lightning":
