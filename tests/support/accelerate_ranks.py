@@ -109,14 +109,14 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     rest = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED, tools.STEPS), None)
     found = {key: value + rest[key] for key, value in found.items()}
     found |= {**tools.seen(model.parameters(), optimizer.optimizer), "log": tools.logged(tracker.kept)}
-    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    scaler = tools.scaler_state(accelerator.scaler)
     exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_model(model, place + "-export")
     accelerator.wait_for_everyone()
     saved = load_file(Path(place + "-export") / "model.safetensors")
     held = {name.removeprefix("module."): tools.full(one) for name, one in model.state_dict().items()}
     found["exported"] = tools.same_bits(saved, held) and (not exported or tools.same_bits(exported, held))
-    found["fit"] = tools.fit_of(model, tools.DTYPES[kind])
+    found["fit"] = tools.fit_of(held)
 
     accelerator = accelerator_of(strategy, kind)
     model, optimizer, schedule = prepared(accelerator, kind, seed=1)
@@ -125,7 +125,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     found["resumed"] = {
         "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
         "rest": again == rest,
-        "scaler": scaler == (None if accelerator.scaler is None else accelerator.scaler.state_dict()),
+        "scaler": scaler == tools.scaler_state(accelerator.scaler),
     }
     return found
 

@@ -128,12 +128,6 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(range(2 * tools.world()), batch_size=1)
 
 
-def scaler_state(trainer: Any) -> dict[str, Any]:
-    """That of the scaler itself, not what the plugin gives to checkpoints."""
-    scaler = trainer.precision_plugin.scaler
-    return {} if scaler is None else scaler.state_dict()
-
-
 def strategy_for(cls: type) -> dict[str, Any]:
     return {"strategy": ModelParallelStrategy(tools.world(), 1)} if cls is Sharded else {}
 
@@ -146,13 +140,6 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     place = folder / f"epoch={tools.SAVED - 1}.ckpt"
     trainer.save_checkpoint(folder / "last.ckpt")
     held = {name: tools.full(one) for name, one in model.state_dict().items()}
-    if cls is Sharded:
-        saved = {name: torch.zeros_like(one) for name, one in held.items()}
-        dcp.load({"state_dict": saved}, checkpoint_id=str(folder / "last.ckpt"), no_dist=True)
-    else:
-        saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
-    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
-    trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
     again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
     rows = [one for one in trainer.logger.kept if "loss" in one or "halfstep/underflow" in one]
@@ -161,17 +148,18 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
         for epoch in range(tools.STEPS)
     ]
     return {
-        "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32)),
+        "fit": tools.fit_of(held),
         **tools.seen(model.parameters(), trainer.optimizers[0]),
         "rates": model.rates,
         "skipped": model.skipped,
         "unwritten": model.unwritten,
         "log": tools.logged(merged),
-        "exported": tools.same_bits(dict(saved), held),
+        "exported": tools.same_bits(weights_in(folder / "last.ckpt", "state_dict", held), held),
         "resumed": {
             "state": tools.same_bits(tools.state_of(again.optimizers[0]), tools.state_of(trainer.optimizers[0])),
             "rest": resumed.losses == model.losses[2 * tools.SAVED :] and resumed.rates == model.rates[tools.SAVED :],
-            "scaler": scaler_state(again) == scaler_state(trainer),
+            "scaler": tools.scaler_state(again.precision_plugin.scaler)
+            == tools.scaler_state(trainer.precision_plugin.scaler),
             "steps": again.global_step == trainer.global_step == tools.STEPS,
         },
     }
@@ -232,13 +220,12 @@ def sharded_over(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return model
 
 
-def weights_in(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint of Fabric, a file or a folder, with the names and shapes of `like`."""
+def weights_in(path: Path, key: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, a file or a folder, with the names and shapes of `like`."""
     if path.is_file():
-        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
-        return weights
+        return dict(torch.load(path, weights_only=True)[key])
     saved = {name: torch.zeros_like(one) for name, one in like.items()}
-    dcp.load({"model": saved}, checkpoint_id=str(path), no_dist=True)
+    dcp.load({key: saved}, checkpoint_id=str(path), no_dist=True)
     return saved
 
 
@@ -294,11 +281,9 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     train(fabric, model, optimizer, schedule, range(tools.SAVED, tools.STEPS), None)
     inner = optimizer.optimizer
     held = {name: tools.full(one) for name, one in model.state_dict().items()}
-    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
-    trained.load_state_dict(held)
-    found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32))}
+    found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(held)}
     fabric.save(folder / "fabric-last.ckpt", state)
-    found["exported"] = tools.same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
+    found["exported"] = tools.same_bits(weights_in(folder / "fabric-last.ckpt", "model", held), held)
     norms, rates = found["norms"][tools.SAVED :], found["rates"][tools.SAVED :]
     scale = fabric.scaler_metrics().get("halfstep/scale")
     fabric, model, optimizer, schedule, state = made(1)

@@ -95,10 +95,17 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local(one.grad).clone() for one in parameters if one.grad is not None]
 
 
-def fit_of(model: torch.nn.Module, dtype: torch.dtype) -> list[float]:
-    """The errors of the network before and after training."""
-    inputs, targets = batch(0)
-    return [error(trained(inputs.to(dtype)), targets).item() for trained in (network().to(dtype), model)]
+def fit_of(weights: dict[str, torch.Tensor]) -> list[float]:
+    """The errors of the network before training, and with `weights`, on which a wrapper may have put a prefix."""
+    dtype = next(iter(weights.values())).dtype
+    (inputs, targets), model = batch(0), network().to(dtype)
+    before = error(model(inputs.to(dtype)), targets).item()
+    model.load_state_dict({name.removeprefix("module.").removeprefix("network."): x for name, x in weights.items()})
+    return [before, error(model(inputs.to(dtype)), targets).item()]
+
+
+def scaler_state(scaler: Any) -> Any:
+    return None if scaler is None else scaler.state_dict()
 
 
 def logged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
