@@ -59,13 +59,11 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
         watched._attach(schedulers)
         yield watched
     after = doctor(model, optimizer, scaler)
-    findings = {finding.name: finding for finding in (*before.findings, *after.findings)}
+    findings = {finding.name: finding for finding in (*before.findings, *after.findings, *watched._findings())}
     if "optimizer-of-other-parameters" not in after.names:  # the steps showed them to be copies
         findings.pop("optimizer-of-other-parameters", None)
-    if "values-not-finite" in findings and watched._broken:
-        values = findings["values-not-finite"]
+    if watched._broken and (values := findings.get("values-not-finite")):
         findings[values.name] = replace(values, what=f"{values.what}; {watched._broken}")
-    findings |= {finding.name: finding for finding in watched._findings()}
     skipped = f" ({watched.skipped} skipped)" if watched.skipped else ""
     watched.diagnosis = Diagnosis.of(f"{before.examined}, {count(watched.steps, 'step')}{skipped}", findings.values())
 
@@ -99,7 +97,7 @@ class Watched:
         self._clips = Counter[int]()  # since the last step
         # Of the step to come or running:
         self._scaled = self._backward = False  # whether a backward began at a scaled loss; whether there was any
-        self._in_scaler = self._ran = False  # whether the scaler's step is running, and has run the optimizer's
+        self._in_scaler = False  # whether the scaler's step is running
         # Of all steps:
         self._broken = ""  # the first step after which a weight was not finite, in words
         self._updates, self._lost = Counter[str](), Counter[str]()  # numbers of updates and of lost ones, by name
@@ -179,7 +177,6 @@ class Watched:
 
     @_unseen
     def _after_step(self, optimizer: Any) -> None:
-        self._ran = True
         if self._scaled and not self._in_scaler and self._scale != 1:
             entries = self._entries[id(optimizer)]
             unscaled = all(self._is_unscaled(id(entry.parameter)) for entry in entries if entry.grad is not None)
@@ -238,7 +235,7 @@ class Watched:
     ) -> Any:
         if self._backward and not self._scaled and self._scale != 1:
             self._note("loss-not-scaled", type(scaler).__name__, scale=self._scale)
-        self._in_scaler, self._ran = True, False
+        self._in_scaler, before = True, self.steps
         try:
             result = method(optimizer, *args, **kwargs)
         finally:
@@ -247,10 +244,11 @@ class Watched:
         states = getattr(scaler, "_per_optimizer_states", {})  # torch's are by the argument, ours by what is in it
         states = [states.get(key, {}) for key in (id(optimizer), id(inner))]
         flags = [flag for state in states for flag in state.get("found_inf_per_device", {}).values()]
-        skipped = not self._ran or any(map(bool, flags))
+        ran = self.steps > before
+        skipped = not ran or any(map(bool, flags))
         self._since_schedule[skipped] += 1
         self.skipped += skipped
-        if not self._ran:
+        if not ran:
             _unseen(self._end_step)(inner, stepped=False)
         return result
 

@@ -79,13 +79,9 @@ def steps(
             with accelerator.accumulate(model):
                 inputs, targets = tools.batch(2 * step + part, accelerator.process_index)
                 loss = tools.error(model(inputs.to(tools.DTYPES[kind])), targets)
-                breaks = step == broken and accelerator.process_index == accelerator.num_processes - 1
-                sharded = accelerator.distributed_type.name == "FSDP"
-                with tools.broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                with tools.broken_backward(model, step == broken):
                     accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    if breaks and sharded:
-                        tools.break_gradient(model.parameters())
                     before = tools.gradients(model.parameters())
                     found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), tools.MAX_NORM).item())
                 optimizer.step()
@@ -113,17 +109,14 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     rest = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED, tools.STEPS), None)
     found = {key: value + rest[key] for key, value in found.items()}
     found |= {**tools.seen(model.parameters(), optimizer.optimizer), "log": tools.logged(tracker.kept)}
-    scaler = None if accelerator.scaler is None else accelerator.scaler.state_dict()
+    scaler = tools.scaler_state(accelerator.scaler)
     exported = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.save_model(model, place + "-export")
     accelerator.wait_for_everyone()
     saved = load_file(Path(place + "-export") / "model.safetensors")
-    held = {name: tools.full(one) for name, one in model.state_dict().items()}
-    held = {name.removeprefix("module."): one for name, one in held.items()}
-    held = dict(sorted(held.items()))
-    found["exported"] = tools.same_bits(dict(sorted(saved.items())), held)
-    found["exported"] &= not exported or tools.same_bits(dict(sorted(exported.items())), held)
-    found["fit"] = tools.fit_of(model, tools.DTYPES[kind])
+    held = {name.removeprefix("module."): tools.full(one) for name, one in model.state_dict().items()}
+    found["exported"] = tools.same_bits(saved, held) and (not exported or tools.same_bits(exported, held))
+    found["fit"] = tools.fit_of(held)
 
     accelerator = accelerator_of(strategy, kind)
     model, optimizer, schedule = prepared(accelerator, kind, seed=1)
@@ -132,7 +125,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     found["resumed"] = {
         "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
         "rest": again == rest,
-        "scaler": scaler == (None if accelerator.scaler is None else accelerator.scaler.state_dict()),
+        "scaler": scaler == tools.scaler_state(accelerator.scaler),
     }
     return found
 

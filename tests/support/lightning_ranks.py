@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trainer_tools as tools
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
@@ -28,14 +27,6 @@ WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 def scaler_for(kind: str) -> halfstep.GradScaler | None:
     return halfstep.GradScaler("cpu", init_scale=tools.SCALE) if kind.startswith("16") else None
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 class Kept(Logger):
@@ -66,15 +57,14 @@ class Regression(lightning.LightningModule):
         self.unwritten: list[bool] = []
 
     def training_step(self, number: Any, index: int) -> Any:
-        inputs, targets = tools.batch(2 * self.current_epoch + index, rank())
+        inputs, targets = tools.batch(2 * self.current_epoch + index, tools.rank())
         loss = tools.error(self.network(inputs.to(self.network[0].weight.dtype)), targets)
         self.losses.append(loss.item())
         self.log("loss", loss, on_step=True)
         return loss
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        breaks = self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16")
-        with tools.broken_backward(list(self.parameters())[:1], breaks):
+        with tools.broken_backward(self, self.current_epoch == tools.BROKEN and self.kind.startswith("16")):
             super().backward(loss, *args, **kwargs)
         self.before = tools.gradients(self.parameters())
 
@@ -98,12 +88,6 @@ class Sharded(Regression):
         if not isinstance(self.network, FSDPModule):
             fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        lightning.LightningModule.backward(self, loss, *args, **kwargs)
-        if self.current_epoch == tools.BROKEN and rank() == world() - 1 and self.kind.startswith("16"):
-            tools.break_gradient(self.parameters())
-        self.before = tools.gradients(self.parameters())
-
 
 class Watching(Regression):
     """Looks at gradients between the backward and the step, which are then unscaled."""
@@ -125,8 +109,8 @@ def trainer_of(folder: Path, plugin: Any, epochs: int = tools.STEPS, monitor: An
     checkpoint = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=tools.SAVED, save_top_k=-1)
     given = {
         "accelerator": "cpu",
-        "devices": world(),
-        "strategy": "auto" if world() == 1 else "ddp",
+        "devices": tools.world(),
+        "strategy": "auto" if tools.world() == 1 else "ddp",
         "max_epochs": epochs,
         "accumulate_grad_batches": 2,
         "gradient_clip_val": tools.MAX_NORM,
@@ -141,17 +125,11 @@ def trainer_of(folder: Path, plugin: Any, epochs: int = tools.STEPS, monitor: An
 
 
 def loader() -> Any:
-    return torch.utils.data.DataLoader(range(2 * world()), batch_size=1)
-
-
-def scaler_state(trainer: Any) -> dict[str, Any]:
-    """That of the scaler itself, not what the plugin gives to checkpoints."""
-    scaler = trainer.precision_plugin.scaler
-    return {} if scaler is None else scaler.state_dict()
+    return torch.utils.data.DataLoader(range(2 * tools.world()), batch_size=1)
 
 
 def strategy_for(cls: type) -> dict[str, Any]:
-    return {"strategy": ModelParallelStrategy(world(), 1)} if cls is Sharded else {}
+    return {"strategy": ModelParallelStrategy(tools.world(), 1)} if cls is Sharded else {}
 
 
 def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
@@ -162,13 +140,6 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
     place = folder / f"epoch={tools.SAVED - 1}.ckpt"
     trainer.save_checkpoint(folder / "last.ckpt")
     held = {name: tools.full(one) for name, one in model.state_dict().items()}
-    if cls is Sharded:
-        saved = {name: torch.zeros_like(one) for name, one in held.items()}
-        dcp.load({"state_dict": saved}, checkpoint_id=str(folder / "last.ckpt"), no_dist=True)
-    else:
-        saved = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
-    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
-    trained.load_state_dict({name.removeprefix("network."): one for name, one in held.items()})
     again, resumed = trainer_of(folder / "again", plugin_for(kind), **strategy_for(cls)), cls(kind, seed=1)
     again.fit(resumed, loader(), ckpt_path=str(place), weights_only=False)
     rows = [one for one in trainer.logger.kept if "loss" in one or "halfstep/underflow" in one]
@@ -177,17 +148,18 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
         for epoch in range(tools.STEPS)
     ]
     return {
-        "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32)),
+        "fit": tools.fit_of(held),
         **tools.seen(model.parameters(), trainer.optimizers[0]),
         "rates": model.rates,
         "skipped": model.skipped,
         "unwritten": model.unwritten,
         "log": tools.logged(merged),
-        "exported": tools.same_bits(dict(saved), held),
+        "exported": tools.same_bits(weights_in(folder / "last.ckpt", "state_dict", held), held),
         "resumed": {
             "state": tools.same_bits(tools.state_of(again.optimizers[0]), tools.state_of(trainer.optimizers[0])),
             "rest": resumed.losses == model.losses[2 * tools.SAVED :] and resumed.rates == model.rates[tools.SAVED :],
-            "scaler": scaler_state(again) == scaler_state(trainer),
+            "scaler": tools.scaler_state(again.precision_plugin.scaler)
+            == tools.scaler_state(trainer.precision_plugin.scaler),
             "steps": again.global_step == trainer.global_step == tools.STEPS,
         },
     }
@@ -248,13 +220,12 @@ def sharded_over(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     return model
 
 
-def weights_in(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint of Fabric, a file or a folder, with the names and shapes of `like`."""
+def weights_in(path: Path, key: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, a file or a folder, with the names and shapes of `like`."""
     if path.is_file():
-        weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
-        return weights
+        return dict(torch.load(path, weights_only=True)[key])
     saved = {name: torch.zeros_like(one) for name, one in like.items()}
-    dcp.load({"model": saved}, checkpoint_id=str(path), no_dist=True)
+    dcp.load({key: saved}, checkpoint_id=str(path), no_dist=True)
     return saved
 
 
@@ -263,10 +234,12 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     found: dict[str, Any] = {name: [] for name in ("norms", "rates", "skipped", "unwritten", "log")}
 
     def made(seed: int) -> tuple[Any, ...]:
-        strategy: Any = "auto" if world() == 1 else "ddp"
+        strategy: Any = "auto" if tools.world() == 1 else "ddp"
         if sharded:
-            strategy = FabricModelParallelStrategy(sharded_over, world(), 1)
-        fabric = Fabric(accelerator="cpu", devices=world(), strategy=strategy, precision=kind, scaler=scaler_for(kind))
+            strategy = FabricModelParallelStrategy(sharded_over, tools.world(), 1)
+        fabric = Fabric(
+            accelerator="cpu", devices=tools.world(), strategy=strategy, precision=kind, scaler=scaler_for(kind)
+        )
         fabric.launch()
         model = tools.network(seed).to(WEIGHTS.get(kind, torch.float32))
         if sharded:
@@ -287,14 +260,11 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     def train(fabric: Any, model: Any, optimizer: Any, schedule: Any, numbers: range, broken: int | None) -> None:
         for step in numbers:
             for part in range(2):
-                inputs, targets = tools.batch(2 * step + part, rank())
+                inputs, targets = tools.batch(2 * step + part, tools.rank())
                 with fabric.no_backward_sync(model, enabled=part == 0):
                     loss = tools.error(model(inputs), targets) / 2
-                    breaks = step == broken and rank() == world() - 1 and kind.startswith("16")
-                    with tools.broken_backward(list(model.parameters())[:1], breaks and not sharded):
+                    with tools.broken_backward(model, step == broken and kind.startswith("16")):
                         fabric.backward(loss)
-            if breaks and sharded:
-                tools.break_gradient(model.parameters())
             before = tools.gradients(model.parameters())
             found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=tools.MAX_NORM).item())
             optimizer.step()
@@ -311,11 +281,9 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     train(fabric, model, optimizer, schedule, range(tools.SAVED, tools.STEPS), None)
     inner = optimizer.optimizer
     held = {name: tools.full(one) for name, one in model.state_dict().items()}
-    trained = tools.network().to(WEIGHTS.get(kind, torch.float32))
-    trained.load_state_dict(held)
-    found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(trained, WEIGHTS.get(kind, torch.float32))}
+    found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(held)}
     fabric.save(folder / "fabric-last.ckpt", state)
-    found["exported"] = tools.same_bits(dict(weights_in(folder / "fabric-last.ckpt", held)), held)
+    found["exported"] = tools.same_bits(weights_in(folder / "fabric-last.ckpt", "model", held), held)
     norms, rates = found["norms"][tools.SAVED :], found["rates"][tools.SAVED :]
     scale = fabric.scaler_metrics().get("halfstep/scale")
     fabric, model, optimizer, schedule, state = made(1)
@@ -335,10 +303,10 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
 
 @tools.quietly()
 def run(number: int, folder: str, library: str) -> dict[str, Any]:
-    place = Path(folder) / f"of{world()}"
-    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if world() > 1 else "one process"
+    place = Path(folder) / f"of{tools.world()}"
+    train, strategy = whole if library == "lightning" else fabric_run, "DDP" if tools.world() > 1 else "one process"
     found: dict[str, Any] = {f"{strategy} {kind}": train(place / kind, kind) for kind in KINDS}
-    if world() > 1:
+    if tools.world() > 1:
         shard = partial(whole, cls=Sharded) if library == "lightning" else partial(fabric_run, sharded=True)
         found |= {f"FSDP2 {kind}": shard(place / f"fsdp2-{kind}", kind) for kind in KINDS}
     elif library == "lightning":

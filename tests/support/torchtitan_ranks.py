@@ -131,11 +131,8 @@ class Watched(Trainer):
         self.metrics_processor.logger.log = lambda metrics, step: self.kept.append(metrics)
 
     def forward_backward_step(self, **given: Any) -> Any:
-        loss = super().forward_backward_step(**given)
-        breaks = self.step == (self.broken or 0) + 1 and self.broken is not None
-        if breaks and dist.get_rank() == dist.get_world_size() - 1:
-            weight = next(one for one in self.model_parts[0].parameters() if one.grad.to_local().numel())
-            weight.grad.to_local().view(-1)[0] = float("inf")
+        with tools.broken_backward(self.model_parts[0], self.broken is not None and self.step == self.broken + 1):
+            loss = super().forward_backward_step(**given)
         self.before = tools.gradients(self.model_parts[0].parameters())
         return loss
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import halfstep
 
@@ -94,10 +95,17 @@ def gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local(one.grad).clone() for one in parameters if one.grad is not None]
 
 
-def fit_of(model: torch.nn.Module, dtype: torch.dtype) -> list[float]:
-    """The errors of the network before and after training."""
-    inputs, targets = batch(0)
-    return [error(trained(inputs.to(dtype)), targets).item() for trained in (network().to(dtype), model)]
+def fit_of(weights: dict[str, torch.Tensor]) -> list[float]:
+    """The errors of the network before training, and with `weights`, on which a wrapper may have put a prefix."""
+    dtype = next(iter(weights.values())).dtype
+    (inputs, targets), model = batch(0), network().to(dtype)
+    before = error(model(inputs.to(dtype)), targets).item()
+    model.load_state_dict({name.removeprefix("module.").removeprefix("network."): x for name, x in weights.items()})
+    return [before, error(model(inputs.to(dtype)), targets).item()]
+
+
+def scaler_state(scaler: Any) -> Any:
+    return None if scaler is None else scaler.state_dict()
 
 
 def logged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -143,19 +151,36 @@ def seen(parameters: Iterable[Any], optimizer: Any) -> dict[str, Any]:
     }
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 @contextmanager
-def broken_backward(parameters: Iterable[torch.Tensor], broken: bool) -> Iterator[None]:
-    """Put an Inf into a gradient of this rank inside the backward, before ranks add theirs."""
-    hooks = [one.register_hook(lambda grad: torch.full_like(grad, float("inf"))) for one in parameters if broken]
+def broken_backward(model: torch.nn.Module, broken: bool) -> Iterator[None]:
+    """Put an Inf into a gradient of the last rank: in the backward, before ranks add theirs, or after it in a shard."""
+    broken = broken and rank() == world() - 1
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    hooks = []
+    if broken and not sharded:
+        trained = next(one for one in model.parameters() if one.requires_grad)
+        hooks.append(trained.register_hook(lambda grad: torch.full_like(grad, float("inf"))))
     yield
     for hook in hooks:
         hook.remove()
+    if broken and sharded:
+        break_gradient(model.parameters())
 
 
 def break_gradient(parameters: Iterable[torch.Tensor]) -> None:
-    """Write an Inf into a gradient."""
-    held = [local(one.grad) for one in parameters if one.grad is not None and local(one.grad).numel()]
-    held[0].view(-1)[0] = float("inf")
+    """Write an Inf into a gradient, if there is one."""
+    for grad in (local(one.grad) for one in parameters if one.grad is not None):
+        if grad.numel():
+            grad.view(-1)[0] = float("inf")
+            return
 
 
 def own_loop(kind: str, broken: int | None = BROKEN, steps: int = STEPS, micro: int = 2) -> dict[str, Any]:

@@ -86,13 +86,8 @@ class Breaking:
     kept = True
 
     def training_step(self: Any, model: Any, *args: Any, **given: Any) -> Any:
-        breaks = self.state.global_step == self.broken and self.args.process_index == self.args.world_size - 1
-        trained = [one for one in model.parameters() if one.requires_grad]
-        with tools.broken_backward(trained[:1], breaks and not self.is_fsdp_enabled):
-            loss = super().training_step(model, *args, **given)
-        if breaks and self.is_fsdp_enabled and trained[0].grad is not None:  # there are none before the last batch
-            tools.break_gradient(trained)
-        return loss
+        with tools.broken_backward(model, self.state.global_step == self.broken):
+            return super().training_step(model, *args, **given)
 
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         before = tools.gradients(model.parameters()) if grad_norm is None else self.unclipped
@@ -135,7 +130,7 @@ def trainer_of(folder: Path, kind: str, seed: int = 0, model: Any = None, cls: A
 def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
     """What the tests look at after a run."""
     history = [one for one in trainer.state.log_history if "loss" in one]
-    held = {name: tools.full(one) for name, one in sorted(trainer.model.state_dict().items())}
+    held = {name: tools.full(one) for name, one in trainer.model.state_dict().items()}
     saved = load_file(exported)
     return {
         **tools.seen(trainer.model.parameters(), trainer.optimizer.optimizer),
@@ -159,14 +154,13 @@ def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     again = trainer_of(place / "again", kind, seed=1, weight_decay=0.1, **options)
     again.train(resume_from_checkpoint=str(place / f"checkpoint-{tools.SAVED}"))
     rows, rest = ([one for one in run.state.log_history if "loss" in one] for run in (trainer, again))
-    scalers = [one.accelerator.scaler for one in (trainer, again)]
-    states = [None if one is None else one.state_dict() for one in scalers]
+    scalers = [tools.scaler_state(one.accelerator.scaler) for one in (trainer, again)]
+    scales = [[one.get("halfstep/scale") for one in run[tools.SAVED :]] for run in (rows, rest)]
     found["resumed"] = {
         "state": tools.same_bits(tools.state_of(again.optimizer.optimizer), found["state"]),
         "rest": [one["loss"] for one in rest] == [one["loss"] for one in rows],
-        "scaler": states[0] == states[1],
-        "log": [one.get("halfstep/scale") for one in rest][tools.SAVED :]
-        == [one.get("halfstep/scale") for one in rows][tools.SAVED :],
+        "scaler": scalers[0] == scalers[1],
+        "log": scales[0] == scales[1],
     }
     return found
 
@@ -209,8 +203,8 @@ def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None)
         "moments": sorted(moments),
         "trained": sum(one.requires_grad for one in model.parameters()) == len(trainer.optimizer.state),
         "moved": any(bool(one.ne(0).any()) for name, one in held.items() if "lora_B" in name),
-        "frozen": tools.same_bits(dict(sorted(before.items())), dict(sorted(frozen.items()))),
-        "exported": tools.same_bits(dict(sorted(saved.items())), dict(sorted(held.items()))),
+        "frozen": tools.same_bits(before, frozen),
+        "exported": tools.same_bits(saved, held),
         "unwritten": trainer.seen.unwritten,
         "skipped": trainer.seen.skipped,
         "losses": [one["loss"] for one in history],
