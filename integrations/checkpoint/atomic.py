@@ -84,9 +84,10 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
     """
     folder, result = Path(folder), []
     for path in folder.iterdir() if folder.is_dir() else ():
-        replaced = _replaced_name(path)
-        match = _STEP.fullmatch(replaced or path.name)
-        if match and not (replaced and (folder / replaced).exists()) and (path / MANIFEST).is_file():
+        temporary = _TEMPORARY.fullmatch(path.name)
+        name = (temporary["name"] or "") if temporary else path.name
+        match = _STEP.fullmatch(name)
+        if match and not (temporary and (folder / name).exists()) and (path / MANIFEST).is_file():
             result.append((int(match[1]), path))
     return sorted(result)
 
@@ -270,12 +271,6 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     _remove(replaced)
 
 
-def _replaced_name(path: Path) -> str | None:
-    """The name that a folder had before another one replaced it; None for any other folder."""
-    match = _TEMPORARY.fullmatch(path.name)
-    return match["name"] if match else None
-
-
 def _sync_folder(folder: Path) -> None:
     """Make a rename durable. Windows cannot open folders and does this by itself."""
     if os.name != "nt":
@@ -339,7 +334,7 @@ def _clear(path: Path) -> None:
 def _finish(path: Path) -> None:
     """Remove a temporary folder, and restore the checkpoint that it was about to replace."""
     for replaced in path.parent.glob(f"{path.name}.replaced-*"):
-        original = path.with_name(_replaced_name(replaced) or "")
+        original = path.with_name(replaced.name.removeprefix(f"{path.name}.replaced-"))
         if original.exists():
             _remove(replaced)
         else:

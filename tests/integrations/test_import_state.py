@@ -72,19 +72,28 @@ def as_transformer_engine(optimizer: Any, remainders: bool = False, capturable: 
     return saved
 
 
-@layouts
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [*itertools.product(LAYOUTS, ["apex", "TE"]), ("split", "TE, remainders"), ("full", "TE, remainders")],
+)
 @pytest.mark.parametrize("capturable", [False, True])
-def test_apex_checkpoint_with_its_masters_continues_with_every_bit(name: str, capturable: bool) -> None:
+def test_checkpoints_with_masters_continue_with_every_bit(name: str, by: str, capturable: bool) -> None:
     model, optimizer = trained(name)
-    saved = as_apex(optimizer, capturable)
-    kept = copy.deepcopy(saved)
     fresh, other = trained(name, steps=0)
-    other.load_state_dict(with_masters(saved, iter(masters(optimizer))))
-    for index in saved["state"]:
-        assert saved["state"][index].keys() == kept["state"][index].keys(), "what was given is not changed"
-    assert same_runs(optimizer, other)
+    if by == "apex":
+        saved = as_apex(optimizer, capturable)
+        kept = copy.deepcopy(saved)
+        other.load_state_dict(with_masters(saved, iter(masters(optimizer))))
+        assert same_bits(saved, kept), "what was given is not changed"
+    else:
+        saved = as_transformer_engine(optimizer, "remainders" in by, capturable)
+        if "remainders" in by:
+            assert {entry["master_param"].dtype for entry in saved["state"].values()} == {torch.int16}
+        fresh.load_state_dict(model.state_dict())
+        other.load_state_dict(saved)
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q)
+    assert same_runs(optimizer, other)
     for o in (optimizer, other):
         train(o, range(5, 10))
     assert same_runs(optimizer, other)
@@ -115,26 +124,6 @@ def test_parameters_without_state_keep_the_masters_given() -> None:
     entry = other.canonical_state_dict()["state"][3]
     assert torch.equal(entry["master"], exact) and float(entry["step"]) == 0 and not entry["exp_avg"].any()
     assert torch.equal(fresh[1].bias.detach(), halfstep.cast(exact, BF16))
-
-
-@pytest.mark.parametrize(
-    ("name", "remainders"), [*itertools.product(LAYOUTS, [False]), ("split", True), ("full", True)]
-)
-@pytest.mark.parametrize("capturable", [False, True])
-def test_transformer_engine_checkpoint_continues_with_every_bit(name: str, remainders: bool, capturable: bool) -> None:
-    model, optimizer = trained(name)
-    saved = as_transformer_engine(optimizer, remainders, capturable)
-    if remainders:
-        assert {entry["master_param"].dtype for entry in saved["state"].values()} == {torch.int16}
-    fresh, other = trained(name, steps=0)
-    fresh.load_state_dict(model.state_dict())
-    other.load_state_dict(saved)
-    for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(p, q)
-    assert same_runs(optimizer, other)
-    for o in (optimizer, other):
-        train(o, range(5, 10))
-    assert same_runs(optimizer, other)
 
 
 @layouts

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoint_attacks import bits
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -190,21 +192,10 @@ def reference(layout: str) -> list[dict[str, Any]]:
 
 def differing(expected: Any, found: Any, place: str = "") -> list[str]:
     """The places where two nested states differ in any bit."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if expected.keys() != found.keys():
-            return [f"{place}: {sorted(map(str, expected.keys() ^ found.keys()))}"]
-        return [line for key in expected for line in differing(expected[key], found[key], f"{place}/{key}")]
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        pairs = enumerate(zip(expected, found, strict=True))
-        return [line for number, pair in pairs for line in differing(*pair, f"{place}/{number}")]
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        same = expected.dtype == found.dtype and expected.shape == found.shape
-        return [] if same and torch.equal(_bits(expected), _bits(found)) else [place]
-    return [] if type(expected) is type(found) and expected == found else [f"{place}: {expected!r} {found!r}"]
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
+    left, right = (
+        {place + keystr(path): bits(leaf) for path, leaf in tree_leaves_with_path(state)} for state in (expected, found)
+    )
+    return [key for key in left | right if key not in left or key not in right or left[key] != right[key]]
 
 
 def save_ours(

@@ -60,6 +60,7 @@ FAULTS: dict[str, Any] = {
     "interrupted on rank 1": KeyboardInterrupt(),
     "other parameters on rank 1": None,
     "other state on rank 1": None,
+    "a part of the state": None,
 }
 
 
@@ -80,7 +81,9 @@ def saves(rank: int, folder: Path) -> dict[str, tuple[str | None, bool]]:
 
                 storage.write_file = fail
             saved = torch.nn.Linear(rank + 1, 2, bias=bool(rank)) if "parameters" in name else model
-            state = {"x": Unpicklable("a", "b")} if "state" in name and rank == 1 else {"x": 1}
+            state: dict[str, Any] = {"x": Unpicklable("a", "b") if "other state" in name and rank == 1 else 1}
+            if name == "a part of the state":  # whose other part only rank 1 has
+                state["x"] = model[0].weight
             error = None
             try:
                 pending: Any = checkpoint.save(run, 2, state, model=saved, asynchronous=asynchronous)

@@ -131,14 +131,15 @@ def at_bytecode(
 
 def at_time(seconds: float, action: Callable[[], Any]) -> bool:
     """Send SIGINT to this process after some seconds. Returns whether it interrupted `action`."""
-    timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
+    timer, ended = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT]), False
     try:
         timer.start()
         action()
+        ended = True
         timer.join()
         time.sleep(0)  # the interrupt comes here at the latest
     except KeyboardInterrupt:
-        return True
+        return not ended
     finally:
         timer.cancel()
     return False
