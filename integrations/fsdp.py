@@ -119,7 +119,7 @@ class _Reduce(ReduceScatter):
 
     def post_backward(self, *unused: Any) -> None:
         """That of the group. FSDP2 asks for a buffer for the gradients first, and does not say what their dtype is."""
-        grads = [_unsharded_grad(param) for param in self.group.fsdp_params]
+        grads = [unsharded_grad(param) for param in self.group.fsdp_params]
         wide = any(grad.dtype.itemsize > 2 for grad in grads if grad is not None)  # they were accumulated
         self.sent = None if wide and not self.round_accumulated else self.dtype
         self.reduce(*unused)
@@ -149,7 +149,7 @@ def parameter_groups(module: torch.nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def _unsharded_grad(param: Any) -> torch.Tensor | None:
+def unsharded_grad(param: Any) -> torch.Tensor | None:
     """The gradient of a parameter of FSDP2 before its reduction."""
     if not hasattr(param, "_unsharded_param"):
         return None

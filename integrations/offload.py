@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain, groupby, repeat
@@ -47,7 +47,7 @@ from halfstep.integrations.optim.step_plan import WHOLE
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.numerics.scaling.sharding import is_flat, local, settled
-from halfstep.numerics.scaling.stand_ins import FreedGradient, StandIn, is_stand_in, is_zeroed, remove_stand_in
+from halfstep.numerics.scaling.stand_ins import StandIn, is_freed, is_stand_in, is_zeroed, remove_stand_in
 from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
@@ -276,7 +276,7 @@ class _Offloaded(LayoutOptimizer):
         self._record = BackwardSteps(
             "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
         )
-        self._worker: Executor | None = None
+        self._submit = ThreadPoolExecutor(1, "halfstep-offload").submit  # one call after the other
         self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
         self._began = False  # whether a backward was seen
         super().__init__(params, *args, **options)  # type: ignore[arg-type]  # of the other base
@@ -396,7 +396,7 @@ class _Offloaded(LayoutOptimizer):
                 self._follow_groups()
             self._record.refuse_second_gradient(parameter)
             grad = parameter.grad
-            if grad is None or isinstance(local(grad), FreedGradient):  # a hook has dropped or set it
+            if grad is None or is_freed(grad):  # a hook has dropped or set it
                 return
             if not is_stand_in(grad):  # FSDP2 has added it to one on the host otherwise
                 if not self._record.was_removed(parameter):
@@ -416,12 +416,6 @@ class _Offloaded(LayoutOptimizer):
             parameter.grad = self._record.stand_in(parameter)
         with self._record.stepping(parameters, list(map(attrgetter("grad"), parameters)), self.param_groups):
             self._steps.append(self._submit(partial(self._step_bucket, number, mirrors)))
-
-    def _submit(self, call: partial[None]) -> Future[None]:
-        """Run a call in the thread of this optimizer, one after the other."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "halfstep-offload")
-        return self._worker.submit(call)
 
     @torch.no_grad()
     def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:

@@ -462,11 +462,10 @@ def _has_accumulated(model: torch.nn.Module | None) -> bool:
     """Whether FSDP2 holds gradients of earlier backwards that it has not reduced yet."""
     if model is None or default_group() is None:
         return False
-    from halfstep.integrations.fsdp import parameter_groups
+    from halfstep.integrations.fsdp import parameter_groups, unsharded_grad
 
     return any(
-        getattr(param, "unsharded_accumulated_grad", None) is not None
-        or getattr(getattr(param, "_unsharded_param", None), "grad", None) is not None
+        unsharded_grad(param) is not None
         for module in model.modules()
         for group in parameter_groups(module)
         for param in group.fsdp_params

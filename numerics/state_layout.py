@@ -109,6 +109,7 @@ class StateLayout:
     linear: bool = False
 
     @classmethod
+    @cache
     def resolve(
         cls,
         weight: str,
@@ -140,9 +141,8 @@ class StateLayout:
         They take next to no memory, and norms and biases, whose blocks would mix unrelated elements, are among them.
         """
         coded = parameter.dim() > 1 and parameter.numel() >= LEAST_CODED
-        return _layout_of(
-            *(parameter.dtype, group["master_weights"], group["state_dtype"], group["rounding"], moments, coded, linear)
-        )
+        weight, state = _short(parameter.dtype), _short(group["state_dtype"])
+        return cls.resolve(weight, group["master_weights"], state, group["rounding"], moments, coded, linear)
 
     @property
     def coded(self) -> bool:
@@ -196,18 +196,6 @@ class StateLayout:
 
 
 @cache
-def _layout_of(
-    dtype: torch.dtype,
-    master: str | None,
-    state_dtype: torch.dtype | str,
-    rounding: str,
-    moments: tuple[str, ...],
-    coded: bool,
-    linear: bool,
-) -> StateLayout:
-    return StateLayout.resolve(_short(dtype), master, _short(state_dtype), rounding, moments, coded, linear)
-
-
 def _short(dtype: torch.dtype | str) -> str:
     name = str(dtype).removeprefix("torch.")
     return next((short for short, full in _DTYPES.items() if full == name), name)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_processes
-import rule_ranks
 import torch
 from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of, plain_steps, train
 from stream_model import Model
 
 import halfstep
-from halfstep.integrations import checkpoint
 from halfstep.numerics.owners import owners_of
 
 
@@ -152,21 +148,6 @@ def test_groups_of_a_model() -> None:
     ]
     assert groups[1]["algorithm"] == "adamw"
     assert groups[1]["lr"] == 1e-3
-
-
-def test_checkpoints_continue_on_other_ranks(tmp_path: Path) -> None:
-    model = net()
-    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
-    train(model, optimizer)
-    path, _ = rank_processes.run(rule_ranks.saved_by_shards, 2, tmp_path)
-    restored = net(1)
-    other = optimizer_of("Muon", restored, **LAYOUTS["split24, 8 bits"])
-    checkpoint.load(path, model=restored, optimizer=other)
-    train(model, optimizer, range(4, 6))
-    train(restored, other, range(4, 6))
-    assert_same(model, restored)
-    for weights in rank_processes.run(rule_ranks.continued_by_shards, 4, path):
-        assert all(map(torch.equal, weights, model.parameters()))
 
 
 def test_states_of_keller_jordans_optimizer_load() -> None:

@@ -33,8 +33,9 @@ def test_one_rank_has_the_bits_of_the_device(name: str, device: str) -> None:
         dist.destroy_process_group()
 
 
-def test_checkpoints_continue_on_other_ranks_and_on_the_device(tmp_path: Path) -> None:
-    (paths, expected), _ = rank_processes.run(offload_ranks.saved, 2, 2, tmp_path)
-    for ranks, wheres in ((1, ["device", "copy"]), (4, ["copy"])):
+@pytest.mark.parametrize(("where", "on_one"), [("copy", ["device", "copy"]), ("Muon", ["Muon"])])
+def test_checkpoints_continue_on_other_ranks_and_on_the_device(where: str, on_one: list[str], tmp_path: Path) -> None:
+    (paths, expected), _ = rank_processes.run(offload_ranks.saved, 2, where, tmp_path)
+    for ranks, wheres in ((1, on_one), (4, [where])):
         for results in rank_processes.run(offload_ranks.continued, ranks, ranks, paths, wheres):
             assert all(torch.equal(*pair) for tensors in results for pair in zip(expected, tensors, strict=True))

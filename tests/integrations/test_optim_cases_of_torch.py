@@ -74,13 +74,13 @@ def listed(cls: Any) -> list[dict[str, Any]]:
     return [one.kwargs for one in [*inputs(device="cuda"), *inputs(device="mps")[-1:]]]
 
 
-def arguments(cls: Any, layout: str, *, every: bool = False, **more: Any) -> Iterator[dict[str, Any]]:
-    """torch's arguments, in its implementations by turns or in every one, those left out that every Adam refuses."""
+def arguments(cls: Any, layout: str, **more: Any) -> Iterator[dict[str, Any]]:
+    """torch's arguments, in its implementations by turns, those left out that every Adam refuses."""
     for turn, flags in enumerate(FLAGS):
         for place, options in enumerate(listed(cls)):
             tensors = any(isinstance(value, torch.Tensor) for value in options.values())
             refused = flags.get("foreach") and tensors and not options.get("capturable")
-            if not refused and (every or place % len(FLAGS) == turn):
+            if not refused and place % len(FLAGS) == turn:
                 yield {**options, **flags, **LAYOUTS[layout][1], **more}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rule_ranks import loss_of, net, sharded
+from rule_ranks import loss_of, net, optimizer_of, sharded
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -42,6 +42,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
 
 def adamw(model: torch.nn.Module, layout: str = "split", where: Any = "device", **options: Any) -> Any:
     options = {**OPTIONS, **LAYOUTS[layout], **options}
+    if where == "Muon":
+        return optimizer_of("Muon", model, **options)
     if where == "device":
         return halfstep.AdamW(model.parameters(), **options)
     size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
@@ -242,10 +244,10 @@ def partial_sums_of_gradients_are_added_before_they_leave() -> None:
     assert not torch.equal(weights[0], torch.ones(4, 4)) and same([weights[0]] * 3, [weights[1], *of_ranks])
 
 
-def saved(rank: int, ranks: int, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
+def saved(rank: int, where: str, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
     """Checkpoints after three steps, as held and canonical, and weights and states after two more steps."""
     model = sharded("rows")
-    optimizer = adamw(model, "split24, 8 bits", "copy")
+    optimizer = adamw(model, "split24, 8 bits", where)
     train(model, optimizer, range(3))
     forms: tuple[Any, ...] = ("held", "canonical")
     paths = [

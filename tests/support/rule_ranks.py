@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
-from halfstep.integrations import checkpoint
 from halfstep.integrations.release import step_in_backward
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,7 +61,7 @@ def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
         up = [named for named in matrices["params"] if named[0].endswith("up.weight")]
         single = [named for named in matrices["params"] if not named[0].endswith("up.weight")]
         groups = [{**matrices, "params": single}, {**matrices, "params": up, "blocks": 2}, others]
-    return getattr(halfstep, name)(groups, **OPTIONS[name], **options)
+    return getattr(halfstep, name)(groups, **{**OPTIONS[name], **options})
 
 
 def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
@@ -119,23 +117,6 @@ def shards_have_the_bits_of_one_process(cut: str, name: str, layout: str) -> Non
             [getattr(tensor, "full_tensor", lambda t=tensor: t)() for tensor in (*module.parameters(), *moments)]
         )
     assert all(map(torch.equal, *tensors))
-
-
-def saved_by_shards(rank: int, folder: Path) -> str:
-    """A checkpoint of FSDP2 in 8 bits."""
-    model = sharded("rows")
-    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
-    train(model, optimizer)
-    return str(checkpoint.save(folder, 4, model=model, optimizer=optimizer))
-
-
-def continued_by_shards(rank: int, path: str) -> list[torch.Tensor]:
-    """The weights after two more steps."""
-    model = sharded("rows")
-    optimizer = optimizer_of("Muon", model, **LAYOUTS["split24, 8 bits"])
-    checkpoint.load(path, model=model, optimizer=optimizer)
-    train(model, optimizer, range(4, 6))
-    return [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
 def steps_in_the_backward_of_shards_are_refused() -> None:

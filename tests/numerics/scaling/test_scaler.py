@@ -22,8 +22,8 @@ def scaler(**options: Any) -> halfstep.GradScaler:
     return made
 
 
-def model_and_optimizer(make: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    parameters = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in (3, 5000)]
+def model_and_optimizer(make: Any, **options: Any) -> Any:
+    parameters = [torch.nn.Parameter(torch.ones(n)) for n in (3, 5000)]
     return parameters, make(parameters, lr=1e-2, **options)
 
 
