@@ -31,7 +31,8 @@ from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.state import empty_entry
-from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
+from halfstep.numerics.scaling.sharding import Sharding, checked_group, local
+from halfstep.numerics.scaling.topology import default_group
 from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")

@@ -149,7 +149,7 @@ OWN_FORMATS = [
 @pytest.mark.parametrize(
     "form", [*map(formats.get, ("fp32", "tf32", "fp64")), *OWN_FORMATS], ids=lambda form: form.name
 )
-def test_wide_formats_and_your_own(form: Format) -> None:
+def test_wide_formats_and_your_own(form: codec.Format) -> None:
     """Their tables are too long to write down: arrays and single numbers agree, in rational numbers and in float64."""
     codes = np.unique(np.random.default_rng(0).integers(0, form.codes, 40, dtype=np.uint64))
     values = codec.decode(codes, form)
