@@ -26,7 +26,7 @@ struct AdamHyper { float skip, gscale, decay, factor_m, factor_v, root, eps, ste
 template <int OPTIONS> struct Adam {
     static constexpr bool AMSGRAD = OPTIONS & 1, L2 = OPTIONS & 2, ALL_NEAR = OPTIONS & 4;
     static constexpr int MOMENTS = AMSGRAD ? 3 : 2;
-    static constexpr bool MAXIMUM = AMSGRAD, USUAL = ALL_NEAR;
+    static constexpr bool MAXIMUM = AMSGRAD;
     using Group = AdamGroup;
     using Hyper = AdamHyper;
     using Usual = Adam<OPTIONS | 4>;

@@ -6,7 +6,7 @@ using namespace halfstep;
 namespace {
 
 struct Muon {
-    static constexpr bool MAXIMUM = false, USUAL = false;
+    static constexpr bool MAXIMUM = false;
     struct Group : halfstep::Group { double momentum, ratio; };
     struct Hyper { float skip, gscale, factor, rate, decay; };
     static Hyper numbers(const Group& g, int64_t, double gscale) {

@@ -2,8 +2,7 @@
 //
 // A rule is a struct R, made for one tensor and step, with
 //     MOMENTS, MAXIMUM        how many moments there are, and whether the last one is the running maximum of the one before
-//     USUAL                   whether its hyper numbers are known to be the usual ones, so that no branch in the loop asks
-//     Usual                   the rule with usual hyper numbers; Usual::fits(hyper) says whether they are
+//     Usual                   the rule with usual hyper numbers, whose loop asks nothing; Usual::fits(hyper) says whether they are
 //     Group, Hyper            rows of the tables; the first number of the latter is whether the step is skipped
 //     numbers(group, count, gscale)  the hyper numbers
 //     R(hyper, largest)       `largest`: the largest second moment
@@ -267,13 +266,6 @@ void update(const R& rule, int64_t n, Weight weight, const G* grad, Moments<S> m
                 a[k] = m.a, b[k] = m.b;
             }
             const Pair g = get_two<O>(grad + i);
-            if constexpr (R::USUAL && W == 8 && std::is_same_v<Weight, Alone<float>>) {
-                // All fp32 and not staged: memory is the limit. With AVX-512 this takes longer, and other layouts do not gain.
-                constexpr int64_t AHEAD = 256;
-                __builtin_prefetch(weight.param + i + AHEAD);
-                __builtin_prefetch(grad + i + AHEAD);
-                for (int k = 0; k < AVERAGED; ++k) __builtin_prefetch(moments.at[k] + i + AHEAD);
-            }
             U noise_a[N + 1]{}, noise_b[N + 1]{};
             if (R::MAXIMUM) {
                 const Pair m = get_two<O>(moments.at[N - 1] + i);

@@ -8,7 +8,7 @@ namespace {
 template <int OPTIONS> struct Sgd {
     static constexpr bool MOMENTUM = OPTIONS & 1, NESTEROV = OPTIONS & 2, DECAYS = OPTIONS & 4;
     static constexpr int MOMENTS = MOMENTUM;
-    static constexpr bool MAXIMUM = false, USUAL = false;
+    static constexpr bool MAXIMUM = false;
     using Usual = Sgd;
     struct Group : halfstep::Group { double momentum, dampening; };
     struct Hyper { float skip, gscale, decay, lr, momentum, keep, add; };

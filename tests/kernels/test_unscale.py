@@ -232,9 +232,6 @@ def test_any_list_is_unscaled_the_same_way_everywhere(tensors: list[torch.Tensor
                 assert result.norm.item() == np.float32(np.sqrt(check.sum_of_squares.item()))
 
 
-# --------------------------------------------------------------------------------------------------------------- parts
-
-
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
