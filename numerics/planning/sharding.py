@@ -47,21 +47,22 @@ class Strategy:
         """Whether `offload` moves states to the host, and weights and gradients too where weights are divided."""
         return self.by != "parameters"
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether every rank has whole rows of all parameters, or all of them."""
+        return self.by in ("nothing", "rows")
+
     def holds(self, row: Layout) -> bool:
         """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
-        if row.adamw is not None:
-            return self.by in ("nothing", "rows")
-        return self.by in ("nothing", "parameters", "rows") or not row.needs_rows
+        return self.by_rows or (row.adamw is None and (self.by == "parameters" or not row.needs_rows))
 
     def releases(self, row: Layout) -> bool:
         """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
         matrices."""
-        return row.ours and self.by in ("nothing", "rows") and (row.adamw is None or not self.states)
+        return row.ours and self.by_rows and (row.adamw is None or not self.states)
 
 
 _everything = partial(Strategy, weights=True, gradients=True, states=True)
-MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
-MIRRORING = (*MIRRORED, "fsdp", "hsdp")  # those where they may
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
