@@ -13,9 +13,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Command, Distribution, setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build import build
+from setuptools.command.build_py import build_py
 
 KERNELS = Path(__file__).resolve().parent / "src" / "halfstep" / "kernels"  # in an sdist, links are folders
 WISH = os.environ.get("HALFSTEP_PREBUILT", "")
@@ -38,39 +38,29 @@ if WISH == "required" and (not BUILDS or cpp.compiler() is None):
     raise RuntimeError(f"HALFSTEP_PREBUILT=required needs Linux on {' or '.join(cpp.LEVELS)}, and a C++ compiler")
 
 
-class BuildLibraries(Command):
-    """Compile each family for each level of the CPU into the folder of the build."""
+class Build(build_py):
+    """Python's files, and each family of kernels compiled for each level of the CPU."""
 
-    description = __doc__.splitlines()[0]
-    user_options = []
-    editable_mode = False  # set by setuptools
-
-    def initialize_options(self):
-        self.build_lib = None
-
-    def finalize_options(self):
-        self.set_undefined_options("build", ("build_lib", "build_lib"))
-
-    def targets(self):
+    def libraries(self):
         """Source, level and path of each library."""
         folder = Path(self.build_lib, "halfstep", "kernels", cpp.FOLDER.name)
-        for source, level in cpp.libraries(MACHINE):
+        for source, level in cpp.libraries(MACHINE) if BUILDS and not self.editable_mode else ():
             yield source, level, folder / cpp.file_name(source, level)
 
     def run(self):
-        command = cpp.compiler()
-        if self.editable_mode or not BUILDS or command is None:
+        super().run()
+        command, jobs = cpp.compiler(), list(self.libraries())
+        if not jobs or command is None:
             return
-        jobs = list(self.targets())
         jobs[0][2].parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            complaints = list(pool.map(lambda job: self.compile(command, *job), jobs))
+            complaints = list(pool.map(lambda job: self.build_library(command, *job), jobs))
         for complaint in filter(None, complaints):
             if WISH == "required":
                 raise RuntimeError(f"HALFSTEP_PREBUILT=required: {complaint}")
             self.warn(f"compiled at first use instead: {complaint}")
 
-    def compile(self, command, source, level, target):
+    def build_library(self, command, source, level, target):
         """Compile one library. Returns what the compiler complains about, or an empty string."""
         try:
             for arguments in cpp.calls(MACHINE, source, level, target):
@@ -82,21 +72,8 @@ class BuildLibraries(Command):
             target.with_suffix(".o").unlink(missing_ok=True)
         return ""
 
-    # What setuptools asks of a step of `build`.
-    def get_source_files(self):
-        return []  # package-data in pyproject.toml names them
-
-    def get_outputs(self):
-        return [] if self.editable_mode else [str(path) for *_, path in self.targets() if path.exists()]
-
-    def get_output_mapping(self):
-        return {}
-
-
-class Build(build):
-    """The usual steps, then the libraries."""
-
-    sub_commands = [*build.sub_commands, ("build_libraries", None)]
+    def get_outputs(self, include_bytecode=True):
+        return super().get_outputs(include_bytecode) + [str(path) for *_, path in self.libraries() if path.exists()]
 
 
 class Wheel(bdist_wheel):
@@ -118,4 +95,4 @@ class WithLibraries(Distribution):
         return BUILDS
 
 
-setup(distclass=WithLibraries, cmdclass={"build": Build, "build_libraries": BuildLibraries, "bdist_wheel": Wheel})
+setup(distclass=WithLibraries, cmdclass={"build_py": Build, "bdist_wheel": Wheel})

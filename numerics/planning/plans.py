@@ -121,7 +121,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     training = Training(params, **settings)
     row, strategy, model, shards = training.row, training.strategy_row, training.model, training.shards
     parts = tuple(part for of in (_stored, _buckets, _computed, _activations, _temporaries) for part in of(training))
-    widths = row.gradients.per_parameter, (row.compute if strategy.gathers else row.weights).per_parameter
+    widths = row.gradients.per_parameter, (row.compute if strategy.weights else row.weights).per_parameter
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
         messages += sharding.over_the_bus(row, strategy, shards, training.mirrored)
@@ -148,7 +148,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
 def _stored(training: Training) -> Iterator[Part]:
     row, strategy, shards, shaped = training.row, training.strategy_row, training.shards, training.sharding.shaped
     states_at = HOST if training.offload else GPU
-    others_at = states_at if strategy.offloads == "all" and not training.mirrored else GPU
+    others_at = states_at if strategy.weights and not training.mirrored else GPU
     listed = defaultdict[str, list[tuple[StoredFormat, Locals, Fraction | int]]](list)
     if training.lora is not None and training.model is not None:
         frozen = training.sharding.shards(training.model.units()).weights
@@ -195,7 +195,7 @@ def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]
     and the last gradient of the bucket may be larger than what the bucket takes of them.
     """
     gradients, shaped = training.shards.gradients, training.sharding.shaped
-    divided = training.strategy_row.gathers and training.sharding.divisor > 1
+    divided = training.strategy_row.weights and training.sharding.divisor > 1
     bucket_bytes = min(bucket_bytes + _largest(training) - (shaped and not divided), size)
     if training.strategy != "ddp" or training.gpus == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
@@ -208,7 +208,7 @@ def _largest(training: Training) -> int:
     stored = training.row.gradients
     if not training.sharding.shaped:
         return 0
-    if not training.strategy_row.gathers or training.sharding.divisor == 1:
+    if not training.strategy_row.weights or training.sharding.divisor == 1:
         return max(stored.bytes(numel) for numel, _, _ in training.shards.gradients)
     units = [training.sharding.shards([replace(unit, count=1)]).gradients for unit in training.trained]
     return 2 * max(sum(count * stored.bytes(numel) for numel, count, _ in unit) for unit in units)
@@ -229,7 +229,7 @@ def _buckets(training: Training) -> Iterator[Part]:
 def _computed(training: Training) -> Iterator[Part]:
     """The weights that are computed with: under FSDP the unit being computed, the next one being gathered, and the
     root, already cast; otherwise the 16-bit copies of fp32 weights that autocast keeps until the backward."""
-    compute, shaped, gathers = training.row.compute, training.sharding.shaped, training.strategy_row.gathers
+    compute, shaped, gathers = training.row.compute, training.sharding.shaped, training.strategy_row.weights
     if training.row.autocast and not gathers:
         cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)
         note = "by autocast, kept for backward"

@@ -33,48 +33,51 @@ class Strategy:
     """How data parallelism divides its memory."""
 
     name: str  # on the command line
-    weights: bool = False  # whether they are divided
+    weights: bool = False  # whether they are divided, and gathered unit by unit for forward and backward
     gradients: bool = False
     states: bool = False
     # What is divided: "nothing", "flat" (one flat buffer), "parameters" (each rank gets whole parameters), "rows" (of
     # each parameter), "units" (one flat parameter per unit) or "elements" (each parameter, flattened).
     by: str = "nothing"
     buckets: bool = False  # whether DDP's buckets are allocated in addition to the gradients
-    gathers: bool = False  # whether weights are gathered unit by unit for forward and backward
-    offloads: str = ""  # what `offload` moves to the host: "", "states" or "all"
     text: str = ""  # a description in one line
+
+    @property
+    def offloads(self) -> bool:
+        """Whether `offload` moves states to the host, and weights and gradients too where weights are divided."""
+        return self.by != "parameters"
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether every rank has whole rows of all parameters, or all of them."""
+        return self.by in ("nothing", "rows")
 
     def holds(self, row: Layout) -> bool:
         """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
-        if row.adamw is not None:
-            return self.by in ("nothing", "rows")
-        return self.by in ("nothing", "parameters", "rows") or not row.needs_rows
+        return self.by_rows or (row.adamw is None and (self.by == "parameters" or not row.needs_rows))
 
     def releases(self, row: Layout) -> bool:
         """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
         matrices."""
-        return row.ours and self.by in ("nothing", "rows") and (row.adamw is None or not self.states)
+        return row.ours and self.by_rows and (row.adamw is None or not self.states)
 
 
-_everything = partial(Strategy, weights=True, gradients=True, states=True, gathers=True, offloads="all")
-MIRRORED = ("single", "ddp")  # the strategies whose offloaded weights also stay on the GPU
-MIRRORING = (*MIRRORED, "fsdp", "hsdp")  # those where they may
+_everything = partial(Strategy, weights=True, gradients=True, states=True)
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("single", offloads="states", text="one GPU"),
-        Strategy("ddp", buckets=True, offloads="states", text="DistributedDataParallel: nothing divided"),
-        Strategy("zero1", states=True, by="flat", offloads="states", text="ZeRO-1: states divided"),
-        Strategy(
-            "zero1-torch", states=True, by="parameters", buckets=True, text="ZeroRedundancyOptimizer: whole parameters"
-        ),
-        Strategy("zero2", gradients=True, states=True, by="flat", offloads="states", text="ZeRO-2: gradients too"),
+        Strategy("single", text="one GPU"),
+        Strategy("ddp", buckets=True, text="DistributedDataParallel: nothing divided"),
+        Strategy("zero1", states=True, by="flat", text="ZeRO-1: states divided"),
+        Strategy("zero1-torch", states=True, by="parameters", buckets=True,
+                 text="ZeroRedundancyOptimizer: whole parameters"),
+        Strategy("zero2", gradients=True, states=True, by="flat", text="ZeRO-2: gradients too"),
         _everything("zero3", by="elements", text="ZeRO-3: everything, each parameter flat"),
         _everything("fsdp", by="rows", text="FSDP2: everything, by rows of each parameter"),
         _everything("fsdp1", by="units", text="FSDP1: everything, one flat tensor per unit"),
         _everything("hsdp", by="rows", text="FSDP2 inside groups, replicas across them"),
     )
-}
+}  # fmt: skip
 
 
 # Local tensors of a rank: their elements, how many there are, and the elements in a row, an index of dimension 0. The
@@ -212,7 +215,7 @@ class Sharding:
         if by == "parameters":
             return summed, sent("broadcast", "weights", once, ranks)
         scattered = sent("reduce-scatter", "gradients", once)
-        if not self.strategy.gathers:
+        if not self.strategy.weights:
             return scattered, sent("all-gather", "weights", once)
         root = self.padded([unit for unit in units if unit.root and by != "elements"] if len(units) > 1 else [])
         forward = sent("all-gather", "weights, forward", once)
@@ -263,8 +266,7 @@ def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool
     # Strategies that divide weights gather them twice, from the host unless they stay on the GPU.
     padded = strategy.gradients and not mirrored
     gradients = elements(shards.gradients if padded else shards.states) * row.gradients.width
-    all_offloaded = strategy.offloads == "all" and not mirrored
-    weights = 2 * elements(shards.weights) if all_offloaded else elements(shards.states)
+    weights = 2 * elements(shards.weights) if strategy.weights and not mirrored else elements(shards.states)
     to_host = Collective("copy to the host", "gradients", gradients, 1)
     from_host = Collective("copy from the host", "weights", weights * row.weights.width, 1)
     if not mirrored:

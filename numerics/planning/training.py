@@ -11,16 +11,7 @@ from typing import NamedTuple
 from halfstep.numerics.messages import divides, one_of, whole
 from halfstep.numerics.planning.layouts import Layout, layout
 from halfstep.numerics.planning.models import Tensor, Transformer, Unit, parameters_of
-from halfstep.numerics.planning.sharding import (
-    MIRRORED,
-    MIRRORING,
-    STRATEGIES,
-    Scratch,
-    Sharding,
-    Shards,
-    Strategy,
-    scratch_of,
-)
+from halfstep.numerics.planning.sharding import STRATEGIES, Scratch, Sharding, Shards, Strategy, scratch_of
 from halfstep.numerics.planning.work import CHECKPOINTING
 
 
@@ -122,15 +113,10 @@ class Training:
             step_after = "leave step_in_backward out, and step after the backward"
         for used, able, feature, remedy in (
             (self.offload, lambda row: row.offloads, "offload=True", "leave offload out, or choose one of these"),
-            (
-                self.keep_weights,
-                lambda row: row.name in MIRRORING,
-                "keep_weights=True",
-                "leave it out, or choose one of these",
-            ),
+            (self.keep_weights, lambda row: row.by_rows, "keep_weights=True", "leave it out, or choose one of these"),
             (True, lambda row: row.holds(self.row), rows, "choose one of these" + ", or moments 'bf16'" * (not muon)),
             (stepping and self.row.ours, lambda row: row.releases(self.row), release, step_after),
-            (lora, lambda row: row.by in ("nothing", "rows"), "lora", "choose one of these"),
+            (lora, lambda row: row.by_rows, "lora", "choose one of these"),
         ):
             names = [row.name for row in STRATEGIES.values() if able(row)]
             yield used and strategy not in names, "strategy", f"{', '.join(names)} with {feature}", remedy
@@ -168,7 +154,7 @@ class Training:
     @property
     def mirrored(self) -> bool:
         """Whether weights and gradients also stay on the GPU while the host has them."""
-        return self.offload and (self.keep_weights or self.strategy in MIRRORED)
+        return self.offload and (self.keep_weights or self.strategy_row.by == "nothing")
 
     @cached_property
     def row(self) -> Layout:

@@ -23,7 +23,7 @@ from halfstep.numerics.planning.catalog import MODELS, card, from_config, usable
 from halfstep.numerics.planning.changes import ways_to_fit
 from halfstep.numerics.planning.layouts import LAYOUTS, PRECISIONS, layout
 from halfstep.numerics.planning.plans import Plan, plan
-from halfstep.numerics.planning.sharding import MIRRORED, MIRRORING, STRATEGIES
+from halfstep.numerics.planning.sharding import STRATEGIES
 
 # Options of a plan that are no arguments of `plan`.
 NOT_OF_PLAN = {"card", "compare", "eager_attention", "model", "params"}
@@ -72,11 +72,11 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
             continue
         shard = arguments["shard"] or (gpus if gpus % 2 else gpus // 2) if name == "hsdp" else None
         released = arguments["step_in_backward"] if strategy.releases(row) else None
-        able = strategy.offloads and (name not in MIRRORED or row.ours)
+        able = strategy.offloads and (strategy.by != "nothing" or row.ours)
         changes = {"strategy": name, "shard": shard, "step_in_backward": released}
         changes["bucket_view"] = arguments["bucket_view"] and strategy.buckets and released is None
         changes["offload"] = arguments["offload"] and bool(able)
-        changes["keep_weights"] = arguments["keep_weights"] and changes["offload"] and name in MIRRORING
+        changes["keep_weights"] = arguments["keep_weights"] and changes["offload"] and strategy.by_rows
         label = name + (f", groups of {shard}" if shard else "")
         plans.append((label, plan(**{**arguments, **changes})))
     return plans

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lookup_run import complaint, said
+from lookup_run import complaint, lines, said
 
-from halfstep.__main__ import main as halfstep_main
 from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.html import html
 from halfstep.cli.pages.server import server
@@ -136,19 +135,18 @@ def test_a_file_has_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not re.search(r' src="|<link rel="style|^import |url\(', written, flags=re.MULTILINE)
 
 
-def test_a_plan_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "\x1b[2J.html"
     words = "plan --params 7e9 --gpus 8 --card h100 --offload --strategy zero2".split()
-    assert halfstep_main([*words, "--page", str(path), "--no-open"]) == 0
-    printed = capsys.readouterr().out
-    assert f"wrote {tmp_path}/\\x1b[2J.html: open " in printed and "\x1b" not in printed
-    start = embedded(path.read_text(encoding="utf-8"))
-    chosen = {"gpus": "8", "card": "h100", "strategy": "zero2", "offload": ""}
-    assert start["answer"]["state"] == {"params": "7000000000", **chosen}
-    assert halfstep_main(["plan", "--page", str(tmp_path / "b.html"), "--no-open"]) == 0
-    assert embedded((tmp_path / "b.html").read_text(encoding="utf-8"))["answer"]["state"] == EXAMPLES["planner"]
-    assert halfstep_main(["plan", "--gpus", "8", "--page", str(tmp_path / "c.html")]) == 2
-    assert "expected a model, but got none" in capsys.readouterr().err and not (tmp_path / "c.html").exists()
+    printed = lines(*words, "--page", str(path), "--no-open")
+    assert any(f"wrote {tmp_path}/\\x1b[2J.html: open " in line for line in printed) and "\x1b" not in "".join(printed)
+    chosen = {"params": "7000000000", "gpus": "8", "card": "h100", "strategy": "zero2", "offload": ""}
+    assert embedded(path.read_text(encoding="utf-8"))["answer"]["state"] == chosen
+    lines("plan", "--page", str(path), "--no-open")
+    assert embedded(path.read_text(encoding="utf-8"))["answer"]["state"] == EXAMPLES["planner"]
+    path.unlink()
+    assert "expected a model, but got none" in complaint("plan", "--gpus", "8", "--page", str(path))
+    assert not path.exists()
 
 
 def test_texts_cannot_end_the_script() -> None:
