@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from states import differences
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -188,25 +189,6 @@ def reference(layout: str) -> list[dict[str, Any]]:
     return [*found, contents(model, optimizer)]
 
 
-def differing(expected: Any, found: Any, place: str = "") -> list[str]:
-    """The places where two nested states differ in any bit."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        if expected.keys() != found.keys():
-            return [f"{place}: {sorted(map(str, expected.keys() ^ found.keys()))}"]
-        return [line for key in expected for line in differing(expected[key], found[key], f"{place}/{key}")]
-    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
-        pairs = enumerate(zip(expected, found, strict=True))
-        return [line for number, pair in pairs for line in differing(*pair, f"{place}/{number}")]
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        same = expected.dtype == found.dtype and expected.shape == found.shape
-        return [] if same and torch.equal(_bits(expected), _bits(found)) else [place]
-    return [] if type(expected) is type(found) and expected == found else [f"{place}: {expected!r} {found!r}"]
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
-
-
 def save_ours(
     folder: Path,
     model: torch.nn.Module,
@@ -285,10 +267,10 @@ def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> d
                     model = world.wrap(model_of(layout, seed=1), name)
                     optimizer = optimizer_of(model, layout, lr=5.0)
                     load(folder / way / source, model, optimizer, world.group(name))
-                    wrong = differing(saved, contents(model, optimizer), "loaded")
+                    wrong = differences(saved, contents(model, optimizer), "loaded")
                     for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
                         step(model, optimizer, number)
-                    wrong += differing(end, contents(model, optimizer), "continued")
+                    wrong += differences(end, contents(model, optimizer), "continued")
                     found[f"{way}: {source} -> {name}"] = wrong
         dist.barrier()
     return found
@@ -337,7 +319,7 @@ def cross(rank: int, folder: Path, world: World, pairs: list[Pair]) -> dict[Pair
                 at_once = contents(model, optimizer)
                 step(model, optimizer, STEPS_BEFORE)
                 loaded.append([at_once, contents(model, optimizer)])
-            found[pair] = differing(loaded[1], loaded[0])
+            found[pair] = differences(loaded[1], loaded[0])
         dist.barrier()
     return found
 
