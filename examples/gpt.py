@@ -23,24 +23,20 @@ VOCABULARY = 256
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Size:
-    """The shape of a model: blocks, width, heads and context in bytes, and a suitable peak learning rate."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    lr: float
+def shape(layers: int, width: int, heads: int, context: int) -> Transformer:
+    """A model as the planner describes it; `context` in bytes."""
+    return Transformer(layers, width, heads, VOCABULARY, context, biases=False, dropout=False, flash=False)
 
 
+# Shapes, and suitable peak learning rates.
 SIZES = {
-    "nano": Size(layers=2, width=32, heads=2, context=32, lr=5e-3),
-    "tiny": Size(layers=4, width=128, heads=4, context=64, lr=3e-3),
-    "small": Size(layers=6, width=256, heads=8, context=256, lr=2e-3),
-    "medium": Size(layers=8, width=512, heads=8, context=512, lr=1e-3),
-    "base": Size(layers=12, width=768, heads=12, context=1024, lr=6e-4),
+    "nano": shape(layers=2, width=32, heads=2, context=32),
+    "tiny": shape(layers=4, width=128, heads=4, context=64),
+    "small": shape(layers=6, width=256, heads=8, context=256),
+    "medium": shape(layers=8, width=512, heads=8, context=512),
+    "base": shape(layers=12, width=768, heads=12, context=1024),
 }
+RATES = {"nano": 5e-3, "tiny": 3e-3, "small": 2e-3, "medium": 1e-3, "base": 6e-4}
 
 # How the matrices of the blocks are drawn. "scaled" keeps the variance of activations.
 INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
@@ -50,12 +46,6 @@ INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
     "kaiming": lambda weight, generator: nn.init.kaiming_normal_(weight, generator=generator),
     "orthogonal": lambda weight, generator: nn.init.orthogonal_(weight, generator=generator),
 }
-
-
-def shape_of(size: Size) -> Transformer:
-    """The model as the planner describes it."""
-    sizes = (size.layers, size.width, size.heads, VOCABULARY, size.context)
-    return Transformer(*sizes, biases=False, dropout=False, flash=False)
 
 
 @dataclass(frozen=True)
@@ -117,15 +107,15 @@ class Adapted(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to its input. With `recompute`, only the input is saved for the backward."""
 
-    def __init__(self, size: Size, precision: Precision, recompute: bool) -> None:
+    def __init__(self, size: Transformer, precision: Precision, recompute: bool) -> None:
         super().__init__()
         self.heads, self.precision, self.recompute = size.heads, precision, recompute
-        self.norm1 = nn.LayerNorm(size.width, dtype=torch.float32)
-        self.qkv = Linear(size.width, 3 * size.width, precision)
-        self.out = Linear(size.width, size.width, precision)
-        self.norm2 = nn.LayerNorm(size.width, dtype=torch.float32)
-        self.up = Linear(size.width, 4 * size.width, precision)
-        self.down = Linear(4 * size.width, size.width, precision)
+        self.norm1 = nn.LayerNorm(size.hidden, dtype=torch.float32)
+        self.qkv = Linear(size.hidden, 3 * size.hidden, precision)
+        self.out = Linear(size.hidden, size.hidden, precision)
+        self.norm2 = nn.LayerNorm(size.hidden, dtype=torch.float32)
+        self.up = Linear(size.hidden, 4 * size.hidden, precision)
+        self.down = Linear(4 * size.hidden, size.hidden, precision)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
         # Inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
@@ -156,15 +146,15 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, size: Size, precision: Precision, seed: int, recompute: bool = False, init: str = "scaled"
+        self, size: Transformer, precision: Precision, seed: int, recompute: bool = False, init: str = "scaled"
     ) -> None:
         super().__init__()
         self.precision = precision
-        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
-        self.positions = nn.Parameter(torch.empty(size.context, size.width, dtype=torch.float32))
+        self.bytes = nn.Parameter(torch.empty(VOCABULARY, size.hidden, dtype=torch.float32))
+        self.positions = nn.Parameter(torch.empty(size.seq, size.hidden, dtype=torch.float32))
         self.blocks = nn.ModuleList(Block(size, precision, recompute) for _ in range(size.layers))
-        self.norm = nn.LayerNorm(size.width, dtype=torch.float32)
-        self.head = nn.Parameter(torch.empty(VOCABULARY, size.width, dtype=torch.float32))
+        self.norm = nn.LayerNorm(size.hidden, dtype=torch.float32)
+        self.head = nn.Parameter(torch.empty(VOCABULARY, size.hidden, dtype=torch.float32))
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name in ("bytes", "positions"):

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpt import GPT, VOCABULARY, Block, Precision, Size
+from gpt import GPT, VOCABULARY, Block, Precision, shape
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
-from halfstep.numerics.planning import Plan, plan, unit
+from halfstep.numerics.planning import Plan, Transformer, plan, unit
 
 SEQUENCE = 128
 BUCKET = 2**20
 BF16 = Precision("bf16", torch.bfloat16, emulated=False)
 
 
-def size_of(width: int, blocks: int) -> Size:
-    return Size(blocks, width, heads=width // 64, context=SEQUENCE, lr=1e-3)
+def size_of(width: int, blocks: int) -> Transformer:
+    return shape(blocks, width, width // 64, SEQUENCE)
 
 
 def planned(name: str, width: int, blocks: int) -> Plan:
@@ -54,7 +54,7 @@ def fitting(name: str, width: int, memory: int) -> int:
 def train(name: str, width: int, blocks: int, steps: int, batch: int) -> list[float]:
     size = size_of(width, blocks)
     model = GPT(size, BF16, seed=0, recompute=True).to(BF16.dtype)
-    options: dict[str, Any] = {"lr": size.lr, "state_dtype": "8bit", "max_grad_norm": 1.0}
+    options: dict[str, Any] = {"lr": 1e-3, "state_dtype": "8bit", "max_grad_norm": 1.0}
     optimizer: torch.optim.Optimizer
     if name == "muon":
         optimizer = halfstep.Muon(halfstep.muon_groups(model, adamw=("bytes", "positions", "head")), **options)

@@ -32,7 +32,7 @@ import report
 import torch
 import torch.distributed as dist
 from corpus import Corpus, read_corpus
-from gpt import GPT, INITS, SIZES, Precision, add_adapters, merged, shape_of
+from gpt import GPT, INITS, RATES, SIZES, Precision, add_adapters, merged
 from ranks import World, connect, restarts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -227,7 +227,7 @@ class Trainer:
     def advance(self) -> None:
         options = self.options
         rows = self.world.rows(options.batch)
-        batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].context)
+        batch = self.corpus.batch(options.seed, self.step, rows, SIZES[options.size].seq)
         begin = now(self.world.device)
         loss = torch.zeros((), dtype=torch.float32, device=self.world.device)
         parts = self._parts(batch)
@@ -285,7 +285,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for start in range(0, count * batch, batch):
             ranks_rows = range(rows.start + start, rows.stop + start)
-            parts = self._parts(self.corpus.validation(ranks_rows, count * batch, SIZES[self.options.size].context))
+            parts = self._parts(self.corpus.validation(ranks_rows, count * batch, SIZES[self.options.size].seq))
             for part in parts:
                 total += self.model(*part).double() / len(parts)
         for module in self.model.modules():
@@ -365,7 +365,7 @@ class Trainer:
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         validated = bool(self.history["validation"]) and trouble is None
         best_step, best_loss, _ = self.best() if validated else (None, None, 0)
-        flops = training_flops(shape_of(size), options.batch, size.context, options.lora)
+        flops = training_flops(size, options.batch, size.seq, options.lora)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
             with suppress(ValueError):  # a GPU that the planner does not know
@@ -392,7 +392,7 @@ class Trainer:
             "memory": self.memory,
             "step_ms_p50": step_ms,
             "optimizer_ms_p50": median(history["optimizer_ms"]),
-            "tokens_per_s": options.batch * size.context / step_ms * 1000,
+            "tokens_per_s": options.batch * size.seq / step_ms * 1000,
             "flops_per_s": flops / step_ms * 1000,
             "mfu": None if peak is None else flops / world.size / (step_ms / 1000) / peak,
             "peak_flops": peak,
@@ -442,10 +442,10 @@ def read_base(path: Path, size: str) -> Weights:
     """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
     CheckpointError says that there is none, or that it is damaged or of another size.
     """
-    found = checkpoints_in(path)
-    if len(found) != 1:
-        raise CheckpointError(f"--base {path} holds checkpoints of {len(found)} runs; pass one checkpoint")
-    return merged(read_checkpoint(found[0], {"size": size})["model"])
+    files = checkpoints_in(path)
+    if len(files) != 1:
+        raise CheckpointError(f"--base {path} holds checkpoints of {len(files)} runs; pass one checkpoint")
+    return merged(read_checkpoint(files[0], {"size": size})["model"])
 
 
 # ------------------------------------------------------------------------------------------------------------- command
@@ -459,7 +459,7 @@ class Display:
 
     def watch(self, trainer: Trainer, validated: bool) -> None:
         history, options, step = trainer.history, trainer.options, trainer.step
-        speed = options.batch * SIZES[options.size].context / median(history["step_ms"][-20:]) * 1000
+        speed = options.batch * SIZES[options.size].seq / median(history["step_ms"][-20:]) * 1000
         line = f"{trainer.run.name}: step {step}/{options.steps}  loss {fmean(history['train_loss'][-20:]):.4f}"
         line += f"  validation {history['validation'][-1][1]:.4f}" if history["validation"] else ""
         line += f"  {speed:,.0f} tokens/s"
@@ -535,10 +535,10 @@ def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
         if options.save_every and newest:
             raise UsageError(f"{newest[0]} is there already; pass --resume to continue, or another --out")
         return None
-    found = checkpoints_in(path, run.folder)
-    if options.resume and not found:
+    files = checkpoints_in(path, run.folder)
+    if options.resume and not files:
         raise UsageError(f"--resume {path} has no checkpoint of {run.name!r}; pass a checkpoint, or the --out of a run")
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -587,7 +587,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse(argv)
     check(options)
     options.init = options.init or "scaled"
-    options.lr = options.lr or SIZES[options.size].lr
+    options.lr = options.lr or RATES[options.size]
     options.warmup = options.steps // 10 if options.warmup is None else options.warmup
     options.validate_every = options.validate_every or max(1, options.steps // 10)
     return options
@@ -627,7 +627,7 @@ def command(options: argparse.Namespace) -> int:
     runs = RUNS[options.precision]
     base = None if options.base is None else read_base(options.base, options.size)
     options.base = str(options.base or "")
-    corpus = read_corpus(options.data, SIZES[options.size].context)
+    corpus = read_corpus(options.data, SIZES[options.size].seq)
     make_folder(options.out)
     files = {run: file for run in runs if (file := resumed_from(run, options))}
     if options.resume == "" and not files:

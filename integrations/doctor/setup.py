@@ -102,8 +102,9 @@ class Setup:
         self.names = {id(parameter): name for name, parameter in self.parameters}
         self.trainable = [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
         self.optimizers = list(innermost(optimizer))
-        found = _scaler_of(scaler, optimizer)
-        self.scaler = found if getattr(found, "is_enabled", lambda: True)() else None
+        self.scaler = _scaler_of(scaler, optimizer)
+        if not getattr(self.scaler, "is_enabled", lambda: True)():
+            self.scaler = None
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
         self.steps_copies = self._steps_copies(optimizer)
 

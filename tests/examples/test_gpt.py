@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gpt import GPT, SIZES, Precision, add_adapters, merged, shape_of
+from gpt import GPT, SIZES, Precision, add_adapters, merged
 from tolerances import ROUNDOFF
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -128,7 +128,7 @@ def test_planned_flops_are_those_of_the_products(rank: int) -> None:
     tokens = torch.zeros(4, 33, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    expected = training_flops(shape_of(SIZES["nano"]), 4, 32, rank)
+    expected = training_flops(SIZES["nano"], 4, 32, rank)
     if rank:  # the input of the first block needs no gradient, and neither do its queries, keys and values
         expected -= 2 * 4 * 32 * 96 * 32 + 2 * 4 * 32 * rank * 32
     assert counter.get_total_flops() == expected

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 import mistakes
 import pytest
 import torch
+from states import differences
 from tolerances import ADAM_AGAINST_TORCH
 from torch import Tensor
-from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, PROGRAMS, REMEDY, Run, differences, has_trained, results
+from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, PROGRAMS, REMEDY, Run, has_trained, results
 
 import halfstep
 

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
+from states import same_bits
 
 import halfstep
 from halfstep.integrations.trainers.accelerate import Accelerator
@@ -86,7 +87,7 @@ def steps(
                     found["norms"].append(accelerator.clip_grad_norm_(model.parameters(), tools.MAX_NORM).item())
                 optimizer.step()
                 if accelerator.sync_gradients:
-                    found["unwritten"].append(tools.same_bits(before, tools.gradients(model.parameters())))
+                    found["unwritten"].append(same_bits(before, tools.gradients(model.parameters())))
                     found["skipped"].append(bool(accelerator.optimizer_step_was_skipped))
                 schedule.step()
                 optimizer.zero_grad()
@@ -115,7 +116,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     accelerator.wait_for_everyone()
     saved = load_file(Path(place + "-export") / "model.safetensors")
     held = {name.removeprefix("module."): tools.full(one) for name, one in model.state_dict().items()}
-    found["exported"] = tools.same_bits(saved, held) and (not exported or tools.same_bits(exported, held))
+    found["exported"] = same_bits(saved, held) and (not exported or same_bits(exported, held))
     found["fit"] = tools.fit_of(held)
 
     accelerator = accelerator_of(strategy, kind)
@@ -123,7 +124,7 @@ def whole(strategy: str, kind: str, folder: str) -> dict[str, Any]:
     accelerator.load_state(place)
     again = steps(accelerator, model, optimizer, schedule, kind, range(tools.SAVED, tools.STEPS), None)
     found["resumed"] = {
-        "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
+        "state": same_bits(tools.state_of(optimizer.optimizer), found["state"]),
         "rest": again == rest,
         "scaler": scaler == tools.scaler_state(accelerator.scaler),
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_attacks import bits
+from states import differences
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -190,14 +190,6 @@ def reference(layout: str) -> list[dict[str, Any]]:
     return [*found, contents(model, optimizer)]
 
 
-def differing(expected: Any, found: Any, place: str = "") -> list[str]:
-    """The places where two nested states differ in any bit."""
-    left, right = (
-        {place + keystr(path): bits(leaf) for path, leaf in tree_leaves_with_path(state)} for state in (expected, found)
-    )
-    return [key for key in left | right if key not in left or key not in right or left[key] != right[key]]
-
-
 def save_ours(
     folder: Path,
     model: torch.nn.Module,
@@ -276,10 +268,10 @@ def matrix(rank: int, folder: Path, world: World, layout: str, every: bool) -> d
                     model = world.wrap(model_of(layout, seed=1), name)
                     optimizer = optimizer_of(model, layout, lr=5.0)
                     load(folder / way / source, model, optimizer, world.group(name))
-                    wrong = differing(saved, contents(model, optimizer), "loaded")
+                    wrong = differences(saved, contents(model, optimizer), "loaded")
                     for number in range(STEPS_BEFORE, STEPS_BEFORE + STEPS_AFTER):
                         step(model, optimizer, number)
-                    wrong += differing(end, contents(model, optimizer), "continued")
+                    wrong += differences(end, contents(model, optimizer), "continued")
                     found[f"{way}: {source} -> {name}"] = wrong
         dist.barrier()
     return found
@@ -328,7 +320,7 @@ def cross(rank: int, folder: Path, world: World, pairs: list[Pair]) -> dict[Pair
                 at_once = contents(model, optimizer)
                 step(model, optimizer, STEPS_BEFORE)
                 loaded.append([at_once, contents(model, optimizer)])
-            found[pair] = differing(loaded[1], loaded[0])
+            found[pair] = differences(loaded[1], loaded[0])
         dist.barrier()
     return found
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins import MixedPrecision as TheirMixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from states import same_bits
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import halfstep
@@ -71,7 +72,7 @@ class Regression(lightning.LightningModule):
     def on_train_epoch_end(self) -> None:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         # An optimizer of halfstep is called for a skipped step too.
-        self.unwritten.append(tools.same_bits(self.before, tools.gradients(self.parameters())))
+        self.unwritten.append(same_bits(self.before, tools.gradients(self.parameters())))
         scaler = self.trainer.precision_plugin.scaler
         self.skipped.append(isinstance(scaler, halfstep.GradScaler) and bool(scaler.last_step_skipped()))
 
@@ -154,9 +155,9 @@ def whole(folder: Path, kind: str, cls: type = Regression) -> dict[str, Any]:
         "skipped": model.skipped,
         "unwritten": model.unwritten,
         "log": tools.logged(merged),
-        "exported": tools.same_bits(weights_in(folder / "last.ckpt", "state_dict", held), held),
+        "exported": same_bits(weights_in(folder / "last.ckpt", "state_dict", held), held),
         "resumed": {
-            "state": tools.same_bits(tools.state_of(again.optimizers[0]), tools.state_of(trainer.optimizers[0])),
+            "state": same_bits(tools.state_of(again.optimizers[0]), tools.state_of(trainer.optimizers[0])),
             "rest": resumed.losses == model.losses[2 * tools.SAVED :] and resumed.rates == model.rates[tools.SAVED :],
             "scaler": tools.scaler_state(again.precision_plugin.scaler)
             == tools.scaler_state(trainer.precision_plugin.scaler),
@@ -268,7 +269,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
             before = tools.gradients(model.parameters())
             found["norms"].append(fabric.clip_gradients(model, optimizer, max_norm=tools.MAX_NORM).item())
             optimizer.step()
-            found["unwritten"].append(tools.same_bits(before, tools.gradients(model.parameters())))
+            found["unwritten"].append(same_bits(before, tools.gradients(model.parameters())))
             schedule.step()
             optimizer.zero_grad()
             found["rates"].append(optimizer.param_groups[0]["lr"])
@@ -283,7 +284,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     held = {name: tools.full(one) for name, one in model.state_dict().items()}
     found |= {**tools.seen(model.parameters(), inner), "fit": tools.fit_of(held)}
     fabric.save(folder / "fabric-last.ckpt", state)
-    found["exported"] = tools.same_bits(weights_in(folder / "fabric-last.ckpt", "model", held), held)
+    found["exported"] = same_bits(weights_in(folder / "fabric-last.ckpt", "model", held), held)
     norms, rates = found["norms"][tools.SAVED :], found["rates"][tools.SAVED :]
     scale = fabric.scaler_metrics().get("halfstep/scale")
     fabric, model, optimizer, schedule, state = made(1)
@@ -293,7 +294,7 @@ def fabric_run(folder: Path, kind: str, sharded: bool = False) -> dict[str, Any]
     kept = {name: list(value) for name, value in found.items() if isinstance(value, list)}
     train(fabric, model, optimizer, schedule, range(tools.SAVED, tools.STEPS), None)
     found["resumed"] = {
-        "state": tools.same_bits(tools.state_of(optimizer.optimizer), found["state"]),
+        "state": same_bits(tools.state_of(optimizer.optimizer), found["state"]),
         "rest": found["norms"][tools.STEPS :] == norms and found["rates"][tools.STEPS :] == rates,
         "scaler": fabric.scaler_metrics().get("halfstep/scale") == scale,
         "objects": same_objects,

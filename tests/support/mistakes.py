@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from states import differences
 from torch import Tensor, nn
-from user_loops import OFFLOADED, REMEDY, FailsOnce, Run, differences, grads, results
+from user_loops import OFFLOADED, REMEDY, FailsOnce, Run, grads, results
 
 WAYS = ("release", *OFFLOADED)
 

@@ -18,7 +18,7 @@ import halfstep
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 from corpus import Corpus, read_corpus
-from gpt import GPT, SIZES, Precision
+from gpt import GPT, RATES, SIZES, Precision
 
 BATCH = 16
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,18 +48,18 @@ def loss(corpus: Corpus, size: str, name: str, seed: int, steps: int, device: to
     dtype = "fp32" if name.endswith("fp32") else "bf16"
     precision = Precision.on(dtype, device)
     model = GPT(form, precision, seed=seed).to(device, precision.dtype)
-    optimizers = optimizers_of(model, name, form.lr, seed)
+    optimizers = optimizers_of(model, name, RATES[size], seed)
     for step in range(steps):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = form.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
+                group["lr"] = RATES[size] * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
         model.zero_grad()
-        batch = corpus.batch(seed, step, range(BATCH), form.context)
+        batch = corpus.batch(seed, step, range(BATCH), form.seq)
         model(*(tokens.to(device) for tokens in batch)).backward()
         for optimizer in optimizers:
             optimizer.step()
     with torch.no_grad():
-        parts = [corpus.validation(range(row, row + 64), 1024, form.context) for row in range(0, 1024, 64)]
+        parts = [corpus.validation(range(row, row + 64), 1024, form.seq) for row in range(0, 1024, 64)]
         losses = [model(*(tokens.to(device) for tokens in part)) for part in parts]
     result = float(torch.stack(losses).double().mean())
     print(f"{name}, seed {seed}: {result:.4f}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from errors import refuses
-from states import same_bits
+from states import differences, same_bits
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -179,15 +179,10 @@ def plain(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------------- cases
 
 
-def differing(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
-    assert expected.keys() == found.keys()
-    return [name for name, value in expected.items() if not same_bits(value, found[name])]
-
-
 def fsdp2_has_the_bits_of_one_process_that_sums_in_the_same_order(keep: bool) -> None:
     """So all that separates it from one large batch is the order of summation, rounding between the parts included."""
     found = trained(keep)
-    assert differing(alone(keep, [0, 1]), found) == []
+    assert differences(alone(keep, [0, 1]), found) == []
     in_one = alone(keep, [0, 1], in_one=True)
     # One process in which the parts change places, or whose batch is not divided, is as far away.
     assert all(0 < (value - in_one[name]).abs().max() < STEPS * 1e-2 * 2**-6 for name, value in found.items())
@@ -195,8 +190,8 @@ def fsdp2_has_the_bits_of_one_process_that_sums_in_the_same_order(keep: bool) ->
 
 def keeping_changes_the_masters_and_cpu_offload_does_not() -> None:
     expected = trained(True)
-    assert len(differing(expected, trained(False))) == 4
-    assert differing(expected, trained(True, offload=True)) == []
+    assert len(differences(expected, trained(False))) == 4
+    assert differences(expected, trained(True, offload=True)) == []
 
 
 def kept_gradients_have_only_the_error_of_an_fp32_sum(backwards: int) -> None:
@@ -225,7 +220,7 @@ def kept_gradients_are_the_same_with_cpu_offload_and_under_hsdp() -> None:
     expected = reduced(True, 1)
     for options in ({"offload": True}, {"hybrid": True}):
         found = reduced(True, 1, **options)
-        assert found["dtypes"] == ["torch.float32"] and differing(expected["values"], found["values"]) == []
+        assert found["dtypes"] == ["torch.float32"] and differences(expected["values"], found["values"]) == []
 
 
 def accumulated(send: Callable[[torch.nn.Module], None], together: int) -> dict[str, torch.Tensor]:
@@ -253,7 +248,7 @@ def sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction() -> None:
         for together, length in ((1, 2), (2, 4)):
             expected = accumulated(lambda model: None, together)
             assert sent == []
-            assert differing(expected, accumulated(send_gradients_in_16_bits, together)) == []
+            assert differences(expected, accumulated(send_gradients_in_16_bits, together)) == []
             assert sum(sent) == (2 // together) * length * elements
             sent.clear()
 
@@ -262,10 +257,10 @@ def sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction() -> None:
             model.set_gradient_divide_factor(8.0)
 
         eighths = {name: value / 4 for name, value in accumulated(send_gradients_in_16_bits, 1).items()}
-        assert differing(eighths, accumulated(by_eight, 1)) == []
+        assert differences(eighths, accumulated(by_eight, 1)) == []
         sent.clear()
         rounded = accumulated(partial(send_gradients_in_16_bits, round_accumulated=True), 2)
-        assert sum(sent) == 2 * elements and len(differing(expected, rounded)) == 4
+        assert sum(sent) == 2 * elements and len(differences(expected, rounded)) == 4
         model = model_of(torch.bfloat16)
         parts = [[gradients(model, step, [part], False) for step in range(2)] for part in range(WORLD)]
         for index, value in enumerate(rounded.values()):
@@ -276,8 +271,8 @@ def sixteen_bits_are_sent_with_the_bits_of_an_fp32_reduction() -> None:
 
 
 def sent_gradients_can_be_kept() -> None:
-    assert differing(trained(True), trained(True, send=True)) == []
-    assert differing(trained(True), trained(True, offload=True, send=True)) == []
+    assert differences(trained(True), trained(True, send=True)) == []
+    assert differences(trained(True), trained(True, offload=True, send=True)) == []
 
 
 def scaler_norm_and_step_see_the_kept_gradients() -> None:
@@ -326,7 +321,7 @@ def an_optimizer_made_before_the_model_was_sharded_says_so_once() -> None:
 
 def fsdp1s_flat_parameters_have_the_bits_of_one_process(dtype: torch.dtype, use_orig_params: bool) -> None:
     found = flat(dtype, use_orig_params)
-    assert differing(plain(dtype), found["weights"]) == []
+    assert differences(plain(dtype), found["weights"]) == []
     counts = torch.tensor([found["misaligned"], found["empty"]])
     dist.all_reduce(counts)
     if use_orig_params:  # views into one buffer, wherever it was cut

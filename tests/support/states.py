@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from oracles import bits
+from torch.distributed.tensor import DTensor
 
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (33, 17), (1,), (), (0,), (0, 4))
 
@@ -70,16 +71,31 @@ def masters(optimizer: Any) -> list[torch.Tensor]:
     return [master.clone() for master in optimizer.masters().values()]
 
 
+def differences(expected: Any, found: Any, where: str = "", without: Iterable[str] = ()) -> list[str]:
+    """The places where two nested states differ in class, dtype, shape or any bit, but for some keys.
+
+    Of sharded tensors, this rank's shards are compared.
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        if expected.keys() != found.keys():
+            return [f"{where}: {sorted(map(str, expected.keys() ^ found.keys()))}"]
+        pairs = [(key, expected[key], found[key]) for key in expected if key not in without]
+    elif isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)) and len(expected) == len(found):
+        pairs = [*zip(range(len(expected)), expected, found, strict=True)]
+    elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        shards = [getattr(tensor, "_local_tensor", tensor).detach() for tensor in (expected, found)]
+        alike = {(type(shard), shard.dtype, shard.shape) for shard in shards}  # detached, a Parameter is a Tensor
+        same = len(alike) == 1 and torch.equal(*(shard.contiguous().reshape(-1).view(torch.uint8) for shard in shards))
+        return [] if same and isinstance(expected, DTensor) == isinstance(found, DTensor) else [where]
+    else:
+        same = type(expected) is type(found) and expected == found
+        return [] if same else [f"{where}: {expected!r} and {found!r}"]
+    return [line for key, left, right in pairs for line in differences(left, right, f"{where}/{key}", without)]
+
+
 def same_bits(left: Any, right: Any) -> bool:
-    """Equal to the bit, dtypes, shapes and classes included, through dicts and lists."""
-    if isinstance(left, torch.Tensor):
-        alike = type(left) is type(right) and (left.dtype, left.shape) == (right.dtype, right.shape)
-        return alike and bool((bits(left.detach()) == bits(right.detach())).all())
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same_bits(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same_bits, left, right))
-    return type(left) is type(right) and left == right
+    """Whether there are no `differences`."""
+    return not differences(left, right)
 
 
 def same_runs(left: Any, right: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import trainer_tools as tools
+from states import same_bits
 from torch.distributed.fsdp import FSDPModule
 
 import halfstep
@@ -138,7 +139,7 @@ class Watched(Trainer):
 
     def train_step(self, batches: Any) -> None:
         super().train_step(batches)
-        self.found["unwritten"].append(tools.same_bits(self.before, tools.gradients(self.model_parts[0].parameters())))
+        self.found["unwritten"].append(same_bits(self.before, tools.gradients(self.model_parts[0].parameters())))
         self.found["rates"].append(self.optimizers.optimizers[0].param_groups[0]["lr"])
         self.found["skipped"].append(self.scaler is not None and bool(self.scaler.last_step_skipped()))
 
@@ -211,7 +212,7 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
         [one["loss_metrics/global_avg_loss"] for one in kept] for kept in (again.kept, trainer.kept[tools.SAVED :])
     ]
     found["resumed"] = {
-        "state": tools.same_bits(tools.state_of(again.optimizers.optimizers[0]), found["state"]),
+        "state": same_bits(tools.state_of(again.optimizers.optimizers[0]), found["state"]),
         "rest": again.found["rates"] == found["rates"][tools.SAVED :] and losses[0] == losses[1],
         "scaler": [one.get("halfstep/scale") for one in again.kept]
         == [one.get("halfstep/scale") for one in found["log"][tools.SAVED :]],
@@ -219,7 +220,7 @@ def whole(folder: Path, kind: str) -> dict[str, Any]:
     held = weights_of(again)
     exported = {name: torch.zeros_like(one) for name, one in held.items()}
     dcp.load(exported, checkpoint_id=str(folder / "checkpoint" / f"step-{tools.STEPS}"), no_dist=True)
-    found["exported"] = tools.same_bits(exported, held)
+    found["exported"] = same_bits(exported, held)
     return found
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import rank_processes
-import torch
+import states
 import torch.distributed as dist
 import train_gpt
 
 from halfstep.integrations import checkpoint
 
-TIMES = ("step_ms", "optimizer_ms")
 GROUPS: list[Any] = []  # process groups are not freed, which can block
 
 
@@ -49,18 +48,9 @@ def report(out: Path) -> dict[str, Any]:
     return run
 
 
-def differences(a: Any, b: Any, where: str = "") -> list[str]:
+def differences(expected: Any, found: Any) -> list[str]:
     """The places where two states differ in any bit, except the times of steps."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return [f"{where}: {sorted(map(str, a.keys() ^ b.keys()))}"]
-        return [d for key in a if key not in TIMES for d in differences(a[key], b[key], f"{where}/{key}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [d for index in range(len(a)) for d in differences(a[index], b[index], f"{where}/{index}")]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape
-        return [] if same and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b))) else [where]
-    return [] if a == b and type(a) is type(b) else [f"{where}: {a!r} and {b!r}"]
+    return states.differences(expected, found, without=("step_ms", "optimizer_ms"))
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:

@@ -113,19 +113,6 @@ def logged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key.startswith("halfstep/") and key.count("/") == 1} for row in rows]
 
 
-def same_bits(first: Any, second: Any) -> bool:
-    """Whether two nested structures of tensors and numbers are equal in every bit."""
-    if isinstance(first, torch.Tensor):
-        first, second = local(first.detach()), local(second.detach())
-        as_bytes = [one.contiguous().reshape(-1).view(torch.uint8) for one in (first, second)]
-        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(*as_bytes)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same_bits, first, second))
-    return bool(first == second)
-
-
 def state_of(optimizer: Any) -> list[Any]:
     """Weights and state of an optimizer, in its order, copied."""
     return [

@@ -17,6 +17,7 @@ import trl
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from safetensors.torch import load_file
+from states import same_bits
 from torch.distributed.fsdp import fully_shard
 
 import halfstep
@@ -71,7 +72,7 @@ class Seen(transformers.TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.unwritten.append(
-            tools.same_bits(self.before, tools.gradients(given["model"].parameters())) and self.trainer.kept
+            same_bits(self.before, tools.gradients(given["model"].parameters())) and self.trainer.kept
         )
         self.skipped.append(bool(self.trainer.accelerator.optimizer_step_was_skipped))
 
@@ -92,7 +93,7 @@ class Breaking:
     def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
         before = tools.gradients(model.parameters()) if grad_norm is None else self.unclipped
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.kept = tools.same_bits(before, tools.gradients(model.parameters()))
+        self.kept = same_bits(before, tools.gradients(model.parameters()))
         return norm
 
     def _clip_grad_norm(self: Any, model: Any) -> Any:
@@ -140,7 +141,7 @@ def result(trainer: Any, folder: Path, exported: Path) -> dict[str, Any]:
         "skipped": trainer.seen.skipped,
         "rates": trainer.seen.rates,
         "unwritten": [bool(one) for one in trainer.seen.unwritten],
-        "exported": all(tools.same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
+        "exported": all(same_bits(saved[name], held[name]) for name in saved) and len(saved) >= len(held) - 1,
     }
 
 
@@ -157,7 +158,7 @@ def whole(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     scalers = [tools.scaler_state(one.accelerator.scaler) for one in (trainer, again)]
     scales = [[one.get("halfstep/scale") for one in run[tools.SAVED :]] for run in (rows, rest)]
     found["resumed"] = {
-        "state": tools.same_bits(tools.state_of(again.optimizer.optimizer), found["state"]),
+        "state": same_bits(tools.state_of(again.optimizer.optimizer), found["state"]),
         "rest": [one["loss"] for one in rest] == [one["loss"] for one in rows],
         "scaler": scalers[0] == scalers[1],
         "log": scales[0] == scales[1],
@@ -172,7 +173,7 @@ def without_clipping(folder: Path, kind: str) -> dict[str, Any]:
     found = result(trainer, folder, folder / f"{kind}-0" / "export" / "model.safetensors")
     trainer = trainer_of(folder / f"far-{kind}", kind, max_grad_norm=1e9, save_steps=100)
     trainer.train()
-    found["as_far"] = tools.same_bits(tools.state_of(trainer.optimizer.optimizer), found["state"])
+    found["as_far"] = same_bits(tools.state_of(trainer.optimizer.optimizer), found["state"])
     return found
 
 
@@ -203,8 +204,8 @@ def adapters(folder: Path, kind: str, autocast: bool, scheme: str | None = None)
         "moments": sorted(moments),
         "trained": sum(one.requires_grad for one in model.parameters()) == len(trainer.optimizer.state),
         "moved": any(bool(one.ne(0).any()) for name, one in held.items() if "lora_B" in name),
-        "frozen": tools.same_bits(before, frozen),
-        "exported": tools.same_bits(saved, held),
+        "frozen": same_bits(before, frozen),
+        "exported": same_bits(saved, held),
         "unwritten": trainer.seen.unwritten,
         "skipped": trainer.seen.skipped,
         "losses": [one["loss"] for one in history],

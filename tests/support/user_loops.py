@@ -193,19 +193,6 @@ def has_trained(run: Run) -> bool:
     )
 
 
-def differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of what is missing, or has other bits."""
-
-    def content(values: Tensor) -> Any:
-        return values.dtype, values.shape, values.contiguous().reshape(-1).view(torch.uint8).numpy(force=True).tobytes()
-
-    return sorted(
-        name
-        for name in results.keys() | expected.keys()
-        if name not in results or name not in expected or content(results[name]) != content(expected[name])
-    )
-
-
 # --------------------------------------------------------------------------------------------------------------- models
 
 

@@ -9,7 +9,7 @@ import pytest
 import rank_processes
 import torch
 import torch.multiprocessing
-from checkpoint_ranks import differing
+from states import differences
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def test_fsdp1s_full_and_sharded_state_dicts_hold_the_bits_of_one_process(
 ) -> None:
     for rank in ranks:
         found = rank["FSDP1"][kind, use_orig_params]
-        assert differing(expected[0], found["saved"]) == []
-        assert differing(expected[0], found["loaded"]) == []
-        assert differing(expected[1], found["end"]) == []
+        assert differences(expected[0], found["saved"]) == []
+        assert differences(expected[0], found["loaded"]) == []
+        assert differences(expected[1], found["end"]) == []
 
 
 @pytest.mark.parametrize("number", range(len(checkpoint_kinds.WRAPS)))
@@ -42,8 +42,8 @@ def test_from_each_to_the_next_with_the_same_bits(
     names = checkpoint_kinds.WRAPS
     pair = f"{names[number]} -> {names[(number + 1) % len(names)]}"
     for rank in ranks:
-        assert differing(expected[0], rank["between"][pair]["loaded"]) == []
-        assert differing(expected[1], rank["between"][pair]["end"]) == []
+        assert differences(expected[0], rank["between"][pair]["loaded"]) == []
+        assert differences(expected[1], rank["between"][pair]["end"]) == []
 
 
 @pytest.mark.parametrize("way", ["ours", "torch"])
@@ -54,12 +54,12 @@ def test_what_torchs_adamw_saved_under_fsdp2_goes_on_under_ours(
     saved, end = checkpoint_kinds.reference(dtype, begun_by=torch.optim.AdamW)
     for rank in ranks:
         found = rank["torch"][str(dtype), way]
-        assert differing(saved, found["saved"]) == []
-        assert differing(saved["model"], found["loaded"]["model"]) == []
+        assert differences(saved, found["saved"]) == []
+        assert differences(saved["model"], found["loaded"]["model"]) == []
         for name, entry in saved["optimizer"].items():
             loaded = dict(found["loaded"]["optimizer"][name])
             if dtype == torch.bfloat16:
                 assert torch.equal(loaded.pop("master"), saved["model"][name].float()), "the master is the weight"
-            assert differing({key: value.float() for key, value in entry.items()}, loaded) == []
+            assert differences({key: value.float() for key, value in entry.items()}, loaded) == []
         assert found["lr"] == 1e-2
-        assert differing(end, found["end"]) == []
+        assert differences(end, found["end"]) == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_tools as tools
+from states import same_bits
 
 import halfstep
 
@@ -77,7 +78,7 @@ def test_a_limit_holds_for_one_step() -> None:
         own.max_grad_norm = None
         optimizer.zero_grad()
         accelerator.backward(tools.error(model(tools.batch(step + 1)[0]), tools.batch(step + 1)[1]))
-    assert tools.same_bits(list(model.parameters()), list(twin.parameters()))
+    assert same_bits(list(model.parameters()), list(twin.parameters()))
 
 
 @pytest.mark.parametrize("folded", [True, False])
@@ -106,7 +107,7 @@ def test_clipping_in_place_unscales_only_what_it_clips() -> None:
     accelerator.clip_grad_norm_(models[0].parameters(), tools.MAX_NORM, 1)
     optimizers[0].step()
     assert accelerator.scaler._updates == 1
-    assert tools.same_bits(before, tools.gradients(models[1].parameters()))
+    assert same_bits(before, tools.gradients(models[1].parameters()))
 
 
 def test_a_skip_is_reported_once() -> None:
@@ -192,7 +193,7 @@ def test_the_lines_of_the_page_run() -> None:
     before = copy.deepcopy(list(names["model"].parameters()))
     exec(tools.page_block("Accelerate"), names)
     assert type(names["accelerator"]) is ours.Accelerator and names["norm"] > 0
-    assert not tools.same_bits(before, list(names["model"].parameters()))
+    assert not same_bits(before, list(names["model"].parameters()))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])

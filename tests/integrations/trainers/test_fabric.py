@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_tools as tools
+from states import same_bits
 
 import halfstep
 
@@ -81,4 +82,4 @@ def test_the_lines_of_the_page_run() -> None:
         tools.page_block("Fabric").replace("Fabric(precision", "Fabric(accelerator='cpu', devices=1, precision"), names
     )
     assert type(names["fabric"]) is ours.Fabric and names["norm"] > 0
-    assert not tools.same_bits(before, list(names["model"].module.parameters()))
+    assert not same_bits(before, list(names["model"].module.parameters()))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_tools as tools
+from states import same_bits
 
 import halfstep
 
@@ -33,7 +34,7 @@ def test_hooks_between_backward_and_step_see_unscaled_gradients(found: dict[str,
     assert none == [] and unwritten == [True]
     assert len(seen) == 1 and 1 < seen[0] < 2  # scaled it would be a thousand
     # The gradients are fp32 here, and the scale is a power of two.
-    assert tools.same_bits(state, unseen)
+    assert same_bits(state, unseen)
 
 
 @pytest.mark.parametrize("kind", ["16-mixed", "bf16-mixed"])

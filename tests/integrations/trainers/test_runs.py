@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trainer_tools import BROKEN, LR, MAX_NORM, SCALE, STEPS, own_loop, same_bits, skip_without
+from states import same_bits
+from trainer_tools import BROKEN, LR, MAX_NORM, SCALE, STEPS, own_loop, skip_without
 
 STRATEGIES = {
     "accelerate": ("one process", "DDP", "FSDP2"),

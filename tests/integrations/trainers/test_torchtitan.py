@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import trainer_tools as tools
+from states import same_bits
 
 import halfstep
 
@@ -20,7 +21,7 @@ optimizers = tools.imported("torchtitan.components.optimizer")
 def test_a_checkpoint_of_two_ranks_loads_on_one(found: dict[str, list[Any]], kind: str) -> None:
     one = found[f"{kind} saved by two, loaded by 1"]
     for rank in found[f"{kind} saved by two, loaded by 2"]:
-        assert tools.same_bits(one[0], rank) and rank["step"] == tools.SAVED
+        assert same_bits(one[0], rank) and rank["step"] == tools.SAVED
         assert rank["scale"] == (tools.SCALE / 2 if kind == "fp16" else None)
 
 
@@ -56,7 +57,7 @@ def test_the_flat_state_has_every_entry(form: Any) -> None:
     assert tools.masters_of(first.optimizers[0]) == ["torch.int16"]
     models[1].load_state_dict(models[0].state_dict())
     second.load_state_dict(state)
-    assert tools.same_bits(tools.state_of(first.optimizers[0]), tools.state_of(second.optimizers[0]))
+    assert same_bits(tools.state_of(first.optimizers[0]), tools.state_of(second.optimizers[0]))
 
 
 def test_moments_in_bf16() -> None:

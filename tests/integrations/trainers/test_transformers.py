@@ -10,6 +10,7 @@ import pytest
 import rank_processes
 import torch
 import trainer_tools as tools
+from states import same_bits
 
 import halfstep
 from halfstep.integrations import checkpoint
@@ -26,7 +27,7 @@ ours = tools.imported("halfstep.integrations.trainers.transformers")
 def test_without_clipping_the_norm_is_logged_and_nothing_written(found: dict[str, list[Any]], kind: str) -> None:
     (rank,), (clipped,) = found[f"{kind} without clipping"], found[f"one process {kind}"]
     assert rank["unwritten"] == [True] * tools.STEPS and rank["as_far"]
-    assert rank["norms"][0] == clipped["norms"][0] and not tools.same_bits(rank["state"], clipped["state"])
+    assert rank["norms"][0] == clipped["norms"][0] and not same_bits(rank["state"], clipped["state"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_an_exported_checkpoint_is_what_from_pretrained_loads(tmp_path: Path) ->
     expected.config.save_pretrained(checkpoint.export(path, tmp_path / "out").parent)
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert found.lm_head.weight is found.transformer.wte.weight
-    assert tools.same_bits(dict(found.state_dict()), dict(expected.state_dict()))
+    assert same_bits(dict(found.state_dict()), dict(expected.state_dict()))
 
 
 # ------------------------------------------------------------------------------ gradients on the host, and freed ones

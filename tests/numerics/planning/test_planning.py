@@ -364,7 +364,7 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("refuses", "arguments", "message"), [
     *((plan, *row) for row in REFUSED), *((Transformer, EXAMPLE | change, message) for change, message in SHAPES),
     (plan(10).part, {"name": "wieghts"}, "but got 'wieghts': did you mean 'weights'"),
-], ids=str)  # fmt: skip
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_what_is_wrong_is_named(refuses: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         refuses(**arguments)
