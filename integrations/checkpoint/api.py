@@ -30,6 +30,7 @@ from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_writ
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
+from halfstep.integrations.optim.options import check_format
 from halfstep.integrations.optim.state import empty_entry
 from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
 from halfstep.numerics.state_layout import HELD
@@ -242,8 +243,7 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
-    if optimizer_state not in ("canonical", "held"):
-        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
+    check_format(optimizer_state, "optimizer_state")
     if model is None:
         _only_with_model(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
@@ -474,10 +474,11 @@ class _Load:
         """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
         if self.model is None:
             return
-        fresh, loaded, scale = (
-            None if target is None else unpack(self.reader.tree[name], self._read)
-            for name, target in (("model", self.model), ("optimizer", self.optimizer), ("scaler", self.scaler))
-        )
+        targets = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        saved: dict[str, Any] = {
+            name: unpack(self.reader.tree[name], self._read) for name, target in targets.items() if target is not None
+        }
+        fresh = saved["model"]
         rollback.keep_objects(self.model, self.current)
         if self.flat:
             rollback.copy([*self.model.parameters(), *self.model.buffers()])
@@ -490,11 +491,11 @@ class _Load:
         if self.optimizer is not None:
             # Not strict, because parameters that never had a gradient have no state.
             options = torch_state.StateDictOptions(strict=False)
-            torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
+            torch_state.set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(scale)
+            self.scaler.load_state_dict(saved["scaler"])
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor that was read into memory made for it, or a whole one."""

@@ -7,7 +7,8 @@ model, optimizer and scaler if loading fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -97,15 +98,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 sharded[key] = scatter(value, parameter)
         return sharded
 
-    rollback = Rollback(optimizer)
-    try:
+    with unchanged_on_error(optimizer):
         entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
         optimizer.load_state_dict({**state, "state": entries})
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
 def check_model(saved: Any, present: Mapping[str, Any]) -> None:
@@ -256,3 +251,16 @@ class Rollback:
         for container, items in self._containers:
             container.clear()
             container.update(items) if isinstance(container, dict) else container.extend(items.values())
+
+
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
+    rollback = Rollback(optimizer)
+    try:
+        yield
+    except BaseException as error:
+        rollback.put_back()
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
