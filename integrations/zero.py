@@ -14,10 +14,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from halfstep.integrations.checkpoint.api import is_held
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather, unchanged_on_error
 from halfstep.integrations.optim.classes import saving
+from halfstep.integrations.optim.options import check_format
 from halfstep.numerics.scaling.verdict import parameters_of
 
 
@@ -54,7 +54,8 @@ def state_dict(
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         # A scheduler changes the outer groups.
         inner.update({name: value for name, value in outer.items() if name != "params"})
-    with saving(optimizer.optim, "held" if is_held(optimizer_state) else "canonical"):
+    check_format(optimizer_state, "optimizer_state")
+    with saving(optimizer.optim, optimizer_state):
         local = optimizer.optim.state_dict()
     numbered = enumerate(parameters_of(optimizer.optim))
     part = {number_of[id(p)]: gather(local["state"][number]) for number, p in numbered if number in local["state"]}

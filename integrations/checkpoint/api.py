@@ -28,8 +28,9 @@ from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text,
 from halfstep.integrations.checkpoint.importing import open_checkpoint
 from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_write
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
-from halfstep.integrations.checkpoint.whole import Rollback, check_groups, check_model, check_optimizer_state
+from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state, restoring
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
+from halfstep.integrations.optim.options import check_format
 from halfstep.integrations.optim.state import empty_entry
 from halfstep.numerics.scaling.sharding import Sharding, checked_group, local
 from halfstep.numerics.scaling.topology import default_group
@@ -243,8 +244,7 @@ def save(
         raise ValueError(f"Expected step to be at least 0, but got {step}")
     if keep < 1:
         raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
-    if optimizer_state not in ("canonical", "held"):
-        raise ValueError(f"Expected optimizer_state to be 'canonical' or 'held', but got {optimizer_state!r}")
+    check_format(optimizer_state, "optimizer_state")
     if model is None:
         _only_with_model(
             optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
@@ -364,15 +364,15 @@ def load(
         reader = open_verified(path, ranks)
         if model is None and "model" in reader.tree:
             raise ValueError(f"Expected model for {path}, which was saved with one, but got None: pass model=")
-        loading, rollback = _Load(reader, model, optimizer, scaler), Rollback(optimizer, scaler)
-        with explained(f"checkpoint {path} does not fit"), _quiet():
-            try:
-                ranks.together(loading.prepare)
-                ranks.together(lambda: reader.read_into(loading.targets))
-                ranks.together(lambda: loading.load_into_live(rollback))
-            except BaseException:
-                rollback.put_back()
-                raise
+        loading = _Load(reader, model, optimizer, scaler)
+        with explained(f"checkpoint {path} does not fit"), _quiet(), ExitStack() as undo:
+            for owner in (optimizer, scaler):
+                if owner is not None:
+                    restoring(undo, vars(owner))
+            ranks.together(loading.prepare)
+            ranks.together(lambda: reader.read_into(loading.targets))
+            ranks.together(lambda: loading.load_into_live(undo))
+            undo.pop_all()
         return loading.state
 
 
@@ -421,11 +421,11 @@ class _Load:
         for name, target in (("model", self.model), ("scaler", self.scaler), ("optimizer", self.optimizer)):
             if target is not None and tree.get(name) is None:
                 raise CheckpointError(f"it holds no {_ABSENT[name]}")
-        self.current = dict(torch_state.get_model_state_dict(self.model))
+        self.current: dict[str, Any] = dict(torch_state.get_model_state_dict(self.model))
         check_model(unpack(tree["model"], self.reader.empty), self.current)
-        for key, name in unpack(tree["model"]).items():
-            if isinstance(name, TensorName):
-                self.targets[name] = _on_cpu(self.current[key])
+        names = unpack(tree["model"])
+        self.tensors = [key for key, name in names.items() if isinstance(name, TensorName)]  # of the model
+        self.targets = {names[key]: _on_cpu(self.current[key]) for key in self.tensors}
         if self.optimizer is None:
             return
         saved = unpack(tree["optimizer"])
@@ -471,35 +471,49 @@ class _Load:
             return self.optimizer.empty_entry(parameter, key, size, dtype)
         return empty_entry(parameter, key, size, dtype)
 
-    def load_into_live(self, rollback: Rollback) -> None:
-        """Load the model, then the optimizer, whose masters set the parameters, then the scaler."""
+    def load_into_live(self, undo: ExitStack) -> None:
+        """Load the model, then the optimizer, whose masters set the parameters, then the scaler.
+
+        `undo` restores all of them with the same bits. Old and new values of the model are swapped, so that the old
+        ones need no more memory. Only FSDP1, which writes its flat parameters itself, requires a copy.
+        """
         if self.model is None:
             return
-        fresh, loaded, scale = (
-            None if target is None else unpack(self.reader.tree[name], self._read)
-            for name, target in (("model", self.model), ("optimizer", self.optimizer), ("scaler", self.scaler))
-        )
-        rollback.keep_objects(self.model, self.current)
+        targets = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        saved: dict[str, Any] = {
+            name: unpack(self.reader.tree[name], self._read) for name, target in targets.items() if target is not None
+        }
+        fresh = saved["model"]
+        not_strict = torch_state.StateDictOptions(strict=False)
+        objects = {name: value for name, value in self.current.items() if name not in self.tensors}
+        if objects:
+            undo.callback(torch_state.set_model_state_dict, self.model, objects, options=not_strict)
         if self.flat:
-            rollback.copy([*self.model.parameters(), *self.model.buffers()])
+            for tensor in map(torch.Tensor.detach, (*self.model.parameters(), *self.model.buffers())):
+                undo.callback(local(tensor).copy_, local(tensor).clone())
         else:
-            for name, live in self.current.items():
-                if isinstance(live, torch.Tensor):
-                    rollback.exchange(local(live), local(fresh[name]))
-                    fresh[name] = live
+            for name in self.tensors:
+                _exchange(local(self.current[name]), local(fresh[name]), undo)
+                fresh[name] = self.current[name]
         torch_state.set_model_state_dict(self.model, fresh)
         if self.optimizer is not None:
             # Not strict, because parameters that never had a gradient have no state.
-            options = torch_state.StateDictOptions(strict=False)
-            torch_state.set_optimizer_state_dict(self.model, self.optimizer, loaded, options=options)
+            torch_state.set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=not_strict)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
         if self.scaler is not None:
-            self.scaler.load_state_dict(scale)
+            self.scaler.load_state_dict(saved["scaler"])
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor that was read into memory made for it, or a whole one."""
         return self.targets[name] if name in self.targets else self.reader.copy(name)
+
+
+def _exchange(live: torch.Tensor, new: torch.Tensor, undo: ExitStack) -> None:
+    old = live.clone()
+    live.copy_(new)
+    new.copy_(old)
+    undo.callback(live.copy_, new)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -44,9 +44,8 @@ _NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-def _index(key: Record) -> tuple[str, torch.Size | None]:
+def _index(name: Any, offset: Any) -> tuple[str, torch.Size | None]:
     """The name of a tensor and the position of a part, which cost no more to hash than to read."""
-    name, offset = key.state["fqn"], key.state.get("offset")
     if type(name) is not str or type(offset) not in (torch.Size, type(None)):
         raise PickleError("it has an index without a name")
     return name, offset
@@ -61,12 +60,12 @@ class _Range(NamedTuple):
 
 
 class TorchReader(Reader):
-    """A reader of a folder of torch, with the same tree and metadata as one of a checkpoint of halfstep."""
+    """A reader of a folder of torch, with the same tree and list of tensors as one of a checkpoint of halfstep."""
 
     sources = METADATA
 
     def __init__(self, path: Path) -> None:
-        self._objects: dict[str, torch.Tensor] = {}  # tensors of the tree that `metadata` does not list
+        self._objects: dict[str, torch.Tensor] = {}  # tensors of the tree that `tensors` does not list
         super().__init__(path)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
@@ -78,16 +77,19 @@ class TorchReader(Reader):
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
         stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
-        places = {_index(key): info.state for key, info in stored["storage_data"].items()}
+        places = {
+            _index(key.state["fqn"], key.state.get("offset")): info.state
+            for key, info in stored["storage_data"].items()
+        }
         objects: dict[Any, _Range] = {}
         for name, entry in stored["state_dict_metadata"].items():
             if entry.state is None:  # no tensor
-                objects[name] = self._range(places[name, None], 1)
+                objects[name] = self._range(places[_index(name, None)], 1)
                 continue
             dtype, chunks = entry.state["properties"].state[0], {}
             for chunk in entry.state["chunks"]:
                 offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
-                source = self._range(places[name, offsets], sizes.numel() * dtype.itemsize)
+                source = self._range(places[_index(name, offsets)], sizes.numel() * dtype.itemsize)
                 chunks[offsets, sizes] = Chunk(source, offsets, sizes)
             self._add(name, Stored(dtype, entry.state["size"], list(chunks.values())))
         files = {chunk.source.file for tensor in self.tensors.values() for chunk in tensor.chunks}

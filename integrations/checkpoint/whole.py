@@ -1,24 +1,24 @@
 """State dicts of whole tensors, for checkpoints without a model and for state from elsewhere.
 
 `gather` collects sharded tensors (DTensors of FSDP2) as complete tensors on the CPU, and `scatter` shards them for the
-mesh of the run that loads them. The checks here compare what was saved with what loads it, and `Rollback` restores
-model, optimizer and scaler if loading fails.
+mesh of the run that loads them. The checks here compare what was saved with what loads it, and `restoring` undoes a
+load that fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.optim.foreign_codes import decode
-from halfstep.numerics.scaling.sharding import Sharding, local
+from halfstep.numerics.scaling.sharding import Sharding
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
@@ -97,15 +97,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 sharded[key] = scatter(value, parameter)
         return sharded
 
-    rollback = Rollback(optimizer)
-    try:
+    with unchanged_on_error(optimizer):
         entries = {number: sharded(number, entry) for number, entry in state["state"].items() if number in by_number}
         optimizer.load_state_dict({**state, "state": entries})
-    except BaseException as error:
-        rollback.put_back()
-        if not isinstance(error, Exception):
-            raise
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
 
 
 def check_model(saved: Any, present: Mapping[str, Any]) -> None:
@@ -202,57 +196,33 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
 # ------------------------------------------------------------------------------------------------------------ rollback
 
 
-class Rollback:
-    """The state of optimizer and scaler, and of what is added of a model, before a load.
+def restoring(undo: ExitStack, value: Any, depth: int = 4, numbers: bool = True) -> None:
+    """Restore the content of `depth` levels of dicts and lists, and the numbers in tensors of one element, by `undo`.
 
-    Loading replaces the tensors of an optimizer without changing them, so references to them suffice. For the model,
-    `exchange` swaps old and new values, so that the old ones need no more memory. Only FSDP1, which writes its flat
-    parameters itself, requires a copy.
+    With the ``vars`` of an optimizer, these are its state and options. Loading replaces the tensors of its state
+    without changing them, so references to them suffice.
     """
+    if isinstance(value, dict | list) and depth:
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        undo.callback(_refill, value, items)
+        for key, item in items.items():
+            restoring(undo, item, depth - 1, numbers and key != "state")
+    elif isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
+        undo.callback(value.detach().copy_, value.detach().clone())
 
-    def __init__(self, *owners: Any) -> None:
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors that are written, and their old values
-        self._containers: list[tuple[Any, Any]] = []  # dicts and lists, and their old content
-        self._model: torch.nn.Module | None = None
-        self._objects: dict[str, Any] = {}
-        for owner in owners:
-            if owner is not None:
-                self._keep(vars(owner), 4)
 
-    def _keep(self, value: Any, depth: int, numbers: bool = True) -> None:
-        """Keep the content of `depth` levels of dicts and lists, and the numbers in tensors of one element."""
-        if isinstance(value, dict | list) and depth:
-            items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-            self._containers.append((value, items))
-            for key, item in items.items():
-                # Tensors of an optimizer's state are replaced, not written.
-                self._keep(item, depth - 1, numbers and key != "state")
-        elif isinstance(value, torch.Tensor) and depth and numbers and value.numel() == 1:
-            self.copy([value])
+def _refill(container: Any, items: dict[Any, Any]) -> None:
+    container.clear()
+    container.update(items) if isinstance(container, dict) else container.extend(items.values())
 
-    def keep_objects(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-        """Keep what is not a tensor in the state of a model."""
-        tensors = torch.Tensor | ShardedTensor
-        self._model = model
-        self._objects = {name: value for name, value in state.items() if not isinstance(value, tensors)}
 
-    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy tensors that will be written by other means than `exchange`."""
-        self._values += [(local(tensor.detach()), local(tensor.detach()).clone()) for tensor in tensors]
-
-    def exchange(self, live: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Swap the values of `live` and `fresh`."""
-        old = live.clone()
-        live.copy_(fresh)
-        fresh.copy_(old)
-        self._values.append((live, fresh))
-
-    def put_back(self) -> None:
-        """Restore model, optimizer and scaler with the same bits."""
-        for live, old in reversed(self._values):
-            live.copy_(old)
-        if self._model is not None and self._objects:
-            set_model_state_dict(self._model, self._objects, options=StateDictOptions(strict=False))
-        for container, items in self._containers:
-            container.clear()
-            container.update(items) if isinstance(container, dict) else container.extend(items.values())
+@contextmanager
+def unchanged_on_error(optimizer: Any) -> Iterator[None]:
+    """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
+    try:
+        with ExitStack() as undo:
+            restoring(undo, vars(optimizer))
+            yield
+            undo.pop_all()
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error

@@ -91,10 +91,10 @@ def check_options(group: Group) -> None:
     check_seed(group["seed"])
 
 
-def check_format(form: Any) -> None:
-    """Raise unless `form` is a format of `state_dict`."""
+def check_format(form: Any, name: str = "state_dict_format") -> None:
+    """Raise unless the argument `name` is a format of `state_dict`."""
     if form not in ("held", "canonical"):
-        raise ValueError(f"Expected state_dict_format to be 'held' or 'canonical', but got {form!r}")
+        raise ValueError(f"Expected {name} to be 'held' or 'canonical', but got {form!r}")
 
 
 def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | None) -> None:

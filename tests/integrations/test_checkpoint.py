@@ -212,7 +212,7 @@ def test_with_and_without_a_model_are_not_taken_for_each_other(tmp_path: Path) -
         ({"scaler": 1}, "Expected model to be given together with scaler, but got None"),
         ({"keep": 0}, "Expected keep to be at least 1, but got 0"),
         ({"step": -1}, "Expected step to be at least 0, but got -1"),
-        ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'canonical' or 'held', but got 'compact'"),
+        ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'held' or 'canonical', but got 'compact'"),
     ],
 )
 def test_arguments_are_checked(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:

@@ -72,7 +72,7 @@ def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any
 
 
 def test_which_state_is_gathered_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("Expected optimizer_state to be 'canonical' or 'held', but got")):
+    with pytest.raises(ValueError, match=re.escape("Expected optimizer_state to be 'held' or 'canonical', but got")):
         zero.state_dict(_divided(), optimizer_state="compact")  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import shutil
@@ -123,6 +124,7 @@ def _in_shard(name: str, value: Any) -> Make:
 
 MOMENT = "optimizer.state.weight.exp_avg"
 FILE = attacks.OPTIMIZER
+TUPLES: Any = functools.reduce(lambda item, _: (item, item), range(80), 1)
 # By what is wrong: the folder, and words of the error. The optimizer that loads is ours, where nothing else is said.
 FAILURES: dict[str, tuple[Make, str]] = {
     "lr -1": (_group("lr", -1.0), "Invalid learning rate: -1.0"),
@@ -187,6 +189,10 @@ FAILURES: dict[str, tuple[Make, str]] = {
     ),
     "torch's offset": (_stored("offset", 2**40), "does not match the file"),
     "torch's file": (_stored("relative_path", "../x"), "is no file of the folder"),
+    "torch's offsets, slow to hash": (
+        _metadata(lambda metadata: setattr(metadata.state_dict_metadata[MOMENT].chunks[0], "offsets", TUPLES)),
+        "it has an index without a name",
+    ),
     "torch's size": (_metadata(lambda metadata: metadata.state_dict_metadata.pop(MOMENT)), "KeyError"),
 }
 
