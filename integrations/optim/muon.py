@@ -147,7 +147,6 @@ class MatrixGroup(LaunchGroup):
 
 
 def _coefficients(group: Group) -> tuple[rule.Triple, ...]:
-    """The coefficients of each step."""
     coefficients = group["ns_coefficients"]
     triples = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)

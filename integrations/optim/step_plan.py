@@ -121,7 +121,6 @@ class LaunchGroup:
         self._point([member.noise for member in members])
 
     def _point(self, noise: list[tuple[int, ...]]) -> None:
-        """Take the addresses of parameters and state."""
         kernels, layout, lists = self.kernels, self.batch.layout, self.batch.lists
         self.dense = lists[kernels.PARAM] = [dense(weight, layout) for weight in self.weights]
         pairs = zip(self.weights, self.dense, strict=True)
@@ -352,7 +351,6 @@ class StepPlan:
         return table
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
-        """Store the options of the step that was taken."""
         self._options, self._limit = list(map(self._options_of, groups)), limit
         self._changeable = not all(map(_is_constant, chain.from_iterable(self._options)))
 
@@ -442,7 +440,6 @@ def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tu
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
-    """Raise unless a parameter can be updated with its gradient."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"Expected {where} to have a dense gradient, but got layout {grad.layout}: use torch.optim.SparseAdam, or "
@@ -475,7 +472,6 @@ def _check_blocks(parameter: torch.Tensor, where: str) -> None:
 
 
 def _check_entry(where: str, key: str, value: Any, dtype: torch.dtype, parameter: torch.Tensor) -> None:
-    """Raise unless an entry of a parameter's state is as its layout needs it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     values, device, shape = local(value), local(parameter).device, shape_of(key, local(parameter).shape)
