@@ -111,8 +111,7 @@ class MatrixGroup(LaunchGroup):
     def _scratch(self) -> list[torch.Tensor]:
         """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
         products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
-        ranks = _exchanging(self.targets[0], {"blocks": products.blocks})  # the same for all parameters of a launch
-        exchange = None if ranks is None else Exchange(self.targets)
+        exchange = None if self.ranks is None else Exchange(self.targets)
         order = range(len(shapes)) if exchange is None else exchange.order
         sizes = [padded(self.weights[index].numel()) for index in order]
         memory, views = self._memory("parts", sum(sizes)), {}

@@ -92,11 +92,14 @@ class Member(NamedTuple):
 
 
 class LaunchGroup:
-    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them."""
+    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
+    `ranks` is the group of those that exchange parts of the parameters, or None."""
 
-    def __init__(self, plans: StepPlans, rule: Rule, layout: StateLayout, variant: Any, members: list[Member]) -> None:
+    def __init__(
+        self, plans: StepPlans, rule: Rule, layout: StateLayout, variant: Any, ranks: Any, members: list[Member]
+    ) -> None:
         kernels = rule.kernels
-        self.plans, self.rule, self.kernels = plans, rule, kernels
+        self.plans, self.rule, self.kernels, self.ranks = plans, rule, kernels, ranks
         self.indices = [member.index for member in members]
         self.parameters = [member.parameter for member in members]
         self.targets = [member.target for member in members]
@@ -276,8 +279,8 @@ class StepPlan:
         for launch, member in _members(optimizer, targets, grads, recording, self._rows):
             launches.setdefault(launch, []).append(member)
         self.launches = [
-            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, layout, variant, members)
-            for (_, _, rule, layout, variant, addressable, _), members in _limited(launches)
+            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, *layouts, ranks, members)
+            for (_, _, addressable, rule, *layouts, ranks), members in _limited(launches)
         ]
         self.devices = {launch.device for launch in self.launches}
         self._compiled = _compiled_options(optimizer)
@@ -378,8 +381,8 @@ def _members(
     recording: bool,
     table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
 ) -> Iterator[tuple[tuple[Any, ...], Member]]:
-    """Each parameter after checking that it can be updated, and its launch: bucket, device, rule, layout, variant,
-    whether kernels can read its tensors, and the ranks that exchange its parts. Its row is added to `table_rows`."""
+    """Each parameter after checking that it can be updated, and its launch: bucket, device, whether kernels can read
+    its tensors, rule, layout, variant, and the ranks that exchange its parts. Its row is added to `table_rows`."""
     groups = optimizer.param_groups
     parameters = parameters_of(optimizer)
     group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -424,7 +427,7 @@ def _members(
         rows = table_rows.setdefault(rule.kernels, {})
         row = rows.setdefault((group_of[number], target.shape if rule.by_shape else None), len(rows))
         ranks = rule.exchanging(target, group)
-        launch = optimizer._bucket(parameter), local(target).device, rule, layout, variant, addressable, ranks
+        launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
         yield launch, Member(index, parameter, target, state, row, noise)
 
 
@@ -432,7 +435,7 @@ def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tu
     """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
     ranks divide them alike."""
     for launch, members in launches.items():
-        rule, group = launch[2], launch[-1]
+        rule, group = launch[3], launch[-1]
         ranks = 1 if group is None else group.size()
         sizes = [(member.target if group is not None else local(member.target)).numel() for member in members]
         for part in in_parts(sizes, rule.most * ranks, ranks):
