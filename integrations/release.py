@@ -315,7 +315,6 @@ class StepInBackward:
             self._step(bucket.part, ready)
 
     def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
-        """Update the parameters of a bucket."""
         optimizer = self._optimizer
         if self.clipping is None and self._scaler is None and optimizer.max_grad_norm is not None:
             raise RuntimeError(

@@ -90,7 +90,6 @@ class Rule(NamedTuple):
     exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
-        """The moments of parameters with these options."""
         layout = self.kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self.variant(group))
         return self.moments[: layout.moments]
 
@@ -178,7 +177,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._plans.of_part = {}
 
     def _rule_of(self, group: Group) -> Rule:
-        """The rule of the parameters of a group."""
         return self._rule
 
     def _layout(self, parameter: torch.Tensor, group: Group) -> StateLayout:
@@ -588,7 +586,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             post_hook(self)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, without hooks."""
         self._update_targets()
         groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._rule.fixed_options))
         for group in groups:

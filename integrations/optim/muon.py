@@ -111,8 +111,7 @@ class MatrixGroup(LaunchGroup):
     def _scratch(self) -> list[torch.Tensor]:
         """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
         products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
-        ranks = _exchanging(self.targets[0], {"blocks": products.blocks})  # the same for all parameters of a launch
-        exchange = None if ranks is None else Exchange(self.targets)
+        exchange = None if self.ranks is None else Exchange(self.targets)
         order = range(len(shapes)) if exchange is None else exchange.order
         sizes = [padded(self.weights[index].numel()) for index in order]
         memory, views = self._memory("parts", sum(sizes)), {}
@@ -147,7 +146,6 @@ class MatrixGroup(LaunchGroup):
 
 
 def _coefficients(group: Group) -> tuple[rule.Triple, ...]:
-    """The coefficients of each step."""
     coefficients = group["ns_coefficients"]
     triples = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
     return tuple((float(a), float(b), float(c)) for a, b, c in triples)

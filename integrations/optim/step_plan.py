@@ -92,11 +92,14 @@ class Member(NamedTuple):
 
 
 class LaunchGroup:
-    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them."""
+    """The parameters of one launch, their state, and the table of their addresses. Full masters must round to them.
+    `ranks` is the group of those that exchange parts of the parameters, or None."""
 
-    def __init__(self, plans: StepPlans, rule: Rule, layout: StateLayout, variant: Any, members: list[Member]) -> None:
+    def __init__(
+        self, plans: StepPlans, rule: Rule, layout: StateLayout, variant: Any, ranks: Any, members: list[Member]
+    ) -> None:
         kernels = rule.kernels
-        self.plans, self.rule, self.kernels = plans, rule, kernels
+        self.plans, self.rule, self.kernels, self.ranks = plans, rule, kernels, ranks
         self.indices = [member.index for member in members]
         self.parameters = [member.parameter for member in members]
         self.targets = [member.target for member in members]
@@ -121,7 +124,6 @@ class LaunchGroup:
         self._point([member.noise for member in members])
 
     def _point(self, noise: list[tuple[int, ...]]) -> None:
-        """Take the addresses of parameters and state."""
         kernels, layout, lists = self.kernels, self.batch.layout, self.batch.lists
         self.dense = lists[kernels.PARAM] = [dense(weight, layout) for weight in self.weights]
         pairs = zip(self.weights, self.dense, strict=True)
@@ -277,8 +279,8 @@ class StepPlan:
         for launch, member in _members(optimizer, targets, grads, recording, self._rows):
             launches.setdefault(launch, []).append(member)
         self.launches = [
-            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, layout, variant, members)
-            for (_, _, rule, layout, variant, addressable, _), members in _limited(launches)
+            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, *layouts, ranks, members)
+            for (_, _, addressable, rule, *layouts, ranks), members in _limited(launches)
         ]
         self.devices = {launch.device for launch in self.launches}
         self._compiled = _compiled_options(optimizer)
@@ -352,7 +354,6 @@ class StepPlan:
         return table
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
-        """Store the options of the step that was taken."""
         self._options, self._limit = list(map(self._options_of, groups)), limit
         self._changeable = not all(map(_is_constant, chain.from_iterable(self._options)))
 
@@ -380,8 +381,8 @@ def _members(
     recording: bool,
     table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
 ) -> Iterator[tuple[tuple[Any, ...], Member]]:
-    """Each parameter after checking that it can be updated, and its launch: bucket, device, rule, layout, variant,
-    whether kernels can read its tensors, and the ranks that exchange its parts. Its row is added to `table_rows`."""
+    """Each parameter after checking that it can be updated, and its launch: bucket, device, whether kernels can read
+    its tensors, rule, layout, variant, and the ranks that exchange its parts. Its row is added to `table_rows`."""
     groups = optimizer.param_groups
     parameters = parameters_of(optimizer)
     group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -426,7 +427,7 @@ def _members(
         rows = table_rows.setdefault(rule.kernels, {})
         row = rows.setdefault((group_of[number], target.shape if rule.by_shape else None), len(rows))
         ranks = rule.exchanging(target, group)
-        launch = optimizer._bucket(parameter), local(target).device, rule, layout, variant, addressable, ranks
+        launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
         yield launch, Member(index, parameter, target, state, row, noise)
 
 
@@ -434,7 +435,7 @@ def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tu
     """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
     ranks divide them alike."""
     for launch, members in launches.items():
-        rule, group = launch[2], launch[-1]
+        rule, group = launch[3], launch[-1]
         ranks = 1 if group is None else group.size()
         sizes = [(member.target if group is not None else local(member.target)).numel() for member in members]
         for part in in_parts(sizes, rule.most * ranks, ranks):
@@ -442,7 +443,6 @@ def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tu
 
 
 def _check_tensors(where: str, parameter: torch.Tensor, grad: torch.Tensor, group: Group) -> None:
-    """Raise unless a parameter can be updated with its gradient."""
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"Expected {where} to have a dense gradient, but got layout {grad.layout}: use torch.optim.SparseAdam, or "
@@ -475,7 +475,6 @@ def _check_blocks(parameter: torch.Tensor, where: str) -> None:
 
 
 def _check_entry(where: str, key: str, value: Any, dtype: torch.dtype, parameter: torch.Tensor) -> None:
-    """Raise unless an entry of a parameter's state is as its layout needs it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"Expected state {key!r} of {where} to be a tensor, but got a {type(value).__name__}")
     values, device, shape = local(value), local(parameter).device, shape_of(key, local(parameter).shape)

@@ -2,5 +2,5 @@
 
 Files: ``scaler.py`` has `GradScaler`, ``verdict.py`` checks gradients, ``topology.py`` finds the ranks that share them,
 ``stand_ins.py`` is ``.grad`` of gradients that are elsewhere, ``overflow.py`` reports which parameters overflowed,
-``host_copy.py`` reads device integers without waiting, ``foreign_scalers.py`` answers the scalers of others.
+``host_copy.py`` reads device integers without waiting, ``decision.py`` has what a step does about a verdict.
 """

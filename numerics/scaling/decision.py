@@ -68,7 +68,7 @@ class StepsOnVerdict:
     def checker(self) -> Checker:
         """The checker of this optimizer's gradients where no scaler checks them."""
         if self._checker is None:
-            self._checker = Checker(self, is_part=True)
+            self._checker = Checker(self)
         return self._checker
 
     @property
@@ -158,7 +158,6 @@ class StepsOnVerdict:
         return Control(scale, found_inf, squares)
 
     def _number(self, value: Any) -> torch.Tensor | None:
-        """A number that other code has set, as a tensor."""
         if value is None or isinstance(value, torch.Tensor):
             return value
         device = next((parameter.device for parameter in parameters_of(self)), None)

@@ -243,8 +243,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        self._check(unwrapped(optimizer), Factor(scale, inverted=True))
+        self._check(unwrapped(optimizer), self.factor())
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -237,7 +237,6 @@ def flat_ranks() -> dict[int, Ranks | None]:
 
 
 def _of_handle(module: Any, handle: Any) -> Ranks | None:
-    """The ranks of the parameters that an FSDP1 module has flattened."""
     dimensions = [(handle.process_group, handle.uses_sharded_strategy)]
     if "HYBRID" in handle._sharding_strategy.name:
         dimensions.append((module._inter_node_pg, False))

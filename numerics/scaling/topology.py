@@ -158,7 +158,6 @@ NOWHERE = Topology(())
 
 
 def default_group() -> Any:
-    """The default process group, or None."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
@@ -167,8 +166,8 @@ def topology_of(
 ) -> Topology:
     """The topology of all parameters of an optimizer: the `last` one, or `NOWHERE`, if it still is.
 
-    Plain tensors differ on the ranks of `process_group`. The `owner` may be the local part of a
-    `ZeroRedundancyOptimizer`. Raises a RuntimeError if the topology cannot be derived.
+    Plain tensors differ on the ranks of `process_group`, and on those of a `ZeroRedundancyOptimizer` whose local part
+    the `owner` is. Raises a RuntimeError if the topology cannot be derived.
     """
     world = default_group()
     if world is None:
@@ -176,4 +175,4 @@ def topology_of(
     unchanged = last.world is world and len(parameters) == len(last.parameters)
     if unchanged and all(map(is_, parameters, last.parameters)):
         return last
-    return Topology(parameters, process_group if owner is None else zero_group_of(owner), world)
+    return Topology(parameters, process_group or (None if owner is None else zero_group_of(owner)), world)

@@ -98,29 +98,28 @@ class Checker:
     """Makes the verdicts on the gradients of one optimizer, which it does not keep alive.
 
     Checks in a CUDA graph write to verdicts of their own. They count non-finite gradients in the same `counts` as eager
-    checks, if there was an eager check before. `process_group` has ranks with other plain tensors of the same model.
-    With `is_part`, the optimizer may be the local part of a `ZeroRedundancyOptimizer`, whose ranks must agree.
+    checks, if there was an eager check before. `process_group` has ranks with other plain tensors of the same model, as
+    those of a `ZeroRedundancyOptimizer` have, whose local part the optimizer may be.
 
     Attributes:
         topology: the topology of its parameters in the last verdict.
         counts: for each device `Tally.counts`, with a row for each parameter of the optimizer, its slot.
     """
 
-    def __init__(self, optimizer: Any, process_group: Any = None, is_part: bool = False) -> None:
+    def __init__(self, optimizer: Any, process_group: Any = None) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.topology: Topology = NOWHERE
         self.counts: dict[torch.device, torch.Tensor] = {}
         self._recorded: dict[int, torch.Tensor] = {}  # counts that CUDA graphs write to
         self._verdicts: dict[Key, Verdict] = {}
         self._combination = Combination()
-        self._process_group, self._is_part = process_group, is_part
+        self._process_group = process_group
         self._slots: dict[int, int] = {}  # by the parameter's id, for a verdict in parts
         self._parts: dict[int, _Part] = {}  # by slot
 
     def find_topology(self, parameters: list[torch.Tensor]) -> Topology:
         """The present topology of `parameters`, which are all parameters of the optimizer."""
-        owner = self.optimizer() if self._is_part else None
-        self.topology = topology_of(parameters, self.topology, self._process_group, owner)
+        self.topology = topology_of(parameters, self.topology, self._process_group, self.optimizer())
         return self.topology
 
     def verdict(
