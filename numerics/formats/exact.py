@@ -148,10 +148,10 @@ def moves_away(below: Any, part: Any, rounding: str, negative: Any, word: Any, f
     moves, bits = part * 2**32 >= 2.0**32 - word, 23 - form.mantissa
     if form.emin <= -126 or not form.has_subnormals or form.mantissa > 10:
         return moves
-    coarse = part * 2**bits
-    nearest = round(coarse) if isinstance(coarse, Fraction) else coarse.round()
-    subnormal = below < 1 << form.mantissa
-    return (subnormal & ((word >> (32 - bits)) + nearest >= 2**bits)) | ((subnormal ^ True) & moves)
+    steps, least_normal = part * 2**bits, 1 << form.mantissa
+    nearest = round(steps) if isinstance(steps, Fraction) else steps.round()
+    coarse = (word >> (32 - bits)) + nearest >= 2**bits
+    return ((below < least_normal) & coarse) | ((below >= least_normal) & moves)
 
 
 def stops_at_the_end(rounding: str, negative: bool, form: Format) -> bool:
