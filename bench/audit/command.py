@@ -1,4 +1,4 @@
-"""``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the machine code.
+"""``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the code.
 
 It fails (status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
 promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals, and with
@@ -59,7 +59,7 @@ def shown(rows: list[dict[str, Any]], seconds: float) -> list[Any]:
         lines.append(line)
         before = kernel
     targets = " / ".join(dict.fromkeys(row["target"] for row in rows))
-    caption = "Bytes per element, from the machine code, and the least that the job needs; where targets differ, "
+    caption = "Bytes per element, from the compiled code, and the least that the job needs; where targets differ, "
     parts: list[Any] = [f"{caption}{targets}.", ""]
     parts.append(Table(["kernel", "variant", *COLUMNS], lines, range(2, 2 + len(COLUMNS))))
     for row in rows:
@@ -83,7 +83,7 @@ def _parser() -> Parser:
     parser = Parser(
         "bench audit",
         description="Compile every kernel for every target, without a GPU, and read bytes per element, access widths, "
-        "registers, spills, shared memory, barriers and layout conversions from the machine code.",
+        "registers, spills, shared memory, barriers and layout conversions from the compiled code.",
     )
     option = parser.add_argument
     option(
