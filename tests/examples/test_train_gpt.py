@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import forks
 import pytest
+import report as reports
 import torch
 import train_gpt
 from corpus import read_corpus
@@ -90,6 +92,12 @@ def test_the_report_begins_with_what_was_shown_and_stands_alone(compared: Path) 
     names = " and ".join(name for name in ("bf16", "fp16") if Precision.on(name, CPU).emulated)
     assert f"the {names} matrix products were emulated" in page
     assert all(f"<td>{run['final_val_loss']:.4f}</td>" in page for run in runs.values())
+
+
+def test_without_matplotlib_the_report_says_what_is_missing(compared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = reports.page(json.loads((compared / "report.json").read_text()))
+    assert "pictures need matplotlib" in page and "<svg" not in page and "<table>" in page
 
 
 def test_skipped_steps_and_overflows_are_those_where_the_scale_fell(compared: Path) -> None:
