@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         batches, shares = ([[name] for name in names], SIDE_BY_SIDE) if stage == "bits" else ([names], 1)
         with ThreadPoolExecutor(shares) as pool:
             apply = pool.map if shares > 1 else map  # a single batch runs in this thread, which an interrupt ends
-            list(apply(lambda batch, shares=shares: _run_checks(batch, shares, file, options.quick, end), batches))
+            run = partial(_run_checks, shares=shares, file=file, quick=options.quick, end=end)
+            list(apply(run, batches))
     records = gpu_checks.records(file)
     rest = sum(name not in records or records[name]["status"] not in DONE for name in checks)
     machine = records.get("machine", {}).get("detail") or {"copy_gb_per_s": 0.0}

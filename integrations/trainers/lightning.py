@@ -98,7 +98,7 @@ class HalfPrecision(theirs.HalfPrecision, MixedPrecision):
     """
 
     def __init__(self, precision: Any = "16-true", scaler: GradScaler | None = None, device: str = "cuda") -> None:
-        super().__init__(precision)
+        theirs.HalfPrecision.__init__(self, precision)
         self.scaler = checked_scaler(scaler, device if precision == "16-true" else None)
 
 

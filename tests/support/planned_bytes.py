@@ -13,7 +13,7 @@ import rank_processes
 import torch
 import torch.distributed as dist
 from counted_bytes import Messages, counted, storage_bytes
-from gpt import GPT, Block, Precision, Size
+from gpt import GPT, Block, Precision, shape
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -22,12 +22,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
+from halfstep.numerics.planning import Transformer
 
 WORLD = 2
 # Every strategy trains this one. Five positions are uneven shards, of which the last of four ranks has none, and the
 # eight elements of a norm even ones.
-SHAPE = Size(layers=2, width=8, heads=2, context=5, lr=1e-3)
-CODED = replace(SHAPE, width=40)  # matrices of more than 4,096 elements, and smaller ones
+SHAPE = shape(layers=2, width=8, heads=2, context=5)
+CODED = replace(SHAPE, hidden=40)  # matrices of more than 4,096 elements, and smaller ones
 PLAIN = Precision("fp32", torch.float32, emulated=False)
 BATCH = 3
 
@@ -48,7 +49,7 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         return model, ours(model.parameters())
 
     def zero1(
-        shape: Size = SHAPE,
+        shape: Transformer = SHAPE,
         dtype: torch.dtype = torch.bfloat16,
         kind: type[torch.optim.Optimizer] = halfstep.AdamW,
         **options: Any,
@@ -57,7 +58,7 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
         return model, ZeroRedundancyOptimizer(model.parameters(), optimizer_class=kind, lr=1e-3, **options)
 
     def sharded(
-        dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Size = SHAPE, **policy: Any
+        dtype: torch.dtype, make: Callable[..., torch.optim.Optimizer] = ours, shape: Transformer = SHAPE, **policy: Any
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         groups = of_muon if getattr(make, "func", None) is halfstep.Muon else nn.Module.parameters
         model = GPT(shape, PLAIN, seed=0).to(dtype)
@@ -92,7 +93,7 @@ def strategies(mesh: Any) -> dict[str, Callable[[], tuple[nn.Module, torch.optim
 
 
 def backward(model: nn.Module, scaler: halfstep.GradScaler) -> None:
-    tokens = torch.randint(256, (BATCH, SHAPE.context + 1))
+    tokens = torch.randint(256, (BATCH, SHAPE.seq + 1))
     scaler.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import planned_bytes
 from counted_bytes import Message
-from gpt import shape_of
 
 from halfstep.numerics.planning import Plan, plan
 
-MODEL, CODED = shape_of(planned_bytes.SHAPE), shape_of(planned_bytes.CODED)
+MODEL, CODED = planned_bytes.SHAPE, planned_bytes.CODED
 _FP32 = {"precision": "fp32"}
 # The arguments of `plan` beside the model; on two GPUs unless they say otherwise.
 OPTIONS: dict[str, dict[str, Any]] = {

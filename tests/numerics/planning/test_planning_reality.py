@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from counted_bytes import Outputs, Peak, counted, storage_bytes
-from gpt import DTYPES, GPT, SIZES, Precision, shape_of
+from gpt import DTYPES, GPT, SIZES, Precision
 from torch import nn
 
 import halfstep
@@ -173,10 +173,9 @@ def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:
 
 
 def test_shapes_of_the_demos_gpt() -> None:
-    for name, size in SIZES.items():
-        shape = shape_of(size)
+    for name, shape in SIZES.items():
         if name in ("nano", "tiny"):
-            model = GPT(size, Precision.on("fp32", CPU), seed=0)
+            model = GPT(shape, Precision.on("fp32", CPU), seed=0)
             found = sorted(tuple(p.shape) for p in model.parameters())
             assert found == sorted(tensor.shape for one in shape.units() for tensor in one.tensors * one.count)
     assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what README.md says
@@ -284,15 +283,15 @@ def norm_statistics(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
     """Blocks, last norm, head and loss of a whole model; what the plan leaves out is counted here one by one."""
-    size, b = SIZES["nano"], 3
-    s, shape = size.context, shape_of(size)
-    model = GPT(size, Precision(precision, DTYPES[precision], emulated=False), seed=0).to(DTYPES[precision])
+    shape, b = SIZES["nano"], 3
+    s = shape.seq
+    model = GPT(shape, Precision(precision, DTYPES[precision], emulated=False), seed=0).to(DTYPES[precision])
     tokens = torch.arange(b * s).view(b, s) % 256
     found = saved_bytes(lambda: model(tokens, tokens), list(model.parameters()))
     made = plan(model=shape, batch=b, precision=precision)
     log_softmax = made.part("logits").bytes  # in fp32, as the logits were
     planned_for = made.part("activations").bytes + made.part("outer activations").bytes + log_softmax
-    norms = (2 * size.layers + 1) * 2 * b * s * norm_statistics(DTYPES[precision])
+    norms = (2 * shape.layers + 1) * 2 * b * s * norm_statistics(DTYPES[precision])
     indices = 8 * b * s  # the tokens, which are also the targets
     weight_of_the_mean = 4
     assert found == planned_for + norms + indices + weight_of_the_mean
