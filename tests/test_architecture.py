@@ -31,7 +31,7 @@ KERNELS_MAY_IMPORT = {*("torch", "numpy", "triton", "filelock", "platformdirs", 
 
 # Where copies may be asynchronous: `to_device` and its like, and offloading, which waits for an event after each copy.
 COPY_WITHOUT_WAITING = {"kernels/streams.py", "integrations/offload.py"}
-KNOWS_RANKS = {"numerics/scaling/sharding.py"}  # below integrations
+KNOWS_RANKS = {"numerics/scaling/sharding.py", "numerics/scaling/topology.py"}  # below integrations
 ALLOCATES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
     *("logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor"),
@@ -171,7 +171,7 @@ def test_memory_is_handled_carefully(check: Callable[[str], list[int]], allowed:
     assert not check("x = torch.zeros(3, dtype=a, device=b).to(c, non_blocking=False); torch.empty_like(x).copy_(x)")
 
 
-def test_only_the_sharding_knows_of_ranks() -> None:
+def test_only_sharding_and_topology_know_of_ranks() -> None:
     lower = {name: source for name, (layer, source) in SOURCES.items() if layer in ("kernels", "numerics")}
     imports = {name: imported_modules(source, "") for name, source in lower.items()}
     knows = {name for name, modules in imports.items() if any(one.startswith("torch.distributed") for one in modules)}

@@ -83,7 +83,7 @@ class StepPlans:
 class Member(NamedTuple):
     """A parameter in a launch."""
 
-    index: int  # among the parameters of the step
+    position: int  # among the parameters of the step
     parameter: torch.Tensor
     target: torch.Tensor  # which is stepped: the parameter, or its copy on the host
     state: dict[str, Any]
@@ -100,7 +100,7 @@ class LaunchGroup:
     ) -> None:
         kernels = rule.kernels
         self.plans, self.rule, self.kernels, self.ranks = plans, rule, kernels, ranks
-        self.indices = [member.index for member in members]
+        self.indices = [member.position for member in members]
         self.parameters = [member.parameter for member in members]
         self.targets = [member.target for member in members]
         self.states = [member.state for member in members]
@@ -279,8 +279,10 @@ class StepPlan:
         for launch, member in _members(optimizer, targets, grads, recording, self._rows):
             launches.setdefault(launch, []).append(member)
         self.launches = [
-            (rule.launch_group if addressable else OperationsGroup)(optimizer._plans, rule, *layouts, ranks, members)
-            for (_, _, addressable, rule, *layouts, ranks), members in _limited(launches)
+            (rule.launch_group if addressable else OperationsGroup)(
+                optimizer._plans, rule, layout, variant, ranks, members
+            )
+            for (_, _, addressable, rule, layout, variant, ranks), members in _limited(launches)
         ]
         self.devices = {launch.device for launch in self.launches}
         self._compiled = _compiled_options(optimizer)
@@ -290,7 +292,8 @@ class StepPlan:
         self._state, self._entries = optimizer.state, len(optimizer.state)
         # Of the last step: the options of the groups, whether they can change in place, and the norm it clipped to.
         self._options: list[tuple[Any, ...]] = []
-        self._changeable, self._limit = True, None
+        self._changeable = True
+        self._limit: float | None = None
         self._tables: dict[tuple[torch.device, Any], tuple[list[list[float]] | None, torch.Tensor]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
