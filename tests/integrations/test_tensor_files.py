@@ -122,15 +122,10 @@ def test_hostile_headers(tmp_path: Path, name: str) -> None:
         read_tensors(path)
 
 
-def test_the_cost_of_names_grows_with_their_number(tmp_path: Path) -> None:
-    seconds = []
-    for count in (5_000, 25_000):
-        empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(count)}
-        path = write(tmp_path / "x.safetensors", empty)
-        begun = time.process_time()
-        assert len(read_tensors(path)) == count
-        seconds.append(time.process_time() - begun)
-    assert seconds[1] < 15 * seconds[0]  # 5 times as many names; 25 if each were compared with all others
+@pytest.mark.timeout(120)  # a second; an hour if each name were compared with all others
+def test_many_names_are_read_in_time_that_grows_with_their_number(tmp_path: Path) -> None:
+    empty = {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(100_000)}
+    assert len(read_tensors(write(tmp_path / "x.safetensors", empty))) == len(empty)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

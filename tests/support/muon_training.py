@@ -25,7 +25,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "halfstep, split": {},
     "halfstep, split, bf16": {"state_dtype": torch.bfloat16},
     "halfstep, split, 8 bits": {"state_dtype": "8bit"},
-    "halfstep, split, 8 bits, nearest": {"state_dtype": "8bit", "rounding": "nearest"},
     "halfstep, split24, 8 bits": {"state_dtype": "8bit", "master_weights": "split24"},
 }
 NAMES = ("torch, fp32", *LAYOUTS, "torch, bf16")
@@ -75,7 +74,7 @@ def main() -> None:
     parser.add_argument("--only", choices=NAMES, nargs="*", default=NAMES)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    corpus = read_corpus(None, SIZES[options.size].context)
+    corpus = read_corpus(None, SIZES[options.size].seq)
     print("loss by seed, relative to torch in fp32", flush=True)
     first: list[float] = []
     for name in options.only:
@@ -84,13 +83,13 @@ def main() -> None:
         ]
         first = losses if name == NAMES[0] else first
         if not first:  # there is nothing to compare with
-            print(f"{name:32}", *(f"{value:.4f}" for value in losses), flush=True)
+            print(f"{name:28}", *(f"{value:.4f}" for value in losses), flush=True)
             continue
         relative = [value / reference - 1 for value, reference in zip(losses, first, strict=True)]
         mean = sum(relative) / len(relative)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in relative) / max(len(relative) - 1, 1))
         error = deviation / math.sqrt(len(relative))
-        print(f"{name:32}", *(f"{value:.4f}" for value in losses), f"{mean:+.2%} ± {error:.2%}", flush=True)
+        print(f"{name:28}", *(f"{value:.4f}" for value in losses), f"{mean:+.2%} ± {error:.2%}", flush=True)
 
 
 if __name__ == "__main__":
