@@ -13,7 +13,7 @@ from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of
 from stream_model import Model
 
 import halfstep
-from halfstep.numerics.owners import owners_of
+from halfstep.numerics.owners import cut, cuts_matrices, owners_of
 
 
 def test_a_step_under_autocast_has_the_bits_of_one_outside() -> None:
@@ -169,6 +169,14 @@ def test_states_of_keller_jordans_optimizer_load() -> None:
     assert float(optimizer.state[vector]["step"]) == 3.0
     assert [group["lr"] for group in optimizer.param_groups] == [0.02, 3e-4]
     assert optimizer.param_groups[1]["eps"] == 1e-10 and optimizer.param_groups[0]["adjust_lr_fn"] == "original"
+
+
+@pytest.mark.parametrize(("shape", "dim", "blocks", "cuts"), [
+    ((4, 16), 0, 1, True), ((4, 16), 1, 1, True), ((4, 16), 0, 2, False), ((4, 16), 0, 4, False), ((6, 16), 0, 3, True),
+    ((4, 8, 16), 0, 1, False), ((4, 8, 16), 1, 1, True),
+])  # fmt: skip
+def test_whether_two_ranks_have_parts_of_matrices(shape: tuple[int, ...], dim: int, blocks: int, cuts: bool) -> None:
+    assert cuts_matrices(shape, dim, cut(shape[dim], 2), blocks) == cuts
 
 
 def test_owners_share_the_work() -> None:

@@ -5,13 +5,18 @@ is clipped, dropped or discarded, a backward runs twice or fails, a step is left
 step must leave the bits that the plain optimizer leaves, or raise an error that names the remedy. No loop does what
 differs as documented: a backward that adds to gradients which a step has used, or code between a backward and its step
 that reads or writes weights.
+
+python tests/support/mistakes.py --loops 170 --seed 1
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -20,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from states import differences
 from torch import Tensor, nn
-from user_loops import OFFLOADED, REMEDY, FailsOnce, Run, grads, results
+from user_loops import LAYOUTS_OF_16_BITS, OFFLOADED, REMEDY, FailsOnce, Run, grads, results
 
 WAYS = ("release", *OFFLOADED)
 
@@ -170,3 +175,25 @@ def verdict(way: str, layout: str, actions: list[str]) -> str:
         return f"an error without a remedy: {type(error).__name__}: {error}"
     differing = differences(left, wanted)
     return f"differs in {len(differing)}, first in {differing[0]}" if differing else "same bits"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loops", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    for number in range(options.loops):
+        actions = loop_of(options.seed * 1_000_003 + number)
+        for layout, way in itertools.product(LAYOUTS_OF_16_BITS, WAYS):
+            text = verdict(way, layout, actions)
+            counts[text if text in ("same bits", "remedy named") else "wrong"] += 1
+            if text not in counts:
+                print(f"{way}, {layout}: {text}: {' '.join(actions)}", flush=True)
+    print(dict(counts))
+    return 1 if counts["wrong"] else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())
