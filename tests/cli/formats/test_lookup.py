@@ -314,12 +314,12 @@ SMALL = [name for name in formats if formats[name].bits <= 8] + ["e3m4", "e4m3ie
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ("fp16 bf16", "bf16 reaches 2^112 times further up. bf16 reaches 2^109 times further down. Near 1 fp16's numbers are "
-     "2^3 times closer together. They share 8,705 values: 13.7 % of fp16's 63,489 and 13.3 % of bf16's 65,281."),
+    ("fp16 bf16", "bf16 reaches 2^112 times further up. bf16 reaches 2^109 times further down. Near 1 fp16's numbers "
+     "are 2^3 times closer together. They share 8,705 values: 13.7 % of fp16's 63,489 and 13.3 % of bf16's 65,281."),
     ("e4m3fn e4m3fnuz", "e4m3fn reaches 2^1 times further up. e4m3fnuz reaches 2^1 times further down. They share 239 "
      "values: 94.5 % of e4m3fn's 253 and 93.7 % of e4m3fnuz's 255."),
-    ("bf16 fp32", "fp32 reaches 2^16 times further down. Near 1 fp32's numbers are 2^16 times closer together. fp32 holds "
-     "every value of bf16: casting there and back loses nothing."),
+    ("bf16 fp32", "fp32 reaches 2^16 times further down. Near 1 fp32's numbers are 2^16 times closer together. fp32 "
+     "holds every value of bf16: casting there and back loses nothing."),
 ])  # fmt: skip
 def test_what_tells_two_formats_apart(words: str, says: str) -> None:
     assert says in " ".join(" ".join(lines("compare", *words.split())).split())
