@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,14 +114,6 @@ def layout_conversions(ttgir: str) -> int:
 _PTX_GLOBAL = re.compile(r"\b(ld|st)(?:\.\w+)*?\.global\S*?(?:\.v(\d))?\.[busf](\d+)\s")
 _PTX_ASYNC = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]*\], \[[^]]*\], (0x[0-9a-f]+|\d+)")
 _PTX_BARRIER = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bar|barrier)(?:\.cta)?\.(?:sync|red|arrive)\b", re.MULTILINE)
-
-
-def output_of(*command: str | Path) -> str:
-    """What a program prints. A failure is a RuntimeError."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{command[0]} failed with status {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
 
 
 def ptx_accesses(text: str) -> Iterator[Access]:
