@@ -1,6 +1,6 @@
 """A whole AMP step with clipping, counted: each gradient read twice and never written, nothing allocated or copied.
 
-Launches are counted in tests/bench/test_host_cost.py (five, for any number of tensors) and on a GPU in test_gpu.py.
+Launches, five for any number of tensors, are counted on a GPU in test_gpu.py.
 """
 
 from __future__ import annotations
