@@ -172,6 +172,27 @@ def test_after_a_backward_that_failed(offloads: bool, bucket_bytes: int, cleared
     assert same((net, optimizer), (reference, after))
 
 
+@both
+def test_a_backward_whose_step_was_refused_can_be_repeated(offloads: bool) -> None:
+    """Nothing was stepped, so there is no second gradient."""
+    weights = []
+    for refused in (False, True):
+        net, optimizer = _started(offloads)
+        loss_of(net, 0).backward()
+        optimizer.step()
+        if refused:
+            optimizer.param_groups[0]["lr"] = "high"
+            with pytest.raises((RuntimeError, ValueError), match="high"):
+                loss_of(net, 1).backward()
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-3
+            optimizer.zero_grad()
+        loss_of(net, 1).backward()
+        optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in net.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 def test_an_interrupted_step_of_a_bucket_is_done_with_its_gradients_freed_or_not_begun() -> None:
     def given() -> tuple[list[torch.nn.Parameter], halfstep.AdamW]:
         parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (BF16, torch.float32)]

@@ -24,6 +24,7 @@ from halfstep.numerics.planning import (
     work,
 )
 from halfstep.numerics.planning.models import parameters_of
+from halfstep.numerics.planning.sharding import scratch_of
 
 BILLION = 10**9
 # 12 layers of 768, 512 positions, a vocabulary of 40512; post-norm, so without a last norm.
@@ -183,6 +184,9 @@ def test_ranks_exchange_parts_of_the_matrices_of_muon() -> None:
     assert plan(24 * BILLION, gpus=8, strategy="fsdp", optimizer="halfstep-muon").communication[-1].bytes == (
         4 * 24 * BILLION // 8 * 7 // 8
     )
+    # Two copies in bf16 and two products; a third copy of a matrix that was exchanged.
+    for shape, copies in (((8, 16), 6 * 128 + 4 * 64), ((4, 8, 16), 4 * 128 + 4 * 64)):
+        assert scratch_of((unit("all", {"weight": shape}),), 2, 0, True, False).copies == copies
 
 
 def test_shards_are_padded() -> None:
