@@ -94,6 +94,20 @@ def _adam(seed: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in parameters] + state
 
 
+def _sgd_of_rows(master_weights: str | None) -> Run:
+    """Rows of whole blocks, which are loaded in vectors, with weights that are rounded stochastically."""
+
+    def run(seed: int) -> list[torch.Tensor]:
+        weight = torch.nn.Parameter(normal(40 * 128, BF16, seed).view(40, 128))
+        optimizer = halfstep.SGD([weight], lr=1e-2, momentum=0.9, state_dtype="8bit", master_weights=master_weights)
+        for step in range(2):
+            weight.grad = normal(40 * 128, BF16, 100 * step + seed).view(40, 128)
+            optimizer.step()
+        return [weight.detach(), *optimizer.state[weight].values()]
+
+    return run
+
+
 def _softmax(
     dtype: torch.dtype, rows: int, columns: int, dim: int = -1, log: bool = False, masked: bool = False
 ) -> Run:
@@ -128,6 +142,8 @@ CASES = {
     "adam 8-bit fp32 amsgrad": _golden("adam", "AdamW fp32 none 8bit nearest amsgrad"),
     "adam stochastic": _golden("adam", "AdamW bf16 none bf16 stochastic plain"),
     "sgd 8-bit split stochastic": _golden("sgd", "SGD bf16 split 8bit stochastic nesterov"),
+    "sgd 8-bit split24 stochastic, vectors": Case(_sgd_of_rows("split24")),
+    "sgd 8-bit stochastic, vectors": Case(_sgd_of_rows(None)),
     "sgd bf16 split24": _golden("sgd", "SGD bf16 split24 bf16 stochastic momentum"),
     "muon 8-bit split stochastic": _golden("muon", "Muon bf16 split 8bit stochastic nesterov"),
     "muon 8-bit fp32": _golden("muon", "Muon fp32 none 8bit nearest recent"),

@@ -102,6 +102,15 @@ def test_verdicts() -> None:
     assert advise_scale([torch.tensor([2.0**14])], headroom=1).verdict == "unscaled"
 
 
+def test_what_was_lost_before_is_noted() -> None:
+    assert advise_scale([torch.tensor([1.0, INF, math.nan, 2.0**-20])]).notes == (
+        "1 elements are infinite and 1 NaN already; they are left out",
+    )
+    (zeros,) = advise_scale([torch.tensor([1.0, 0.0], dtype=torch.float16)]).notes
+    assert "50.0 % of the elements of float16 tensors are 0" in zeros
+    assert advise_scale([torch.tensor([1.0, 0.0])]).notes == ()
+
+
 def test_gradients_of_every_source_say_the_same() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4))
     model(torch.randn(5, 20)).square().mean().backward()
