@@ -320,7 +320,7 @@ def test_what_encode_refuses(arguments: tuple, options: dict, error: type, messa
 @pytest.mark.parametrize(
     ("codes", "name", "error", "message"),
     [
-        ([256], "e4m3fn", ValueError, "Expected codes of e4m3fn to be from 0 to 0xff, but got 0x100"),
+        ([0, 256], "e4m3fn", ValueError, "Expected codes of e4m3fn to be from 0 to 0xff, but got 0x100"),
         ([-1, 5], "fp16", ValueError, "Expected codes of fp16 to be from 0 to 0xffff, but got -0x1"),
         (["1"], "fp16", TypeError, "Expected codes to be integers from 0 to"),
         (torch.tensor([1.0]), "fp16", TypeError, "Expected codes to be integers from 0 to "),
