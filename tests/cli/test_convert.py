@@ -27,7 +27,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], model.weight)
     capsys.readouterr()
     for arguments, words in (
-        ([str(tmp_path / "step-00000003.pt"), str(new)], "exists: give a folder that does not"),
+        ([str(tmp_path / "step-00000003.pt"), str(new)], "exists: pass a folder that does not"),
         ([str(tmp_path / "nowhere"), str(tmp_path / "x")], "cannot be converted: "),
         (["--model", str(new), str(tmp_path / "x")], "holds no model: save it with model="),
     ):

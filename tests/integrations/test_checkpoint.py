@@ -130,14 +130,14 @@ CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 REFUSED: dict[str, tuple[Any, str]] = {
     "path": (Path("x"), r"state\.x to be a tensor.* but got a pathlib\.PosixPath, .*: save str\(\.\.\.\) of it"),
-    "object": (Custom(), "but got a .*Custom, which load could not restore"),
+    "object": (Custom(), "but got a .*Custom, which load cannot restore"),
     "subclass": (collections.defaultdict(list), "but got a collections.defaultdict, .*: save dict"),
-    "module": (torch.nn.Linear(1, 1), "Linear, which load could not restore: save its state_dict"),
+    "module": (torch.nn.Linear(1, 1), "Linear, which load cannot restore: save its state_dict"),
     "key": ({Path("x"): 1}, "a key of state.x to be a tensor"),
     "key with a tensor": ({(torch.ones(1),): 1}, "a key of state.x.0 not to contain tensors"),
     "cycle": (CYCLE, "nested more than 100 deep"),
     "integer": (10**4000, "state.x is an integer of more than 3,000 digits"),
-    "numpy text": (np.array(["a"]), "state.x is of numpy's <U1: save its .tolist"),
+    "numpy text": (np.array(["a"]), "state.x has numpy dtype <U1: save its .tolist"),
     "sparse": (torch.eye(2).to_sparse(), "tensor state.x to be dense, but got torch.sparse_coo: save its to_dense"),
     "meta": (torch.ones(1, device="meta"), "tensor state.x to be an ordinary tensor with memory, but got meta"),
     "complex128": (torch.ones(1, dtype=torch.complex128), "but got torch.complex128: save a view or a copy"),
@@ -207,9 +207,9 @@ def test_with_and_without_a_model_are_not_taken_for_each_other(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"asynchronous": True}, "Expected model to be given together with asynchronous, but got None"),
-        ({"optimizer": 1}, "Expected model to be given together with optimizer, but got None: pass model="),
-        ({"scaler": 1}, "Expected model to be given together with scaler, but got None"),
+        ({"asynchronous": True}, "Expected a model together with asynchronous, but got model=None"),
+        ({"optimizer": 1}, "Expected a model together with optimizer, but got model=None: pass model="),
+        ({"scaler": 1}, "Expected a model together with scaler, but got model=None"),
         ({"keep": 0}, "Expected keep to be at least 1, but got 0"),
         ({"step": -1}, "Expected step to be at least 0, but got -1"),
         ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'held' or 'canonical', but got 'compact'"),
@@ -249,7 +249,7 @@ def test_damage_is_named_with_the_good_one_and_newest_passes_over_what_is_cut(tw
     _refused(path, rf"{MODEL} has {len(whole) - 7} of {len(whole)} bytes: it was cut off; {good} is good")
     assert checkpoint.newest(path.parent) == good
     shutil.copy(good / MODEL, path / MODEL)
-    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it was changed or .*, or is of another")
+    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it was changed or .*, or belongs to another")
     (good / MODEL).unlink()
     _refused(path, "no other checkpoint in that folder is good: delete it")
 
@@ -261,7 +261,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: shutil.copy(path / MODEL, path / "model-00002-of-00002.safetensors"),
         r"it holds model-00002-of-00002.safetensors, which its manifest.json does not list: shards of another",
     ),
-    "no checkpoint": (shutil.rmtree, r"no checkpoint .*step-00000020; in that folder there are: .*step-00000010"),
+    "no checkpoint": (shutil.rmtree, r"no checkpoint .*step-00000020; that folder has: .*step-00000010"),
     "4 TB": (lambda path: os.truncate(path / OPTIMIZER, 4 << 40), rf"{OPTIMIZER} has {4 << 40} of \d+ bytes"),
 }
 
@@ -333,7 +333,7 @@ def test_folders_of_torch_alone_are_read_but_not_without_their_files(tmp_path: P
     (path / "__0_0.distcp").unlink()
     _refused(path, r"its file '__0_0.distcp' is missing")
     (path / ".metadata").unlink()
-    _refused(path, "has no manifest.json, and is not a checkpoint of torch with .metadata")
+    _refused(path, "has no manifest.json, and is not a torch.distributed.checkpoint folder with .metadata")
 
 
 def test_members_of_enums_may_be_pickled_by_getattr(tmp_path: Path) -> None:
@@ -400,10 +400,10 @@ def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_pat
         checkpoint.load(file)
     state = checkpoint.load(checkpoint.convert(file, tmp_path / "new" / "step-00000003"))
     assert state["tokens"] == 30 and state["model"]["weight"].dtype == torch.bfloat16
-    with pytest.raises(checkpoint.CheckpointError, match="step-00000003 exists: give a folder that does not"):
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000003 exists: pass a folder that does not"):
         checkpoint.convert(file, tmp_path / "new" / "step-00000003")
     file.write_bytes(file.read_bytes()[:-90] + file.read_bytes()[-89:])
-    with pytest.raises(checkpoint.CheckpointError, match="do not have the checksum on its last line"):
+    with pytest.raises(checkpoint.CheckpointError, match="do not match the checksum on its last line"):
         checkpoint.convert(file, tmp_path / "new" / "step-00000004")
     shard = old / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")

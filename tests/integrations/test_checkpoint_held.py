@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 ELSEWHERE = (
-    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there with "
+    "load it into a halfstep optimizer, in one process or under fully_shard, and save it again with "
     "optimizer_state='canonical'"
 )
 OF_AN_ENTRY = 1024  # bytes of an entry on disk besides its elements: in the header, the manifest and state.json

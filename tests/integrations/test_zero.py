@@ -128,7 +128,7 @@ def test_another_model_is_refused_and_nothing_touched() -> None:
     before = zero.state_dict(divided)
     groups = _groups()
     other = halfstep.AdamW(groups[:1]).state_dict()
-    with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2; use the same model"):
+    with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2: use the same model"):
         zero.load_state_dict(divided, other)
     assert differences(before, zero.state_dict(divided)) == []
 

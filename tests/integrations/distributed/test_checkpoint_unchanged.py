@@ -131,7 +131,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "lr tensor of many": (_group("lr", {"$tensor": MOMENT}), "Tensor lr must be 1-element"),
     "betas three": (_group("betas", {"$tuple": [0.9, 0.9, 0.9]}), "betas"),
     "differentiable": (_group("differentiable", True), "differentiable"),
-    "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more on one side only"),
+    "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more in only one of them"),
     "groups' type": (_group("params", 3), "is not a state_dict with 'state' and 'param_groups'"),
     "no params": (_json(lambda tree: tree["optimizer"]["param_groups"][0].pop("params")), "is not a state_dict with"),
     "no moment": (_json(lambda tree: tree["optimizer"]["state"]["weight"].pop("exp_avg_sq")), "lacks 'exp_avg_sq'"),
@@ -144,7 +144,10 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "no weight": (_json(lambda tree: tree["model"].pop("weight")), "same tensors: weight"),
     "model's shape": (_torch(lambda s: s["model"].update(weight=torch.zeros(9, 9).bfloat16())), r"weight is \(9, 9\)"),
     "model's dtype": (_torch(lambda s: s["model"].update(bias=torch.zeros(3))), "float32 in the checkpoint"),
-    "model's object": (_json(lambda tree: tree["model"].update(bias="x")), "bias is no dense tensor in the checkpoint"),
+    "model's object": (
+        _json(lambda tree: tree["model"].update(bias="x")),
+        "bias is not a dense tensor in the checkpoint",
+    ),
     "scale 0": (_scale("scale", 0.0), "Expected scale to be a number .*, but got 0.0"),
     "no key of the scaler": (_json(lambda tree: tree["scaler"].pop("growth_factor")), "but got one without growth_fac"),
     "no scaler": (_json(lambda tree: tree.update(scaler=None)), "no state of a scaler"),
@@ -180,7 +183,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "manifest outside": (_manifest(lambda content: content["files"].update({"../x": {}})), "does not list files"),
     "manifest empty": (_manifest(lambda content: content.pop("files")), "does not list files"),
     "no state.json": (_manifest(lambda content: content["files"].pop("state.json")), "does not list state.json"),
-    "later format": (_manifest(lambda content: content.update(format="halfstep checkpoint 3")), "use a later halfstep"),
+    "later format": (_manifest(lambda content: content.update(format="halfstep checkpoint 3")), "upgrade halfstep"),
     "tensor in torch's shard": (_in_shard(MOMENT, torch.zeros(2, 2)), r"exp_avg' is \(2, 2\) torch.float32 in its fil"),
     "none in torch's shard": (_in_shard(MOMENT, {"x": 1}), "exp_avg' is no tensor in its file"),
     "code in torch's shard": (
@@ -188,7 +191,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
         r"an object of posix\.getcwd",
     ),
     "torch's offset": (_stored("offset", 2**40), "does not match the file"),
-    "torch's file": (_stored("relative_path", "../x"), "is no file of the folder"),
+    "torch's file": (_stored("relative_path", "../x"), "is not in the folder"),
     "torch's offsets, slow to hash": (
         _metadata(lambda metadata: setattr(metadata.state_dict_metadata[MOMENT].chunks[0], "offsets", TUPLES)),
         "it has an index without a name",
