@@ -98,7 +98,7 @@ def test_arguments_that_cannot_be_examined() -> None:
         assert error_of(TypeError, lambda scaler=scaler: doctor(model, None, scaler)) == (
             "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
             f"_scaler, loss_scaler, scaler, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
-            "halfstep.GradScaler, or None without one"
+            "halfstep.GradScaler, or None if there is none"
         )
 
 
@@ -307,13 +307,13 @@ def test_a_healthy_checkpoint(tmp_path: Path) -> None:
 
 
 CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
-    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "is NaN or Inf"),
-    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "is NaN or Inf"),
+    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "stays NaN or Inf"),
+    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "stays NaN or Inf"),
     ({"state__exp_avg_sq": torch.tensor([1.0, -1e-9])}, "negative-second-moment", "is NaN"),
     ({"state__exp_avg_sq": torch.ones(4, dtype=BF16)}, "moments-in-16-bits", "steps shrank"),
-    ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),
+    ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer keeps them in bf16"),
     ({"weight": torch.randn(1024).bfloat16().float()}, "weights-in-twice-the-bytes", "2 KiB of the file"),
-    ({"weight": torch.empty(0)}, "tensors-without-elements", "does not hold the model"),
+    ({"weight": torch.empty(0)}, "tensors-without-elements", "does not contain the model"),
     ({"head": torch.arange(2048.0) / 3, "embedding": torch.arange(2048.0) / 3}, "saved-twice", "8 KiB; if they"),
 ]
 
