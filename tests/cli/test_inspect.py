@@ -121,7 +121,7 @@ def test_values_count_once(tmp_path: Path) -> None:
     torch.save({"expanded": torch.tensor([[1.0], [2.0]]).expand(2, 10**12), "empty": torch.empty(0, 5)}, file)
     assert [row["elements"] for row in told(file)["tensors"]] == [2, 0]
     torch.save({"windows": torch.zeros(2000).unfold(0, 1000, 1)}, file)
-    strides = "the strides of 'windows' make 1,001,000 elements of 2,000: save a copy"
+    strides = "the strides of 'windows' turn 2,000 elements into 1,001,000: save a copy"
     assert strides in complaint("inspect", str(file))
 
 

@@ -88,7 +88,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         # checkpoints
         ("inspect integers.pt", "integers.pt: expected floating-point tensors, but got none, only 1 of int64"),
         ("inspect zeros.pt --advise", "gradients hold no finite number but 0"),
-        ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by on"),
+        ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', which a file before it also has; inspect them one b"),
         ("inspect zeros.pt --format int8", "argument -f/--format: Expected format to be a floating-point form"),
         ("inspect zeros.pt --scale 2^200", "argument --scale: expected a number from 2^-126 to 2^126"),
         ("inspect zeros.pt --scale 1000 --advise", "--advise: expected --scale to be a power of two, such as 2^16"),

@@ -500,10 +500,10 @@ def test_errors(mesh: Any) -> None:
     refuses(TypeError, "but got a computed tensor in torch.float64 on cpu", new(wide * 2))
     refuses(TypeError, "optimizer can only optimize Tensors", new(3))
     on_host = (
-        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"
+        "Expected a shard on a cuda device, like its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"
     )
     refuses(TypeError, on_host, new(_sharded(torch.ones(6), mesh)))
-    refuses(TypeError, "FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory", new(flat))
+    refuses(TypeError, "but got a flat parameter of FullyShardedDataParallel of shape (6,), which replaces", new(flat))
     refuses(KeyError, "not a parameter of this optimizer", lambda: optimizer.masters()[torch.ones(1)])
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         refuses(TypeError, "save state_dict(), and load it into an optimizer of the copied model", call)

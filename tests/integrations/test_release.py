@@ -260,7 +260,7 @@ def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
     optimizer.step()  # nothing is left of that step
     backward()
     optimizer.param_groups[0]["lr"] *= 0.5
-    assert "got other ones, such as another lr" in error_of(RuntimeError, optimizer.step)
+    assert "but they did: set lr and others before the backward" in error_of(RuntimeError, optimizer.step)
     net.zero_grad()
     backward()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -381,8 +381,8 @@ def test_errors() -> None:
     optimizer, offloaded = halfstep.AdamW(net.parameters()), OffloadedAdamW(net.parameters())
     torchs: Any = torch.optim.AdamW(net.parameters())
     started = partial(step_in_backward, net, optimizer)
-    refuses(TypeError, "OffloadedAdamW: make it with in_backward='step'", lambda: step_in_backward(net, offloaded))
-    refuses(TypeError, "an optimizer of halfstep, but got a AdamW", lambda: step_in_backward(net, torchs))
+    refuses(TypeError, "OffloadedAdamW: create it with in_backward='step'", lambda: step_in_backward(net, offloaded))
+    refuses(TypeError, "a halfstep optimizer, but got a AdamW", lambda: step_in_backward(net, torchs))
     for size in (0, 1.5, True):
         refuses(ValueError, f"an integer of at least 1, but got {size!r}", partial(started, bucket_bytes=size))
     refuses(ValueError, "to be one of model, but it is not", lambda: step_in_backward(net.first, optimizer))
