@@ -1,7 +1,7 @@
-"""``halfstep bench run``: the time of every kernel and of the whole AMP step, compared with other libraries.
+"""``halfstep bench run``: times of every kernel and of the entire AMP step, compared with other libraries.
 
-``harness.py`` describes how it measures, ``cases/`` what. Exit status: 0, even if a peer failed; 1 if a provider of
-halfstep was wrong or raised; 2 for wrong arguments.
+``harness.py`` describes how it measures, ``cases/`` what. Exit status: 0, even if a peer failed; 1 if a halfstep
+provider was wrong or raised; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, show, text
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
+SECONDS = {True: 0.25, False: 1.0}  # time per case, with and without --quick
 
 
 def _parser() -> Parser:
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                 progress=lambda doing: progress.show(text=doing),
             )
             progress.show(index)
-            if options.out is not None:  # after each case, for when the command is interrupted
+            if options.out is not None:  # after each case, in case the command is interrupted
                 run_report.write_json(options.out / "results.json", about, results)
     command_line.answer(options, lambda: run_report.as_dict(about, results), lambda: run_report.tables(about, results))
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]

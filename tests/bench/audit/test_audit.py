@@ -61,7 +61,7 @@ def test_ptx() -> None:
     ]
     resources = machine_code.ptx_resources(PTX, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
     assert resources == machine_code.Resources(registers=54, spills=8, barriers=2)
-    with pytest.raises(ValueError, match="cuobjdump names no registers: 'Function'"):
+    with pytest.raises(ValueError, match="cuobjdump reports no registers: 'Function'"):
         machine_code.ptx_resources(PTX, "Function\n")
 
 
