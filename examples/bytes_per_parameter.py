@@ -1,10 +1,10 @@
 """Bytes per parameter of halfstep's layouts and of other AdamW and Muon optimizers, measured on this machine.
 
-python examples/bytes_per_parameter.py                            # every optimizer that is installed
+python examples/bytes_per_parameter.py                            # all installed optimizers
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
 
 Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
-three steps; on a CPU, those of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
+three steps; on a CPU, the size of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
 measures times.
 """
 
@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master", "fp32 weights"
 
 
-Make = Callable[[torch.nn.Module], Any]  # the optimizer of a model
+Make = Callable[[torch.nn.Module], Any]  # creates the optimizer of a model
 
 
 def _optimizer(module: str, name: str = "AdamW", **options: Any) -> Make:
@@ -52,7 +52,7 @@ def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
 
 _halfstep, _torch = partial(_optimizer, "halfstep"), _optimizer("torch.optim", fused=True)
 _muon, _torchs_muon = partial(_halfstep, "Muon"), _optimizer("torch.optim", "Muon")
-# Name, dtype of the weights, what keeps the digits that the weights have no room for, and the optimizer.
+# Name, dtype of the weights, kind of master, and the optimizer.
 OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
     ("torch AdamW, fp32 weights", torch.float32, WEIGHTS, _torch),
     ("torch AdamW", BF16, NONE, _torch),
@@ -73,12 +73,12 @@ OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
     ("halfstep Muon, 8 bits, 24-bit master", BF16, ROUNDED, _muon(state_dtype="8bit", master_weights="split24")),
 )
 
-# The rows of `halfstep plan` for those that need a GPU.
+# Optimizers that need a GPU, and their layouts in `halfstep plan`, which are reported without one.
 PLANNED = {"flashoptim": ("flashoptim-24", "bf16")}
 
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
-    """Address and bytes of the memory of all tensors, also of those inside tensors of subclasses."""
+    """The address and size of the storages of all tensors, including those inside tensor subclasses."""
     sizes: dict[int, int] = {}
     for value in values:
         if isinstance(value, dict):
@@ -108,7 +108,7 @@ def measure(dtype: torch.dtype, make: Make, device: torch.device, layers: int, w
         if not on_gpu:
             grads = [parameter.grad for parameter in model.parameters()]
             peak = max(peak, sum(_storages([*model.parameters(), *grads, dict(optimizer.state)]).values()))
-            del grads  # they would live until the next step's are there
+            del grads  # would keep them alive until the next step
         optimizer.step()
         optimizer.zero_grad()
     if on_gpu:
@@ -117,7 +117,7 @@ def measure(dtype: torch.dtype, make: Make, device: torch.device, layers: int, w
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """Draw the bytes per parameter as bars, colored by what the master keeps."""
+    """Draw the bytes per parameter as bars, colored by the kind of master."""
     rows = [row for row in result["rows"] if row["bytes"] or row.get("planned")]
     colors = {EXACT: "#1b6ca8", WEIGHTS: "#7f8c8d", ROUNDED: "#e08e0b"}
     figure = figures.figure(8, 0.34 * len(rows) + 1.1)
@@ -150,12 +150,12 @@ def main() -> None:
         row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "reason": ""}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those of peers
+                warnings.simplefilter("ignore")  # peers' warnings
                 row["bytes"] = measure(dtype, make, device, layers, width)
         except Exception as error:
             if name.startswith(("halfstep", "torch ")):
                 raise
-            # Of a peer: reported, and the others are measured.
+            # A peer failed: report it, and measure the others.
             row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None
             row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
         rows.append(row)

@@ -275,7 +275,7 @@ def test_resuming_another_run_is_refused_and_nothing_touched(
         (("--resume", "--data", __file__), "data is "),
         (("--resume", "--precision", "fp16"), "there is no checkpoint below"),
         (("--precision", "fp16", "--resume", out), f"--resume {out} has no checkpoint of 'fp16'; pass a checkpoint"),
-        ((), "step-00000012 is there already; pass --resume to continue, or another --out"),
+        ((), "step-00000012 already exists; pass --resume to continue, or another --out"),
     ):
         assert _train(text, out, "--save-every", 6, *more) == 2
         assert expected in capsys.readouterr().err
