@@ -75,7 +75,7 @@ def test_help_is_legible(
 
 
 @pytest.mark.parametrize("words", ["format", "--version"])
-def test_a_closed_standard_output_is_said_at_once(words: str, tmp_path: Path) -> None:
+def test_a_closed_standard_output_is_reported_at_once(words: str, tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "halfstep", words]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1
@@ -87,7 +87,7 @@ def test_a_closed_standard_output_is_said_at_once(words: str, tmp_path: Path) ->
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 @pytest.mark.parametrize("words", ["encode 2.5", "encode 2.5 --json"])
-def test_output_that_nobody_takes_is_said_of_every_command(words: str) -> None:
+def test_every_command_reports_output_that_cannot_be_written(words: str) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "halfstep", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -40,7 +40,7 @@ def groups() -> list[object]:
 
 
 @pytest.mark.parametrize(("subject", "names", "implementation"), groups())
-def test_bits(subject: str, names: list[str], implementation: str) -> None:
+def test_results_have_the_recorded_digests(subject: str, names: list[str], implementation: str) -> None:
     run, _, family = golden.CASES[subject]
     recorded = golden.recorded(subject)
     with using(implementation, family) as device:
@@ -48,7 +48,7 @@ def test_bits(subject: str, names: list[str], implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_softmax(implementation: str, request: pytest.FixtureRequest) -> None:
+def test_softmax_has_the_recorded_digests(implementation: str, request: pytest.FixtureRequest) -> None:
     target = request.config.getoption("--software-gpu") if implementation == "triton" else None
     key = golden.implementation_of_softmax(implementation, target)
     digests = golden.recorded("softmax").get(key)
@@ -58,7 +58,7 @@ def test_softmax(implementation: str, request: pytest.FixtureRequest) -> None:
         assert {name: golden.digest(golden.softmax(name)) for name in golden.CASES["softmax"][1]} == digests
 
 
-def test_subjects_are_recorded_whole() -> None:
+def test_every_case_of_a_subject_is_recorded() -> None:
     for subject, (_, names, _) in golden.CASES.items():
         digests = golden.recorded(subject)
         for recorded in digests.values() if subject == "softmax" else [digests]:

@@ -13,7 +13,7 @@ from halfstep.cli.convert import main
 from halfstep.integrations import checkpoint
 
 
-def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_converted_and_models_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with zipfile.ZipFile(Path(__file__).parents[1] / "integrations" / "checkpoints_before.zip") as archive:
         archive.extractall(tmp_path)
     for old in ("step-00000002", "step-00000003.pt"):

@@ -20,7 +20,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_the_machine_are_printed_as_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == ["this environment: 2 findings", "", "error: ranks-not-set", "  where   SLURM_NTASKS=2"]
@@ -33,7 +33,7 @@ def test_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_a_checkpoint_set_the_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "good.pt"
     torch.save({"weight": torch.ones(3) / 3}, file)
     assert main([str(file)]) == 0

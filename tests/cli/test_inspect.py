@@ -43,7 +43,7 @@ def rows_of(printed: list[str]) -> list[list[str]]:
     return [line.split() for line in body[: total + 1] if not line.startswith("──")]
 
 
-def test_the_table(checkpoint: Path) -> None:
+def test_the_table_lists_tensors_and_fits_the_terminal(checkpoint: Path) -> None:
     for width in ("80", "160"):
         printed = lines("inspect", str(checkpoint), COLUMNS=width)
         rows = rows_of(printed)
@@ -57,7 +57,7 @@ def test_the_table(checkpoint: Path) -> None:
     assert any(line.startswith("In fp16: flushed up to 2^-25, subnormal below 2^-14") for line in printed)
 
 
-def test_json_is_what_statistics_says(checkpoint: Path) -> None:
+def test_json_equals_statistics(checkpoint: Path) -> None:
     content = told(checkpoint, "--scale", "2^10", "--format", "bfloat16", "--advise")
     tensors = {f"model.{name}": tensor for name, tensor in torch.load(checkpoint)["model"].items()}
     expected = json.loads(json.dumps(statistics(tensors, "bf16", 1024.0).as_dict()))

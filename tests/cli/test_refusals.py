@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["plan", "why", "inspect", "convert", "bench run"])
-def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path) -> None:
+def test_an_unknown_option_gets_the_closest_as_a_suggestion(name: str, folder: Path) -> None:
     for typed in ("--jsno", "--helpp=3"):
         found = complaint(*name.split(), *NEEDED.get(name, []), typed)
         assert found.startswith(f"halfstep {name}: error: unknown option {typed}; ")
@@ -95,7 +95,7 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("convert nowhere x", "cannot be converted: "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_gets_one_line(words: str, said: str, folder: Path) -> None:
+def test_errors_are_one_line_and_status_2(words: str, said: str, folder: Path) -> None:
     for name, content in (("f", "kept"), ("f.pt", "x"), ("empty.pt", ""), ("README", "# Text, and no tensors in it\n")):
         Path(name).write_text(content)
     torch.save({"a": torch.tensor(3)}, "integers.pt")

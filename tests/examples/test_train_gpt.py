@@ -78,7 +78,7 @@ def test_compare_reports_four_runs(compared: Path) -> None:
     assert content["machine"]["halfstep"] == halfstep.__version__
 
 
-def test_the_report_begins_with_what_was_shown_and_stands_alone(compared: Path) -> None:
+def test_the_report_starts_with_the_printed_text_and_is_self_contained(compared: Path) -> None:
     runs, page = _runs(compared), (compared / "report.html").read_text()
     outcome = page.partition('<p class="outcome">')[2].partition("</p>")[0]
     change = 100 * (runs["bf16"]["final_val_loss"] / runs["fp32"]["final_val_loss"] - 1)
@@ -180,7 +180,7 @@ def test_the_table_is_printed(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"Unigram entropy of the text \(.*\): [0-9.]{6}\. MFU", printed)
 
 
-def test_a_loss_that_is_no_number_is_said_and_fails(
+def test_a_non_finite_loss_is_reported_and_fails(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--lr", "1e30", "--warmup", 0, "--steps", 40, "--precision", "fp32", "--save-every", 4)

@@ -98,7 +98,7 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @layouts
-def test_a_run_goes_on_with_the_same_bits(layout: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(layout: str, asynchronous: bool, tmp_path: Path) -> None:
     """Steps that are taken while a checkpoint is written in the background do not reach it."""
     run = _run(layout, steps=3, where=OffloadedAdamW if asynchronous else halfstep.AdamW)
     pending: Any = _save(tmp_path, run, asynchronous=asynchronous)
@@ -121,7 +121,7 @@ def test_one_file_of_gathered_state_goes_on_with_the_same_bits(tmp_path: Path) -
     assert _bits(resumed) == _bits(run)
 
 
-def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Path) -> None:
+def test_held_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Path) -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
 
     def keys(**options: Any) -> set[str]:

@@ -68,7 +68,7 @@ def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
     assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
 
 
-def test_muon_in_bf16_is_answered() -> None:
+def test_lost_updates_and_16_bit_momentum_of_muon_are_found() -> None:
     model = torch.nn.Linear(256, 256, bias=False).bfloat16()
     found = halfstep.doctor(model, torch.optim.Muon(model.parameters(), lr=1e-4))
     assert found.names == ["updates-lost", "moments-in-16-bits"] and "halfstep.Muon" in str(found)
@@ -86,7 +86,7 @@ def test_lost_updates_are_predicted_at_rest(dtype: torch.dtype, lr: float, which
         optimizer.step()
 
 
-def test_arguments_that_cannot_be_examined() -> None:
+def test_arguments_that_cannot_be_examined_are_refused() -> None:
     model = _net()
     assert error_of(TypeError, lambda: doctor([model], None)) == (  # type: ignore[arg-type]
         "Expected model to be a torch.nn.Module, but got a list"
@@ -102,7 +102,7 @@ def test_arguments_that_cannot_be_examined() -> None:
         )
 
 
-def test_optimizers_and_scalers_are_examined_in_what_holds_them() -> None:
+def test_wrapped_optimizers_and_scalers_are_examined() -> None:
     model = _net()
     optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
     collapsed = torch.amp.GradScaler("cpu", init_scale=0.0)
@@ -124,7 +124,7 @@ def test_no_false_alarm(case: doctor_cases.Case) -> None:
 
 
 @pytest.mark.parametrize("case", doctor_cases.BREAKS, ids=str)
-def test_a_broken_loop_is_told(case: doctor_cases.Case) -> None:
+def test_faults_of_training_loops_are_named(case: doctor_cases.Case) -> None:
     names = case.told()
     assert case.name in names
     # Steps do not show these to be copies.
@@ -146,7 +146,7 @@ def test_one_value_that_is_not_finite_is_named(dtype: torch.dtype, value: float)
     assert "halfstep.integrations.doctor.first_nonfinite(model)" in found.remedy
 
 
-def test_where_nan_is() -> None:
+def test_nan_in_buffers_and_codes_and_inf_in_gradients_are_located() -> None:
     model = nn.Sequential(nn.Linear(128, 64, dtype=BF16), nn.BatchNorm1d(64))
     optimizer = halfstep.AdamW(model.parameters(), state_dtype="8bit", rounding="stochastic")
     for value in (0.0, math.nan):
@@ -271,7 +271,7 @@ def test_operations_of_a_backward_and_in_place_are_named() -> None:
     assert str(found) == "Inf from aten.mul_.Tensor in no module; inputs: fp16 of shape (2,) up to 300"
 
 
-def test_infinities_that_are_meant_are_not_reported() -> None:
+def test_intended_infinities_are_not_reported() -> None:
     """Masks of attention, and what follows from NaN inputs."""
     scores = torch.randn(1, 4, 8, 8)
     with first_nonfinite(nn.Identity()) as found:
@@ -294,7 +294,7 @@ def _saved(folder: Path, **tensors: torch.Tensor) -> Diagnosis:
     return examine_checkpoint(read_all([file]))
 
 
-def test_a_healthy_checkpoint(tmp_path: Path) -> None:
+def test_a_healthy_checkpoint_has_no_findings(tmp_path: Path) -> None:
     model = _net()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -319,7 +319,7 @@ CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
 
 
 @pytest.mark.parametrize(("tensors", "name", "stake"), CHECKPOINTS)
-def test_a_checkpoint_that_shows_a_fault(
+def test_faults_in_a_checkpoint_are_named(
     tmp_path: Path, tensors: dict[str, torch.Tensor], name: str, stake: str
 ) -> None:
     found = _saved(tmp_path, **tensors)
@@ -327,7 +327,7 @@ def test_a_checkpoint_that_shows_a_fault(
 
 
 @pytest.mark.parametrize("count", [1 << 40, (1 << 63) - 1])
-def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count: int) -> None:
+def test_a_small_file_with_an_expanded_tensor_is_examined_quickly(tmp_path: Path, count: int) -> None:
     """What is read is the memory, which is what the file has."""
     found = _saved(tmp_path, ones=torch.ones(1).expand(count), rows=torch.tensor([1.0, math.nan]).expand(1 << 40, 2))
     assert found.examined.endswith("with 2 tensors, 12 B") and found.names == ["values-not-finite"]
@@ -350,7 +350,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def test_a_good_environment() -> None:
+def test_a_good_environment_has_no_findings() -> None:
     machine = Machine(**GOOD)
     assert examine_environment(machine).ok
     assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
@@ -390,7 +390,7 @@ ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("changed", "name", "where"), ENVIRONMENTS)
-def test_an_environment_with_a_fault(changed: dict[str, Any], name: str, where: str) -> None:
+def test_faults_of_an_environment_are_named(changed: dict[str, Any], name: str, where: str) -> None:
     found = examine_environment(Machine(**{**GOOD, **changed}))
     assert [(one.name, one.where) for one in found.findings] == [(name, where)], str(found)
 

@@ -139,7 +139,7 @@ def test_a_check_or_a_backward_that_failed_is_repeated() -> None:
     assert same((net, optimizer), expected)
 
 
-def test_what_exact_clipping_refuses() -> None:
+def test_exact_clipping_refuses_misuse() -> None:
     net, optimizer = _run()
     handle = step_in_backward(net, optimizer, clipping="exact")
     before = copy.deepcopy(net.state_dict())
@@ -392,7 +392,7 @@ def test_what_a_trainer_clips_and_logs() -> None:
 # ----------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_errors() -> None:
+def test_errors_name_the_argument_and_the_remedy() -> None:
     clips, plain = _run(), _run(limit=None)
     scaler, writes = halfstep.GradScaler("cpu"), halfstep.GradScaler("cpu", write_back=True)
     wrapped: Any = SimpleNamespace(optimizer=plain[1], param_groups=plain[1].param_groups)  # as Accelerate's

@@ -43,7 +43,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_safetensors_are_read_with_every_dtype_and_not_written(tmp_path: Path) -> None:
     dtypes = "float64 float32 float16 bfloat16 float8_e4m3fn int64 uint8".split()
     tensors = {dtype: torch.arange(24, dtype=torch.uint8).view(getattr(torch, dtype)) for dtype in dtypes}
     tensors |= {"0-dim": torch.tensor(1.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True])}
@@ -56,7 +56,7 @@ def test_safetensors(tmp_path: Path) -> None:
     assert path.read_bytes() == before, "nothing that is written reaches the file"
 
 
-def test_files_of_torch(tmp_path: Path) -> None:
+def test_nested_values_of_torch_save_are_read_by_dotted_names(tmp_path: Path) -> None:
     shared = torch.arange(4.0)
     weight = torch.randn(4, 6)
     content: dict[Any, Any] = {
@@ -85,7 +85,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     assert list(read_tensors(str(tmp_path / "one.pt"))) == ["tensor"]
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_checkpoint_folders_are_read_and_verified(tmp_path: Path) -> None:
     model = attacks.model_of()
     optimizer = attacks.optimizer_of(model)
     path = checkpoint.save(tmp_path, 3, {"ema": torch.ones(3)}, model=model)
@@ -116,7 +116,7 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_hostile_headers(tmp_path: Path, name: str) -> None:
+def test_hostile_safetensors_headers_are_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.safetensors", HEADERS[name], bytes(8))
     with pytest.raises(TensorFileError, match=r"x\.safetensors is not a safetensors file, is truncated or damaged: "):
         read_tensors(path)
@@ -128,7 +128,7 @@ def test_many_names_are_read_in_time_that_grows_with_their_number(tmp_path: Path
     assert len(read_tensors(write(tmp_path / "x.safetensors", empty))) == len(empty)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for content, words in (
         (b"", "is empty; pass a checkpoint"),
@@ -200,7 +200,7 @@ def test_memory_and_time_are_bounded_by_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(attacks.bombs())))
-def test_bombs(tmp_path: Path, number: int) -> None:
+def test_pickle_bombs_are_refused_in_bounded_time_and_memory(tmp_path: Path, number: int) -> None:
     before, begun = peak(), time.process_time()
     with contextlib.suppress(pickles.PickleError):
         pickles.read(attacks.bombs()[number], {})
@@ -210,7 +210,7 @@ def test_bombs(tmp_path: Path, number: int) -> None:
     assert peak() - before < 200 << 20 and time.process_time() - begun < 5
 
 
-def test_names(tmp_path: Path) -> None:
+def test_colliding_names_are_numbered(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     names = {
         "b": {"a": torch.ones(1)},

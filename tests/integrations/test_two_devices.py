@@ -168,7 +168,7 @@ def test_every_operation_of_a_training_with_a_scaler(name: str, scale: str) -> N
     device_programs.compare(operations, (name, {"max_grad_norm": 4.0}, scale == "GPU"), seed=3)
 
 
-def test_a_random_program() -> None:
+def test_random_programs_do_not_depend_on_the_order_of_copies() -> None:
     """`make soak` runs 1,000."""
     device_programs.run(0)
 

@@ -124,7 +124,7 @@ def test_threads_do_not_read_each_others_tables() -> None:
         ),
     ],
 )
-def test_what_is_refused_is_named(tensors: object, error: type[Exception], message: str) -> None:
+def test_bad_lists_are_refused(tensors: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         check_tensor_list(tensors, "grads")  # type: ignore[arg-type]
     assert str(raised.value) == message

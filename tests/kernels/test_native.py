@@ -150,9 +150,7 @@ def in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "another library", "a FIFO"])
-def test_a_damaged_library_is_built_anew(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_a_damaged_library_is_rebuilt(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """A cut one would be SIGBUS, one with another content SIGSEGV, AttributeError or wrong results."""
     name, folder = in_a_new_folder(tmp_path, monkeypatch)
     content = (tmp_path / "cache" / name).read_bytes()

@@ -192,7 +192,7 @@ def test_wrappers_are_cast_counted_and_normalised(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", ["fake", "meta", "fake, under its mode"])
-def test_fake_and_meta_tensors_give_their_like(kind: str, name: str) -> None:
+def test_fake_and_meta_tensors_give_fake_and_meta_results(kind: str, name: str) -> None:
     mode = FakeTensorMode()
 
     def like(made: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

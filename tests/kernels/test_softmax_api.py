@@ -134,7 +134,7 @@ def test_functional_transforms(function: Function) -> None:
 
 
 @FUNCTIONS
-def test_forward_mode_says_that_there_is_none(function: Function) -> None:
+def test_forward_mode_is_refused(function: Function) -> None:
     x = randn(3, 4)
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use reverse mode \(torch.func.vjp"):
         torch.func.jvp(function, (x,), (x,))

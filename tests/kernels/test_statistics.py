@@ -115,7 +115,7 @@ def test_every_threshold_of_every_format(name: str, thresholds: torch.Tensor) ->
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
-def test_every_code(name: str, dtype: torch.dtype) -> None:
+def test_every_code_of_a_16_bit_dtype_is_counted(name: str, dtype: torch.dtype) -> None:
     codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     examine([codes], name, 2.0**-3)
 
@@ -125,7 +125,7 @@ SCALES = (2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38
 
 @pytest.mark.parametrize("inverted", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
-def test_scales(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
+def test_every_scale_is_applied(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
     """Each scale with every ninth threshold, so that every threshold is multiplied by some scale."""
     for name in ("fp16", "fp32"):
         examine([thresholds[SCALES.index(scale) :: len(SCALES)].contiguous()], name, scale, inverted)
@@ -139,7 +139,7 @@ TENSORS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(TENSORS, st.sampled_from(list(GRIDS)), st.sampled_from([None, 2.0**16, 2.0**-10, 1000.0, 0.3]))
-def test_lists_of_any_bits(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
+def test_random_lists_match_the_oracle(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
     examine(tensors, name, scale)
 
 
@@ -169,7 +169,7 @@ def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
     assert counted[0][ZERO].item() == 700
 
 
-def test_counts_are_added_to_rows_of_ones_choice() -> None:
+def test_counts_are_added_to_the_rows_passed() -> None:
     tensors = [torch.tensor([1.0, 0.0]), torch.full((40000,), 2.0**-30), torch.tensor([1e6], dtype=BF16)]
     for name in ALL:
         with using(name, "statistics") as device:
@@ -191,7 +191,7 @@ def test_counts_are_added_to_rows_of_ones_choice() -> None:
         assert counts[2, CELLS:-1].sum() == 0, "what overflows has no error"
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_empty_lists_and_tensors_count_nothing() -> None:
     counts = torch.zeros(1, width(False), dtype=torch.int64)
     assert foreach_count_([], counts, GRIDS["fp16"]) is counts
     for name in ALL:

@@ -62,7 +62,7 @@ def telling(row: Format) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "format"), [(name, format) for name in INSTALLED for format in BY_NAME[name].formats], ids=str
 )
-def test_the_rules_are_what_is_installed(name: str, format: str) -> None:
+def test_the_rules_match_installed_libraries(name: str, format: str) -> None:
     row, values = formats[format], telling(formats[format])
     for value, result in zip(values, INSTALLED[name](values, row), strict=True):
         rule = BY_NAME[name].cast(exact(value), row)
@@ -82,7 +82,7 @@ def stored(number: str, format: str, *options: str) -> dict[str, list[str]]:
 TORCH = ["torch 2.12 and later", "torch before 2.12"]
 
 
-def test_what_the_table_says() -> None:
+def test_differing_conversions_are_listed_by_library() -> None:
     for number in ("465", "inf"):
         assert stored(number, "e4m3") == {
             "448": ["torch 2.12 and later", "OCP saturating"],
@@ -100,7 +100,7 @@ def test_what_the_table_says() -> None:
     assert "e8m0fnu  4    torch" in shown, "both torches are one where they agree"
 
 
-def test_nobody_is_named_where_all_agree_or_options_differ() -> None:
+def test_no_library_is_listed_if_all_agree_or_options_differ() -> None:
     assert conversions(Fraction(5, 2), formats["fp16"]) == []
     assert stored("464", "e4m3") == stored("1e9", "fp16") == stored("1.25 * 2^-126", "e8m0") == {}
     assert stored("1e9", "e4m3", "--overflow", "saturate") == stored("1e9", "e4m3", "--rounding", "up") == {}

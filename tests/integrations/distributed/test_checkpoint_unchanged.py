@@ -202,7 +202,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
 
 @pytest.mark.parametrize("optimizer_has_state", [True, False])
 @pytest.mark.parametrize("name", FAILURES)
-def test_after_a_failed_load_all_is_what_it_was(
+def test_a_failed_load_changes_nothing(
     bases: attacks.Bases, tmp_path: Path, name: str, optimizer_has_state: bool
 ) -> None:
     make, words = FAILURES[name]
@@ -245,7 +245,7 @@ def test_one_optimizers_state_in_another_fits_or_changes_nothing(tmp_path: Path,
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
-def test_whatever_ends_a_load_all_is_put_back(bases: attacks.Bases, raised: BaseException) -> None:
+def test_any_exception_during_a_load_restores_everything(bases: attacks.Bases, raised: BaseException) -> None:
     model = attacks.model_of(-1.0)
     optimizer, scaler = attacks.optimizer_of(model), halfstep.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     scaler.scale(torch.zeros(()))
@@ -271,7 +271,7 @@ def test_no_load_changes_the_files(bases: attacks.Bases) -> None:
     assert {path.name: path.read_bytes() for path in bases.shards.iterdir()} == held
 
 
-def test_on_two_ranks_all_fail_alike_and_change_nothing(tmp_path: Path) -> None:
+def test_a_failed_load_raises_on_both_ranks_and_changes_nothing(tmp_path: Path) -> None:
     found = rank_processes.run(failing_loads.run, 2, tmp_path)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
     for rank in found:

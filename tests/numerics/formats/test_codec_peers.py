@@ -70,7 +70,7 @@ def test_every_code_and_threshold_in_gfloat(name: str) -> None:
             assert_same(codec.round_to(values, name, rounding, overflow=overflow), theirs)
 
 
-def test_what_other_libraries_make_of_numbers() -> None:
+def test_other_libraries_do_not_return_the_nearest_value() -> None:
     """The table in docs/comparison.md: each of these results is not the nearest number of the format."""
     tiny, double, integer = float(np.float32(1.01 * 2.0**-127)), 1 + 2.0**-8 + 2.0**-40, 2**24 + 2**16 + 1
     text = "1.00390625000000000000000001"

@@ -123,7 +123,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_aliases(name: str) -> None:
+def test_aliases_find_their_format(name: str) -> None:
     for alias in NAMES[name]:
         assert formats[alias] is formats[name], alias
     # e4m3 without a suffix is OCP's; as fields it is the IEEE format of ml_dtypes' float8_e4m3.
@@ -140,7 +140,7 @@ def test_aliases(name: str) -> None:
     ],
     ids=str,
 )
-def test_unknown_names(name: object, message: str) -> None:
+def test_unknown_names_get_suggestions(name: object, message: str) -> None:
     with pytest.raises(UnknownFormat) as error:
         formats[name]
     assert message in str(error.value)

@@ -271,7 +271,7 @@ def test_what_step_is_given_and_returns_goes_through(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_disabled_scaler_is_not_there(name: str, kind: Any) -> None:
+def test_a_disabled_scaler_does_nothing(name: str, kind: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = OPTIMIZERS[name]([parameter]), kind("cpu", enabled=False)
     parameter.grad = torch.full((3,), 2.0)

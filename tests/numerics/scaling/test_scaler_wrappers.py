@@ -122,7 +122,7 @@ def itself(optimizer: Any) -> Any:
 @pytest.mark.parametrize("clip", ["by the scaler", "by torch", "not"])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapper_and_optimizer_are_one_to_the_scaler(wrapper: str, make: str, clip: str, value: float) -> None:
+def test_the_scaler_treats_wrapper_and_optimizer_as_one(wrapper: str, make: str, clip: str, value: float) -> None:
     wrap = WRAPPERS[wrapper]
     expected, scale = weights(itself, itself, MAKERS[make], clip, value)
     for first, last in ((wrap, itself), (wrap, wrap), (itself, wrap)):

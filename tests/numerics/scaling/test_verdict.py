@@ -76,7 +76,7 @@ def test_parts_have_the_bits_of_one_verdict(
     assert bool(counts.any()) == (bad is not None)
 
 
-def test_no_part_is_no_verdict() -> None:
+def test_without_parts_there_is_no_verdict() -> None:
     optimizer = halfstep.AdamW(_plain())
     checker = Checker(optimizer)
     checker.begin_parts()
