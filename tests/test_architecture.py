@@ -1,4 +1,4 @@
-"""House rules that no linter knows: imports point one way, memory is allocated carefully, names have one home."""
+"""Rules that no linter checks: import order of the layers, allocations, and where public names are defined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command itself: which sub-command is chosen, and what it does with a stranger's words."""
+"""The command itself: subcommands, exit status, interrupts, closed pipes, and help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, what they name exists, tables agree with what they are made of, and code runs."""
+"""The documentation: links and names resolve, tables equal their sources, and code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each script in examples/ is run as its first lines say, in two processes, and its training must have worked."""
+"""Each script in examples/ runs as its docstring says, in two processes, and its training must work."""
 
 from __future__ import annotations
 

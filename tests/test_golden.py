@@ -1,4 +1,4 @@
-"""Every implementation gives the digests of tests/golden, which `python tests/support/golden.py --write` records."""
+"""Every implementation gives the digests in tests/golden, which `python tests/support/golden.py --write` records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases: every provider here passes its check, and the check notices what a wrong provider would do."""
+"""The cases: every available provider passes its check, and the check detects wrong providers."""
 
 from __future__ import annotations
 

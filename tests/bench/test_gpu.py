@@ -1,4 +1,4 @@
-"""`halfstep bench gpu` on the model of a GPU: what its checks find, and what is on the disk when it is killed."""
+"""`halfstep bench gpu` on the model of a GPU: what its checks detect, and what is on disk when it is killed."""
 
 from __future__ import annotations
 

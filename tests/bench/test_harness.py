@@ -1,4 +1,4 @@
-"""The harness: no figure without a green check, and what is computed from the samples."""
+"""The harness: no figure without a passed check, and the figures computed from samples."""
 
 from __future__ import annotations
 

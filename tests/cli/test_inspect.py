@@ -1,4 +1,4 @@
-"""halfstep inspect: the table, JSON, sorting, pictures, and what it says about files it cannot read."""
+"""halfstep inspect: the table, JSON, sorting, pictures, and errors for files that it cannot read."""
 
 from __future__ import annotations
 

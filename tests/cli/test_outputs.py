@@ -1,4 +1,4 @@
-"""What every command prints, on every kind of output."""
+"""The output of every command, to terminals, pipes and other encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`halfstep plan`: what it prints, writes and draws."""
+"""`halfstep plan`: its arguments and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, and how: status 2, one line on standard error that says what is allowed, and nothing is written."""
+"""Wrong usage: status 2, one line on standard error that says what is allowed, and nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model: emulated products against a float64 oracle, the same start in every precision, initial weights."""
+"""The model: emulated products against a float64 oracle, and the same initial weights in every precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py from its words to its files: what it writes, what it reports, what it refuses."""
+"""examples/train_gpt.py from the command line to its files: the report, early stopping, signals, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent; what is damaged, missing or foreign is named; the last good one loads."""
+"""A checkpoint is complete or absent; damaged, missing and foreign files are named; the last good one loads."""
 
 from __future__ import annotations
 

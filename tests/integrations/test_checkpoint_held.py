@@ -1,4 +1,4 @@
-"""Checkpoints of the optimizer's state as it is held: their size, resuming in another process, what is refused."""
+"""Checkpoints of the optimizer state in the held format: size, resuming in another process, and errors."""
 
 from __future__ import annotations
 

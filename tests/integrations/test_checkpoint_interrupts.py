@@ -1,4 +1,4 @@
-"""Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, the last good one, and nothing left for good."""
+"""Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, a good checkpoint, and no leftover files."""
 
 from __future__ import annotations
 

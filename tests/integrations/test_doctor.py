@@ -1,4 +1,4 @@
-"""The doctor: texts, what it leaves behind, first_nonfinite, checkpoints and environments."""
+"""The doctor: texts, faulty training loops, first_nonfinite, checkpoints and environments."""
 
 from __future__ import annotations
 

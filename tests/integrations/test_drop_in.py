@@ -1,4 +1,4 @@
-"""What frameworks and users of torch's optimizers count on beyond the arithmetic."""
+"""What frameworks and users of torch's optimizers rely on beyond the arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim: real ones where they are installed."""
+"""Loading state of the 8-bit optimizers of bitsandbytes, torchao and flashoptim; real state if they are installed."""
 
 from __future__ import annotations
 

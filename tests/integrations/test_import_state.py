@@ -1,4 +1,4 @@
-"""Checkpoints of other optimizers, in the shapes that they save, and ours in theirs."""
+"""Loading checkpoints of other optimizers in the formats that they save, and halfstep's into theirs."""
 
 from __future__ import annotations
 

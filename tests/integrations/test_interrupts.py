@@ -1,4 +1,4 @@
-"""Ctrl-C in `step` and `load_state_dict`. The program runs in a process of its own: it replaces handlers of signals."""
+"""Ctrl-C in `step` and `load_state_dict`, in a separate process, because the program replaces signal handlers."""
 
 from __future__ import annotations
 

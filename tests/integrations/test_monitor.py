@@ -1,4 +1,4 @@
-"""AmpMonitor: what it counts in a training loop is what the gradients were, whatever the loss scale did."""
+"""AmpMonitor: its counts are those of the unscaled gradients, whatever the loss scale does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Muon alone has: matrices, blocks, groups of AdamW, ranks that exchange matrices. test_rules.py has the rest."""
+"""What is specific to Muon: matrices, blocks, AdamW groups, exchange between ranks. test_rules.py has the rest."""
 
 from __future__ import annotations
 

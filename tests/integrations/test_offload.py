@@ -1,4 +1,4 @@
-"""Optimizers on the host: the bits of a step on the device, and nothing but weights on the device."""
+"""Optimizers on the host: the bits of a step on the device, and only weights in device memory."""
 
 from __future__ import annotations
 

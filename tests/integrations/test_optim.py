@@ -1,4 +1,4 @@
-"""AdamW and Adam as a user of torch.optim meets them."""
+"""AdamW and Adam through the interface of torch.optim."""
 
 from __future__ import annotations
 

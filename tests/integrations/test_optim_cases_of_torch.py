@@ -1,4 +1,4 @@
-"""What PyTorch asks of its own optimizers, asked of ours: with its list of arguments, in each of our layouts.
+"""PyTorch's tests of its optimizers applied to halfstep's, with its list of arguments, in each layout.
 
 Every case runs over the arguments that `torch.testing._internal.common_optimizers` lists for Adam and AdamW on any
 device, as for-loop, foreach and fused by turns. What torch computes on fp32 parameters is what our masters must hold.

@@ -1,4 +1,4 @@
-"""Moments in 8 bits as a user of AdamW meets them: which parameters, checkpoints, other layouts, errors."""
+"""AdamW with 8-bit moments: which parameters, checkpoints, other layouts, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of an optimizer as it is held: its bytes, and loading it into every layout."""
+"""The optimizer state in the held format: its bytes, and loading it into every layout."""
 
 from __future__ import annotations
 

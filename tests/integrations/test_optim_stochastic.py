@@ -1,4 +1,4 @@
-"""Stochastic rounding as a user of AdamW meets it: the same bits for any grouping, sharding, order and restart."""
+"""AdamW with stochastic rounding: the same bits for any grouping, sharding, order and restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights written from outside between steps: what becomes of the masters."""
+"""Weights that other code writes between steps: masters follow them."""
 
 from __future__ import annotations
 

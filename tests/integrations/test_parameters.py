@@ -1,4 +1,4 @@
-"""Parameters given twice, compiled steps, lazy negations, and `cast_parameters`: 16 bits, buffers as they were."""
+"""Duplicate parameters, compiled steps, lazy negations, and `cast_parameters`, which leaves buffers unchanged."""
 
 from __future__ import annotations
 

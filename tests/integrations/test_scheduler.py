@@ -1,4 +1,4 @@
-"""SkipAwareScheduler is a learning-rate scheduler to whoever asks, and stands still for skipped steps."""
+"""SkipAwareScheduler behaves like any learning rate scheduler, and does not advance on skipped steps."""
 
 from __future__ import annotations
 

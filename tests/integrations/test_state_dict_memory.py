@@ -1,4 +1,4 @@
-"""Saving an optimizer's state takes no memory of the device: peak bytes of `state_dict()` above what is held."""
+"""Saving an optimizer's state takes no device memory: peak bytes of `state_dict()` beyond the state itself."""
 
 from __future__ import annotations
 

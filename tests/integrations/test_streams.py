@@ -1,4 +1,4 @@
-"""Captured steps, eager steps and streams in any order, on a model of a GPU that is late (stream_model.py)."""
+"""Captured steps, eager steps and streams in any order, on a model of a GPU that runs late (stream_model.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading files of tensors: what comes back is what was written, and nothing in a file can do harm."""
+"""Reading files of tensors: values come back as written, and malicious files do no harm."""
 
 from __future__ import annotations
 

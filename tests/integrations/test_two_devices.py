@@ -1,4 +1,4 @@
-"""Numbers of a GPU that the CPU needs, and the other way round, on a model of a GPU that may be late (stream_model.py).
+"""Transfers between CPU and GPU, on a model of a GPU that may run late (stream_model.py).
 
 Each case runs with the work of the GPU executed at once, as late as possible and in random order, and on the CPU alone,
 and must have the same bits.

@@ -1,4 +1,4 @@
-"""Processes that save into the same folder do not touch unfinished files of each other or of other programs."""
+"""Processes that save into the same folder touch neither each other's unfinished files nor those of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training loops as people write them (tests/support/user_loops.py), with each way to step: one result, or an error.
+"""Typical training loops (tests/support/user_loops.py) with each way to step: the same result, or an error.
 
 With steps in the backward and with masters on the host, a loop must leave the bits that the plain optimizer leaves, or
 raise an error that names the remedy. To differ and say nothing always fails, but for what `DIFFERENT` quotes from the

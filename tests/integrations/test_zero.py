@@ -1,4 +1,4 @@
-"""A `ZeroRedundancyOptimizer`'s state, gathered and loaded on one rank; on two it is in test_strategies.py."""
+"""The state of a `ZeroRedundancyOptimizer`, gathered and loaded on one rank; test_strategies.py has two ranks."""
 
 from __future__ import annotations
 

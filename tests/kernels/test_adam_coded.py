@@ -1,4 +1,4 @@
-"""Adam with moments in 8 bits: rows of every length, shards, what is not finite; bit for bit the oracle's."""
+"""Adam with 8-bit moments against the oracle, bit for bit: rows of every length, shards, non-finite values."""
 
 from __future__ import annotations
 

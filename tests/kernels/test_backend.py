@@ -1,4 +1,4 @@
-"""The switch between implementations: names, blocks, the environment variable, and what runs where."""
+"""The switch between implementations: names, blocks, the environment variable, and which one runs where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of 8-bit codes: every code and scale, rounding, what is not finite; the reference, C++ and Triton alike."""
+"""Blocks of 8-bit codes: every code and scale, rounding, non-finite values; in the reference, C++ and Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts against torch's own: what to read first. test_cast.py has every pair, rounding and kind of tensor."""
+"""Start here: casts against torch's. test_cast.py has every pair, rounding and kind of tensor."""
 
 from __future__ import annotations
 

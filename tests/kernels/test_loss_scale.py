@@ -1,4 +1,4 @@
-"""The loss scale: every implementation against the loops of those whose rules it offers, written out in Python."""
+"""The loss scale: every implementation against Python versions of the rules of torch, DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device table and the list checks: what the rows hold, when they are written, and what is refused."""
+"""The device table and the checks of lists: the content of rows, when they are written, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader of compiled CPU kernels: what it builds, where it keeps it, and what it does when it cannot."""
+"""The loader of compiled CPU kernels: what it builds, its cache, and what happens when it cannot build."""
 
 from __future__ import annotations
 

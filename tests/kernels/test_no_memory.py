@@ -1,4 +1,4 @@
-"""Tensors whose elements lie at no address of theirs: wrapper subclasses, fake and meta tensors, freed storages.
+"""Tensors without memory of their own: wrapper subclasses, fake and meta tensors, freed storages.
 
 Kernels work on addresses. Such a tensor is worked on through its own operations, or refused before memory is touched.
 """

@@ -1,4 +1,4 @@
-"""One description of an operator serves every way of calling it. Softmax in transforms: test_softmax_api.py."""
+"""One definition of an operator serves every way of calling it. test_softmax_api.py has softmax in transforms."""
 
 from __future__ import annotations
 

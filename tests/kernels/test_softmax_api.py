@@ -1,4 +1,4 @@
-"""What softmax promises to autograd, torch.compile, torch.func and to whoever passes the wrong thing."""
+"""Softmax under autograd, torch.compile and torch.func, and its errors."""
 
 from __future__ import annotations
 

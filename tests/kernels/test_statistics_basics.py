@@ -1,4 +1,4 @@
-"""Counting against torch's casts: what to read first. test_statistics.py has every threshold of every format."""
+"""Start here: counting against torch's casts. test_statistics.py has every threshold of every format."""
 
 from __future__ import annotations
 

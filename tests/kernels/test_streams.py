@@ -1,4 +1,4 @@
-"""Tables, scratch and checks on streams and in graphs, on a model of a GPU that is late (stream_model.py)."""
+"""Tables, scratch memory and checks on streams and in graphs, on a model of a GPU that runs late (stream_model.py)."""
 
 from __future__ import annotations
 

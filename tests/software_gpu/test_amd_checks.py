@@ -1,4 +1,4 @@
-"""What the machine for AMD refuses, each with its words: a small kernel per fault, and the harmless kind beside it."""
+"""Errors of the AMD machine: for each fault, a small kernel that is refused and a correct one that is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make bounds` recorded of the kernels is what they take."""
+"""The counts recorded by `make bounds` are those of the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit's front: arguments, occupancy, and the readers of machine code on lines of known meaning."""
+"""The audit: arguments, occupancy, and the parsers of PTX, AMD assembly and TTGIR on known code."""
 
 from __future__ import annotations
 

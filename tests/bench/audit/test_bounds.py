@@ -1,4 +1,4 @@
-"""Recorded bounds: what leaves them, with which compiler, and what a partial audit records."""
+"""Recorded bounds: which changes violate them, with which compiler, and what a partial audit records."""
 
 from __future__ import annotations
 

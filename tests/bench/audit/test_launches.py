@@ -1,4 +1,4 @@
-"""What is recorded of a launch is what Triton would compile for it, and nothing is left behind."""
+"""A recorded launch is what Triton would compile, and recording leaves nothing behind."""
 
 from __future__ import annotations
 

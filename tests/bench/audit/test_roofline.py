@@ -1,4 +1,4 @@
-"""What kernels take of a GPU's issue and shared memory: the formula and the limits."""
+"""How much of a GPU's issue slots and shared memory kernels use: the formula and the limits."""
 
 from __future__ import annotations
 

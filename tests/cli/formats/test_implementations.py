@@ -1,4 +1,4 @@
-"""Who stores what: the table's rules against the torch, ml_dtypes and numpy that are installed."""
+"""What libraries store: the table's rules against the installed torch, ml_dtypes and numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What format, encode, decode, why and compare answer: known facts, the JSON's shape, and the codec's own results."""
+"""The output of format, encode, decode, why and compare: known facts, the JSON's schema, and the codec's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures: what they show is what the formats hold."""
+"""Pictures of formats: their ranges, codes and labels."""
 
 from __future__ import annotations
 

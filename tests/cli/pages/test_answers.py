@@ -1,4 +1,4 @@
-"""The answers of the pages against the command line and the codec, and what hostile addresses cannot do."""
+"""The pages' answers against the command line and the codec, and harmless answers to hostile addresses."""
 
 from __future__ import annotations
 

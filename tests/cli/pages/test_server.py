@@ -1,4 +1,4 @@
-"""``halfstep explore`` and ``halfstep plan --page``: who may ask the local server, and the files of ``--out``."""
+"""``halfstep explore`` and ``halfstep plan --page``: which requests the server accepts, and the files of ``--out``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 of either rank in the middle of a save: the other ends with an error, and the last good checkpoint loads."""
+"""kill -9 of either rank during a save: the other rank raises an error, and the last good checkpoint loads."""
 
 from __future__ import annotations
 

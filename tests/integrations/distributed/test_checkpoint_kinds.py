@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP1, of torch's AdamW and with CPU offload go on with the same bits, also written in a thread."""
+"""Checkpoints of FSDP1, torch's AdamW and CPU offload resume with the same bits, even if written in a thread."""
 
 from __future__ import annotations
 

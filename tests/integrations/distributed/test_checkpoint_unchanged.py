@@ -1,4 +1,4 @@
-"""A load that fails, early or late, in one process or in two, leaves model, optimizer and scaler as they were."""
+"""A load that fails, early or late, on one rank or on two, leaves model, optimizer and scaler unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor on two ranks: nothing in healthy set-ups, and the names of reported faults of sharded ones."""
+"""The doctor on two ranks: no findings in healthy set-ups, and the names of faults of sharded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec's interface: what may come in, what goes out, and what is refused."""
+"""The codec's interface: inputs, outputs and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers read from text: exact, safe, and refused in words that help."""
+"""Parsing numbers: exact, safe, and with helpful errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner against the cases of the texts it answers, the papers' closed formulas and published parameter counts."""
+"""The planner against worked examples, the papers' formulas and published parameter counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned bytes against what torch really allocates, to the byte: weights, gradients, states, casts, activations."""
+"""Planned bytes equal what torch allocates: weights, gradients, states, casts, activations."""
 
 from __future__ import annotations
 

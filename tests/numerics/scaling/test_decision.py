@@ -1,4 +1,4 @@
-"""Decisions passed to an optimizer: what a step does about a verdict, once."""
+"""Decisions passed to an optimizer apply to exactly one step."""
 
 from __future__ import annotations
 

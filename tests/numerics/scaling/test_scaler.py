@@ -1,4 +1,4 @@
-"""GradScaler against torch's, and where torch's goes wrong."""
+"""GradScaler against torch's, and cases that torch's gets wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cases torch tests its scaler with, told anew: scaled training ends with the bits of training without a scaler.
+"""torch's test cases for its scaler, rewritten: scaled training has the bits of training without a scaler.
 
 Scales are powers of two and nothing here leaves fp32's normal range, so scaling and unscaling lose nothing; where the
 control run leaves out the step that overflowed, weights must be equal, not close.

@@ -1,4 +1,4 @@
-"""What the scaler lets one know and do without waiting: skipped steps, clipping inside the step, unscaled gradients."""
+"""What the scaler reports and does without waiting: skipped steps, clipping inside the step, unscaled gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that have no memory of their own: wrapper subclasses, fake and meta tensors. As with torch's scaler.
+"""Gradients without memory of their own (wrapper subclasses, fake and meta tensors), as with torch's scaler.
 
 `TwoTensor` keeps two tensors and applies each operation to both; its address is 0.
 """

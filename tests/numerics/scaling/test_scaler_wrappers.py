@@ -1,4 +1,4 @@
-"""Optimizers inside wrappers of trainers: whichever object the scaler is given, one unscaling and one limit.
+"""Optimizers inside trainers' wrappers: whichever object is passed to the scaler, it unscales and clips once.
 
 The wrappers have the shapes of Accelerate's and Fabric's; the real ones are in tests/integrations/trainers.
 """

@@ -1,4 +1,4 @@
-"""Verdicts in parts: the bits of one verdict, however the gradients are divided and in whatever order they come."""
+"""Verdicts in parts: the bits of a single verdict, however the gradients are split and ordered."""
 
 from __future__ import annotations
 
