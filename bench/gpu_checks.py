@@ -107,7 +107,7 @@ def bits(group: str, device: torch.device) -> dict[str, Any]:
     for case in cases((group,), CHECKED):
         for provider in filter(harness.ours, case.providers):
             name = f"{case.name}: {provider}"
-            with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # "auto" casts by torch on a GPU
+            with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # "auto" leaves casts to torch
                 ours = _values(case, provider, device)
             with halfstep.backend("reference"):
                 reference = _values(case, provider, CPU)

@@ -24,7 +24,7 @@ SECONDS = {True: 0.25, False: 1.0}  # time per case, with and without --quick
 def _parser() -> Parser:
     parser = Parser(
         "bench run",
-        description="Measure every kernel and the whole AMP step, and the same operations in torch (eager, fused, "
+        description="Measure every kernel and the entire AMP step, and the same operations in torch (eager, fused, "
         "foreach and compiled) and in the installed peers. On a GPU if there is one, otherwise on the CPU.",
     )
     option = parser.add_argument

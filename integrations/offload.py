@@ -54,7 +54,7 @@ aten = torch.ops.aten
 
 IN_BACKWARD = ("copy", "step", None)
 CPU = torch.device("cpu")
-READ = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
+READ = "use in_backward='copy', which keeps gradients for clipping, scaling and other code"
 INSTEAD = "use in_backward='copy'"
 ADD = f"to add, set or discard gradients, {INSTEAD}"
 
@@ -192,7 +192,7 @@ class _Mirror:
         self.full, self.host.grad = False, None
 
     def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, as far as its version tells."""
+        """Whether the parameter was written since the last step, as far as its version, address and dtype tell."""
         return written_last(self.parameter) != self._seen
 
 
@@ -436,7 +436,7 @@ class _Offloaded(LayoutOptimizer):
         self._wait_for_steps()
 
     def _collect_from(self, mirror: _Mirror) -> None:
-        """Copy the gradient of the parameter to the host unless it is there."""
+        """Make the gradient on the host that of the parameter: copy it, unless it is there, or drop it."""
         grad = mirror.parameter.grad
         if is_stand_in(grad) and not is_zeroed(grad):
             return

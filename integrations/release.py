@@ -60,7 +60,7 @@ ADD = (
 )
 INSTEAD = "call remove() and step after the backward"
 DDP_KEEPS = (
-    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
+    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the inner model "
     "and process_group=, which averages each bucket before its step"
 )
 

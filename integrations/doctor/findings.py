@@ -252,7 +252,7 @@ warning saved-twice: {first} and {second} have the same bits in two places
     tie the weights before saving, and again after loading
 --- of an environment
 error version-too-old: halfstep needs {name} {least} or newer
-    kernels fail or give other bits
+    kernels fail or compute different bits
     pip install '{name}>={least}'
 error gpu-not-usable: the machine has a GPU, but torch {what}
     training runs on the CPU

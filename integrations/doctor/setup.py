@@ -230,7 +230,7 @@ def size_of(*tensors: torch.Tensor | None) -> int:
 
 
 def nonfinite(tensor: torch.Tensor) -> str:
-    """``"NaN"``, ``"Inf"`` or ``""``; also ``""`` for tensors that are sparse, not floating-point, 8-bit, or meta.
+    """``"NaN"``, ``"Inf"`` or ``""``; also ``""`` for sparse, non-floating-point and 8-bit tensors, or without memory.
 
     Reads the memory once, without a copy, and waits for the device.
     """

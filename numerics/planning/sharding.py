@@ -79,7 +79,7 @@ STRATEGIES = {
 
 
 # Local tensors of a rank as (elements, count, row length), where a row is one index of dimension 0. The row length is 0
-# for vectors, for parameters of less than `LEAST_CODED` elements, and for shards that are not whole rows.
+# for vectors, for parameters with fewer than `LEAST_CODED` elements, and for shards that are not whole rows.
 Locals = tuple[tuple[int, int, int], ...]
 
 
