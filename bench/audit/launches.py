@@ -27,9 +27,9 @@ class Variant:
     bytes_read: float = 0.0  # the minimum per element
     bytes_written: float = 0.0
     exact: bool = True  # whether it must be bit-identical to the reference, and so contain no fused multiply-adds
-    # Constants of the kernel whose product is the number of elements that the bulk path handles per program, or per
-    # iteration of its loop. If empty, the size of the largest tile that the kernel loads or stores, which is wrong only
-    # if a tile is moved in parts.
+    # Constants of the kernel, or fields of them ("form.TILE"), whose product is the number of elements that the bulk
+    # path handles per program, or per iteration of its loop. If empty, the size of the largest tile that the kernel
+    # loads or stores, which is wrong only if a tile is moved in parts.
     tile: tuple[str, ...] = ()
     copies: int = 1  # number of copies of the bulk path in the code, one of which runs; all have the same accesses
     copies_on: Mapping[str, int] = field(default_factory=dict)  # the same, for targets where it differs
@@ -48,7 +48,10 @@ class Launch:
     options: dict[str, Any]  # all compiler options
 
     def constant(self, name: str) -> Any:
-        return self.constants[(self.kernel.arg_names.index(name),)]
+        """The value of a constant, or of a field of it: "form.TILE"."""
+        name, *field = name.split(".")
+        value = self.constants[(self.kernel.arg_names.index(name),)]
+        return getattr(value, *field) if field else value
 
     def compile(self, target: str) -> Any:
         """Compile the kernel without loading it. `target` must be the one that it was recorded for."""

@@ -202,7 +202,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
 
     Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum;
     one less with ``master_weights="split24"``. Scratch memory takes 2 bytes per element of the matrices orthogonalized
-    together: up to 2^25 elements, or the largest matrix.
+    together, up to 2^25 elements or the largest matrix, and up to 8 (10 under FSDP2) for copies of the largest matrix.
 
     Args:
         params: matrices. Three dimensions are a batch of matrices; with more, the first dimension is that of the rows.

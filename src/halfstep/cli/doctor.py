@@ -16,13 +16,13 @@ from halfstep.cli.terminal import Progress, Table, joined, text
 def _parser() -> Parser:
     parser = Parser(
         "doctor",
-        "Examine a checkpoint, or without one this machine: versions, GPUs, compiler, and what torchrun or SLURM has "
-        "set. Names what is wrong, what it costs and what to do. halfstep.doctor(model, optimizer, scaler) in a "
-        "training script examines the training itself.",
-        "examples: halfstep doctor    halfstep doctor run/step-00000120    torchrun ... $(which halfstep) doctor",
+        "Examine a checkpoint or, without PATH, this machine: versions, GPUs, compiler, and the variables of torchrun "
+        "or SLURM. Each finding says what is wrong, what it costs and what to do. In a training script, "
+        "halfstep.doctor(model, optimizer, scaler) examines the training itself.",
+        "examples: halfstep doctor; halfstep doctor run/step-00000120; torchrun ... $(which halfstep) doctor",
     )
     parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
-    parser.add_argument("--env", action="store_true", help="examine the machine too, if PATH is given")
+    parser.add_argument("--env", action="store_true", help="also examine the machine, if PATH is given")
     return parser
 
 
