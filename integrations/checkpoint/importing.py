@@ -1,4 +1,4 @@
-"""Readers of formats that halfstep no longer writes: torch.distributed.checkpoint (DCP) folders, and ``.pt`` files.
+"""Readers of formats that halfstep does not write now: torch.distributed.checkpoint (DCP) folders, and ``.pt`` files.
 
 torch reads a folder's ``.metadata`` with `pickle.load`, which imports and calls whatever the file names. Here it is
 parsed as data (pickles.py), and checked against the files in the folder.
