@@ -194,7 +194,7 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
 
 
 def _elsewhere(results: Iterable[Encoded]) -> list[Table]:
-    rows = [(text(f"{one.format.name} elsewhere", "faint"), one.elsewhere) for one in results if one.elsewhere]
+    rows = [(text(f"{row.format.name} elsewhere", "faint"), row.elsewhere) for row in results if row.elsewhere]
     return [Table((), rows, wraps=1)] if rows else []
 
 
