@@ -41,6 +41,6 @@ def test_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main([str(file)]) == 0
     assert capsys.readouterr().out == f"{file} with 1 tensor, 12 B: no findings\n\n"
     torch.save({"weight": torch.tensor([float("inf")])}, file)
-    assert main([str(file), "--env"]) == 1
+    assert main([str(file)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("1 finding") and "error: values-not-finite" in lines and "warning: no-compiler" in lines
+    assert lines[0].endswith("1 finding") and "error: values-not-finite" in lines

@@ -22,7 +22,6 @@ def _parser() -> Parser:
         "examples: halfstep doctor    halfstep doctor run/step-00000120",
     )
     parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
-    parser.add_argument("--env", action="store_true", help="examine the machine too, if PATH is given")
     return parser
 
 
@@ -35,24 +34,22 @@ def _run(options: argparse.Namespace) -> int:
     from halfstep.integrations.doctor.rules import examine_checkpoint
     from halfstep.integrations.tensor_files import read_all
 
-    machine, checkpoint, diagnoses = facts(), read_all(options.files), []
+    checkpoint = read_all(options.files)
     if options.files:
         with Progress(1.0, patience=2.0) as progress:
-            diagnoses.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
-    if on_machine := options.env or not options.files:
-        diagnoses.append(examine_environment())
+            diagnosis = examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading"))
+    else:
+        diagnosis = examine_environment()
     lines = checkpoint.lines()
-    parts: list[Any] = [*lines, *[""] * bool(lines)]
-    for diagnosis in diagnoses:
-        parts += [text(diagnosis.headline, "strong"), ""]
-        for finding in diagnosis.findings:
-            severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
-            fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
-            parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
-    parts += [_labelled(machine.items())] * on_machine
-    content = {"facts": machine, "diagnoses": [diagnosis.as_dict() for diagnosis in diagnoses]}
+    parts: list[Any] = [*lines, *[""] * bool(lines), text(diagnosis.headline, "strong"), ""]
+    for finding in diagnosis.findings:
+        severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
+        fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
+        parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
+    parts += [] if options.files else [_labelled(facts().items())]
+    content = {"facts": facts(), "diagnoses": [diagnosis.as_dict()]}
     answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
-    return int(not all(diagnosis.ok for diagnosis in diagnoses))
+    return int(not diagnosis.ok)
 
 
 def main(argv: Sequence[str]) -> int:
