@@ -220,7 +220,7 @@ def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypat
 
 FORK = """
 import os, sys, torch, halfstep
-from halfstep.kernels.threads import threads
+from halfstep.kernels.native import threads
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
 xs = [torch.randn(20000, generator=generator) for _ in range(6)]  # fewer than torch hands to a second thread
