@@ -46,7 +46,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
-        "--minutes", type=above_zero, default=9.0, metavar="M", help="end after so long; the next call continues"
+        "--minutes", type=above_zero, default=9.0, metavar="M", help="stop after M minutes; the next call continues"
     )
     return parser
 

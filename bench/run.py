@@ -24,22 +24,22 @@ SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
 def _parser() -> Parser:
     parser = Parser(
         "bench run",
-        description="Measure every kernel and the whole AMP step, and the same operations in torch (eager, fused, "
-        "foreach and compiled) and in the installed peers. On a GPU if there is one, otherwise on the CPU.",
+        description="Measure every kernel and the AMP step, and the same operations in torch (eager, fused, foreach "
+        "and compiled) and in the installed peers, on a GPU if there is one, otherwise on the CPU.",
     )
     option = parser.add_argument
-    option("groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)")
+    option("groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"{', '.join(GROUPS)} (default: all)")
     option("--only", metavar="TEXT", help="only cases whose name contains TEXT, such as '8-bit' or '1,000 tensors'")
     option(
         "--module", action="append", metavar="MODULE",
-        help="also measure what cases() of this module lists, and no group that is not named; may be repeated",
+        help="also measure the cases() of this module, and only the groups named; may be repeated",
     )  # fmt: skip
-    option("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
+    option("--quick", action="store_true", help="fewer and smaller cases, none that compiles slowly")
     option("--out", type=a_path, metavar="DIR", help="also write DIR/results.json")
     option("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
     option(
         "--processor-time", action="store_true",
-        help="measure the processor time of the calling thread, for a CPU that others use too; needs --threads 1",
+        help="measure the processor time of the calling thread, for a busy CPU; needs --threads 1",
     )  # fmt: skip
     return parser
 

@@ -560,9 +560,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
     add("--size", choices=list(SIZES), default="tiny", help="size of the model")
     add("--data", type=a_path, metavar="PATH", help="file or folder to read (default: Python's standard library)")
-    add("--init", choices=list(INITS), help="how the matrices of the blocks are drawn (default: scaled)")
-    add("--base", type=a_path, metavar="PATH", help="begin with the weights of a run: a checkpoint, or its --out")
-    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R of the frozen --base")
+    add("--init", choices=list(INITS), help="initialization of the matrices of the blocks (default: scaled)")
+    add("--base", type=a_path, metavar="PATH", help="start with the weights of a run: a checkpoint, or its --out")
+    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R for the frozen --base")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
@@ -572,15 +572,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
     add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
-    add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
+    add("--patience", type=whole(1), default=0, metavar="N", help="stop after N validations without a better loss")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     add = parser.add_argument_group("memory").add_argument
-    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
+    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, from the same --batch")
     add("--checkpointing", action="store_true", help="save only the inputs of blocks, and recompute the rest")
     add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the moments")
     add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
     add = parser.add_argument_group("output and checkpoints").add_argument
-    add("--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    add("--out", type=a_path, metavar="DIR", default="out/train", help="folder for the report and the checkpoints")
     add("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
     resume = "continue from the newest checkpoint in --out, or from PATH: a checkpoint, or the --out of a run"
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)

@@ -27,9 +27,9 @@ class Variant:
     bytes_read: float = 0.0  # the least number per element
     bytes_written: float = 0.0
     exact: bool = True  # whether it promises the bits of the reference, and so must not contain fused multiply-adds
-    # Constants of the kernel whose product is the number of elements that the bulk path handles per program, or per
-    # iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is wrong only if
-    # a tile is moved in parts.
+    # Constants of the kernel, or fields of them ("form.TILE"), whose product is the number of elements that the bulk
+    # path handles per program, or per iteration of its loop. If empty, the largest tile that the kernel loads or stores
+    # is used, which is wrong only if a tile is moved in parts.
     tile: tuple[str, ...] = ()
     copies: int = 1  # of the bulk path, of which one runs. All must have the same accesses
     copies_on: Mapping[str, int] = field(default_factory=dict)  # targets on which there are more or fewer of them
@@ -48,7 +48,10 @@ class Launch:
     options: dict[str, Any]  # all options of the compiler
 
     def constant(self, name: str) -> Any:
-        return self.constants[(self.kernel.arg_names.index(name),)]
+        """The value of a constant, or of a field of it: "form.TILE"."""
+        name, *field = name.split(".")
+        value = self.constants[(self.kernel.arg_names.index(name),)]
+        return getattr(value, *field) if field else value
 
     def compile(self, target: str) -> Any:
         """Compile the kernel, without loading it. `target` must be the target of the recording."""

@@ -201,8 +201,8 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
     momentum. Groups with ``algorithm="adamw"`` are stepped as by `halfstep.AdamW`; `muon_groups` divides a model.
 
     Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum;
-    one less with ``master_weights="split24"``. In addition 2 bytes for each of the 2^25 elements, or of the largest
-    matrix, that are orthogonalized together.
+    one less with ``master_weights="split24"``. In addition, 2 bytes for each of the 2^25 elements, or of the largest
+    matrix, that are orthogonalized together, and up to 8 per element (10 under FSDP2) for copies of that matrix.
 
     Args:
         params: matrices; three dimensions are a batch of matrices, and of more the first one has the rows. Of DTensors,

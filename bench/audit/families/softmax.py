@@ -68,7 +68,7 @@ _NAME = re.compile(
     r"(?P<causal> causal)?(?P<log> log)?(?P<transposed> transposed)?( (?P<stage>first|second) half of pieces)?"
     r"(?P<out_of_step> out of step)?"
 )
-_TILE, _TRIP = ("tile",), ("trip",)
+_TILE, _TRIP = ("form.TILE",), ("form.TRIP",)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ from halfstep.cli.terminal import Progress, Table, joined, text
 def _parser() -> Parser:
     parser = Parser(
         "doctor",
-        "Examine a checkpoint, or without one what halfstep needs of this machine; python -m torch.utils.collect_env "
-        "prints the rest. Names what is wrong, what it costs and what to do. halfstep.doctor(model, optimizer, scaler) "
-        "in a training script examines the training itself.",
-        "examples: halfstep doctor    halfstep doctor run/step-00000120",
+        "Examine a checkpoint or, without PATH, what halfstep needs of this machine; python -m torch.utils.collect_env "
+        "prints the rest. Each finding says what is wrong, what it costs and what to do. In a training script, "
+        "halfstep.doctor(model, optimizer, scaler) examines the training itself.",
+        "examples: halfstep doctor; halfstep doctor run/step-00000120",
     )
     parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
     return parser

@@ -178,7 +178,7 @@ def test_shapes_of_the_demos_gpt() -> None:
             model = GPT(shape, Precision.on("fp32", CPU), seed=0)
             found = sorted(tuple(p.shape) for p in model.parameters())
             assert found == sorted(tensor.shape for one in shape.units() for tensor in one.tensors * one.count)
-    assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what README.md says
+    assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what docs/training.md says
 
 
 # --------------------------------------------------------------------------------------------------------------- casts

@@ -131,7 +131,7 @@ def rounding_option(modes: Sequence[str]) -> Option:
 
 _BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
 OVERFLOW = _option(
-    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"what overflow becomes: {_BEYOND}"
+    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"result of an overflow: {_BEYOND}"
 )
 
 
@@ -214,7 +214,7 @@ def _fitting(*tables: Table) -> Table:
 @_command(
     "format",
     "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
-    f"Formats: {', '.join(formats)}, by any usual name, and your own by their fields, such as e5m7 or e4m3fnuz; "
+    f"Formats: {', '.join(formats)}, by any usual name, and custom ones by their fields, such as e5m7 or e4m3fnuz; "
     "example: halfstep format fp16",
     named("*", "formats (default: all)", "NAME"),
 )
@@ -249,7 +249,7 @@ def _limits(chosen: Sequence[Format]) -> Table:
     formats_option("formats to use; several names, or several times (default: all)"),
     rounding_option(ENCODE_ROUNDINGS),
     OVERFLOW,
-    _option("--seed", type=numbers.whole(0), metavar="N", help="of --rounding stochastic, to draw the same again"),
+    _option("--seed", type=numbers.whole(0), metavar="N", help="seed of --rounding stochastic"),
 )
 def _encode(options: argparse.Namespace) -> Answer:
     rounding, overflow, seed = options.rounding, options.overflow, options.seed
@@ -308,9 +308,9 @@ def _all_digits(result: Encoded) -> list[str]:
 @_command(
     "decode",
     "Show the value of a code in every format of its width.",
-    "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of 8, "
-    "16, 32 or 64 bits that holds it. --width and --format override the width; example: halfstep decode 0x4100",
-    _option("codes", nargs="+", type=_code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
+    "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest "
+    "sufficient width of 8, 16, 32 or 64 bits. --width and --format override it; example: halfstep decode 0x4100",
+    _option("codes", nargs="+", type=_code, metavar="CODE", help="bits as 0x4100, 0b… or a decimal number"),
     formats_option("formats to use; several names, or several times (default: all of the width)"),
     _option("-w", "--width", type=int, choices=_WIDTHS, metavar="BITS", help=f"bits: {', '.join(map(str, _WIDTHS))}"),
 )
@@ -353,7 +353,7 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
 
 @_command(
     "why",
-    "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
+    "Explain how a number is rounded: its neighbors, their midpoint, and the rule that applies.",
     "example: halfstep why 1.0001 fp16",
     _option("number", type=number("the number comes first"), metavar="NUMBER"),
     named("*", "formats (default: all)"),
@@ -492,12 +492,12 @@ _PANELS = ("range", "codes", "all")
     "ladder",
     "Draw the range of formats, and every code of a small format.",
     f"Needs matplotlib: {INSTALL}; example: halfstep ladder --out formats.png",
-    _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
+    _option("--out", required=True, type=command_line.picture, metavar="FILE", help="the file: .png, .svg or .pdf"),
     named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
     _option(
-        "--codes", type=lambda name: _family(name)[0].name, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"
+        "--codes", type=lambda name: _family(name)[0].name, default="e4m3fn", metavar="FORMAT", help="of up to 8 bits"
     ),
 )
 def _ladder(options: argparse.Namespace) -> Answer:
@@ -516,24 +516,24 @@ def _ladder(options: argparse.Namespace) -> Answer:
 
 @_command(
     "explore",
-    "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and two "
-    "formats compared. The page is served to this machine only, until Ctrl-C.",
+    "Explore number formats in the browser: click bits, see every format and rounding mode side by side with "
+    "explanations, and compare two formats. The page is served to this machine only, until Ctrl-C.",
     "example: halfstep explore 0.1 bf16 fp16",
     _option(
         *("begin",), nargs="?", type=number("the number comes first"), metavar="NUMBER",
-        help="the number to begin with, as in halfstep encode: 0.1",
+        help="the number to start with, as in halfstep encode",
     ),
-    named("*", "the format to begin with (default: bf16), and the one to compare it with (default: fp16)"),
+    named("*", "the format to start with (default: bf16), and the one to compare it with (default: fp16)"),
     formats_option("the same, as in halfstep encode"),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
     _option(
-        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to begin with, too"
+        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to start with"
     ),
     _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
     _option("--no-open", action="store_true", help="do not open the page in the browser"),
     _option(
-        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to a file, and serve no page"
+        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to FILE, and serve no page"
     ),
 )  # fmt: skip
 def _explore(options: argparse.Namespace) -> int:
