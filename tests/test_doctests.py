@@ -14,7 +14,7 @@ import torch
 import halfstep
 from halfstep.integrations import checkpoint, ddp, fsdp, release, zero
 from halfstep.numerics import planning
-from halfstep.numerics.formats import exact
+from halfstep.numerics.formats import codec, exact
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kernels": "kernels", "numerics": "numerics", "integrations": "integrations", "src/halfstep/cli": "cli"}
@@ -24,6 +24,7 @@ PUBLIC = {
     **{
         f"{module.__name__}.{name}": getattr(module, name)
         for module, names in {
+            codec: ("neighbours", "next_down", "next_up", "ulp"),
             exact: ("decode_exact", "encode_exact", "exact", "parse_number"),
             planning: ("Transformer", "card", "layout", "plan", "unit", "usable"),
             ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),

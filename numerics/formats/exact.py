@@ -290,6 +290,14 @@ def next_exact(value: Any, format: Any, *, up: bool) -> Number:
     return decode_exact(signed_code(abs(order), minus, form), form)
 
 
+def ulp_exact(value: Any, format: Any) -> Number:
+    """The distance between the format's numbers around `value` (`Format.ulp`): NaN for NaN, infinity for infinities."""
+    number = exact(value)
+    if isinstance(number, float) and number != 0:
+        return abs(number)
+    return Fraction(2) ** unit_exponent(Fraction(number), formats[format])
+
+
 # ------------------------------------------------------------------------------------------------------ exact numbers
 
 

@@ -198,15 +198,7 @@ def test_the_generator_of_the_library_governs_the_noise(values: Any, seed: Any) 
     assert codec.encode(values, "e4m3fn", "stochastic").tolist() == first != second
 
 
-# ----------------------------------------------------------------------------------------------------------- next ones
-
-
-def next_up(values: Any, name: str) -> list[float]:
-    return [float(exact.next_exact(value, name, up=True)) for value in np.atleast_1d(values)]
-
-
-def next_down(values: Any, name: str) -> list[float]:
-    return [float(exact.next_exact(value, name, up=False)) for value in np.atleast_1d(values)]
+# ----------------------------------------------------------------------------------------------------------- neighbours
 
 
 @pytest.mark.parametrize("name", oracle.PARAMETERS)
@@ -220,33 +212,80 @@ def test_next_up_and_down_walk_through_all_numbers(name: str) -> None:
         at = np.concatenate([at[:99], at[len(at) // 2 - 99 :][:198], at[-99:]])
     low, high = finite[at], finite[at + 1]
     for between in (low, (low + high) / 2):
-        np.testing.assert_array_equal(next_up(between, name), high)
+        np.testing.assert_array_equal(codec.next_up(between, name), high)
     for between in (high, (low + high) / 2):
-        np.testing.assert_array_equal(next_down(between, name), low)
-    ends = next_down(finite[0], name) + next_up(finite[-1], name)
+        np.testing.assert_array_equal(codec.next_down(between, name), low)
+    ends = codec.next_down(finite[0], name), codec.next_up(finite[-1], name)
     np.testing.assert_array_equal(ends, (finite[0], finite[-1]) if beyond is None else (-beyond, beyond))
-    np.testing.assert_array_equal(next_up([-math.inf, finite[0] * 4 - 1], name), [finite[0]] * 2)
-    np.testing.assert_array_equal(next_down([math.inf, finite[-1] * 4], name), [finite[-1]] * 2)
-    assert np.isnan(next_up(math.nan, name) + next_down(math.nan, name)).all()
+    np.testing.assert_array_equal(codec.next_up([-math.inf, finite[0] * 4 - 1], name), [finite[0]] * 2)
+    np.testing.assert_array_equal(codec.next_down([math.inf, finite[-1] * 4], name), [finite[-1]] * 2)
+    assert np.isnan(codec.next_up(math.nan, name)) and np.isnan(codec.next_down([math.nan], name)[0])
 
 
 def test_next_up_and_down_keep_the_sign_of_zero() -> None:
     for name in oracle.SMALL:
         if formats[name].has_negative_zero:
             least = formats[name].min_subnormal
-            around = next_up(-least, name) + next_down(least, name)
-            assert list(map(str, around)) == ["-0.0", "0.0"]
+            around = codec.next_up(-least, name), codec.next_down(least, name)
+            assert [str(float(number)) for number in around] == ["-0.0", "0.0"]
 
 
 @pytest.mark.parametrize("name", ["fp64", "fp32"])
-def test_next_ones_are_those_of_numpy(name: str) -> None:
+def test_next_and_ulp_as_numpy_has_them(name: str) -> None:
     dtype = np.dtype(formats[name].numpy)
     patterns = np.random.default_rng(0).integers(0, 2 ** (8 * dtype.itemsize), 3000, dtype=np.uint64)
     values = patterns.astype(f"u{dtype.itemsize}").view(dtype)
     values = values[~np.isnan(values)]
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(next_up(values, name), np.nextafter(values, dtype.type(np.inf)))
-        np.testing.assert_array_equal(next_down(values, name), np.nextafter(values, dtype.type(-np.inf)))
+        np.testing.assert_array_equal(codec.next_up(values, name), np.nextafter(values, dtype.type(np.inf)))
+        np.testing.assert_array_equal(codec.next_down(values, name), np.nextafter(values, dtype.type(-np.inf)))
+        spaced = np.abs(values[np.isfinite(values) & (np.abs(values) < np.finfo(dtype).max)])
+        np.testing.assert_array_equal(codec.ulp(spaced, name), np.spacing(spaced))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ulp_is_that_of_the_format(name: str) -> None:
+    values = [0.0, 1.0, -1.5, 2.0**-130, 3e38, 1e300, -math.inf, formats[name].max, formats[name].min_normal]
+    expected = [formats[name].ulp(value) for value in values]
+    assert codec.ulp(values, name).tolist() == expected
+    assert math.isnan(codec.ulp(math.nan, name))
+    assert codec.ulp("1e-400", name) == formats[name].ulp(0.0)
+    assert codec.ulp(2**60 - 1, name) == formats[name].ulp(2.0**59), "not that of 2^60, which float64 makes of it"
+
+
+def test_neighbours() -> None:
+    around = codec.neighbours("0.1", "fp16")
+    assert (around.code_below, around.code_above, around.code_nearest) == (0x2E66, 0x2E67, 0x2E66)
+    assert around.nearest == around.below and not around.exact and around.error == around.below - Fraction(1, 10)
+    same = codec.neighbours(-1, "bf16")
+    assert same.exact and same.below == same.above == same.nearest == -1 and same.midpoint is None and same.error == 0
+    assert (same.previous, same.next) == (Fraction(-129, 128), Fraction(-255, 256))
+    over = codec.neighbours(1e6, "fp16")
+    assert (over.below, over.above, over.midpoint, over.nearest, over.error) == (65504, math.inf, 65520, math.inf, None)
+    under = codec.neighbours(-1e6, "fp16")
+    assert (under.below, under.above, under.midpoint, under.code_below) == (-math.inf, -65504, -65520, 0xFC00)
+    assert codec.neighbours(7, "e2m1fn").above is None and codec.neighbours(7, "e2m1fn").code_above is None
+    assert codec.neighbours(-130, "int8").midpoint == Fraction(-257, 2)
+    low = codec.neighbours(0, "e8m0fnu")
+    assert low.above == Fraction(2) ** -127 and math.isnan(low.below) and low.midpoint is None
+    tiny = codec.neighbours(-1e-30, "fp16")
+    assert math.copysign(1, tiny.above) == -1 and tiny.code_above == 0x8000 and tiny.below == -(Fraction(2) ** -24)
+    with pytest.raises(ValueError, match="Expected value to be a finite number"):
+        codec.neighbours(math.inf, "fp16")
+
+
+@pytest.mark.parametrize("name", oracle.PARAMETERS)
+def test_neighbours_enclose(name: str) -> None:
+    form, values = formats[name], oracle.extended(name)
+    for index in range(0, len(values) - 2, max(1, len(values) // 40)):
+        for part in (Fraction(1, 3), Fraction(1, 2)):
+            value = values[index] + part * (values[index + 1] - values[index])
+            for sign in (1, -1) if form.signed else (1,):
+                around = codec.neighbours(sign * value, form)
+                inner, outer = sign * values[index], sign * values[index + 1]
+                assert {around.below, around.above} == {inner, outer} and around.below < around.above
+                assert around.midpoint == (inner + outer) / 2 and around.ulp == abs(outer - inner)
+                assert around.code_nearest == oracle.rounded(sign * value, name, "nearest")
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
