@@ -46,7 +46,6 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
-from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
@@ -360,7 +359,7 @@ def _cast_into(
         return
     if implementation == "native":
         codes = format_of(pair[0]).code, format_of(pair[1]).code
-        native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, threads())
+        native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, native.threads())
         return
     options, seeds = _options(*pair, mode, saturate), (_unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32))
     if single:

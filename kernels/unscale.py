@@ -26,7 +26,6 @@ from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import current_stream, to_device, upload
-from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 LANES = 1024
@@ -420,7 +419,7 @@ def _check_groups(
             buffers = multi_tensor.checked_addresses((scratch.flags, scratch.sums))
             native.library("unscale").halfstep_check(
                 *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
-                *(buffers[0], buffers[1] + 8 * first, threads()),
+                *(buffers[0], buffers[1] + 8 * first, native.threads()),
             )
         first += table.chunks
 

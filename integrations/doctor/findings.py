@@ -254,48 +254,18 @@ warning saved-twice: {first} and {second} have the same bits in two places
 error version-too-old: halfstep needs {name} {least} or newer
     kernels fail or compute different bits
     pip install '{name}>={least}'
-error gpu-not-usable: the machine has a GPU, but torch {what}
-    training runs on the CPU
-    {remedy}
 warning no-triton: there is a GPU, but Triton is not installed
     halfstep runs as plain torch, with several times the memory traffic
     pip install triton
 warning no-compiler: there is no C++ compiler
     on the CPU, halfstep runs as plain torch: the same bits, but a step with 8-bit moments takes 260 times as long
     install g++ or clang++, or point CXX at one
-error ranks-not-set: {what}
-    {stake}
-    start torchrun once per machine{remedy}
-error rank-out-of-range: with WORLD_SIZE={world}, ranks are 0 to {last}
-    the other ranks wait for one that never joins
-    give each process a different RANK below WORLD_SIZE
-error rank-without-gpu: this machine has {gpus} that torch can use
-    the rank fails, or shares a GPU with another
-    start at most one rank per GPU, and check CUDA_VISIBLE_DEVICES
-error master-is-local: the job has {nodes} machines, but each looks for rank 0 on itself
-    all other machines wait until they time out
-    set MASTER_ADDR to the first machine's name
-error interface-not-there: this machine has {interfaces}
-    init_process_group fails on this machine
-    unset {name}, or set it to an interface that all machines have
-warning interface-not-chosen: several interfaces may connect the machines, but none is chosen
-    ranks may wait for each other on a network that does not connect them, or use a slow one
-    set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the right one
+warning cache-not-writable: the folder of compiled kernels is not writable
+    each process compiles them again, which takes 2 to 6 s per kernel family
+    set HALFSTEP_CACHE to a writable folder
 warning kernels-interpreted: Triton kernels run in its interpreter
     each is slower than plain torch
     unset TRITON_INTERPRET, which is for tests without a GPU
-warning slow-setting: a debugging option is on
-    {stake}
-    unset {name}
-error gpus-hidden: it is set and empty, which hides all GPUs
-    training runs on the CPU
-    unset it, or name the GPUs: 0,1
-warning one-thread-per-rank: torchrun sets it, but each rank has {cores} cores
-    steps on the CPU use 1 of {cores} cores
-    set OMP_NUM_THREADS={cores} before torchrun
-warning little-shared-memory: it has {size} MiB, a common default of containers
-    DataLoader workers and ranks of one machine crash with a bus error
-    start the container with --shm-size=8g or --ipc=host
 """
 TEXTS = {
     name: (severity, *map(str.strip, texts.splitlines()))

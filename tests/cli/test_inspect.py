@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lookup_run import complaint, lines
-from safetensors.torch import save_file
 
 from halfstep.cli import inspect as command
 from halfstep.numerics.statistics.counts import statistics
@@ -96,23 +95,14 @@ def test_parts_of_one_checkpoint_and_batches(tmp_path: Path, monkeypatch: pytest
     assert content["total"]["exponents"] == {"0": 300, "1": 300, "2": 300, "3": 300}
 
 
-@pytest.mark.parametrize(
-    "options", ["", "-f bf16 --scale 2^-20", "-f e4m3fn --scale 3", "-f e5m2 --scale 2^100", "--scale 1e30"]
-)
-def test_small_safetensors_are_counted_without_torch_as_with_it(
-    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    values = torch.cat([torch.randn(500) * 10.0**power for power in range(-44, 38, 2)])
-    values = torch.cat([values, torch.tensor([0.0, -0.0, 1e-45, float("inf"), float("nan"), 65520, 65519, 6e-8, 2e-8])])
-    tensors = {str(dtype): values.to(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
-    save_file({**tensors, "none": torch.zeros(0, 2)}, tmp_path / "x.safetensors")
-    found = []
-    for small in (1 << 20, 0):
-        monkeypatch.setattr(command, "SMALL", small)
-        content = told(tmp_path / "x.safetensors", *options.split())
-        content["tensors"].sort(key=lambda row: row["name"])
-        found.append(content)
-    assert found[0] == found[1]
+def test_long_tensors_are_counted_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = told(checkpoint)
+    calls = []
+    monkeypatch.setattr(command, "BATCH", 1000)
+    monkeypatch.setattr(command.Progress, "show", lambda self, done=None, text=None: calls.append(done))
+    assert told(checkpoint) == at_once
+    # 300 * 5 fp32, 4 fp32 and 700 bf16 in batches of 1,000 bytes
+    assert len(calls) > 7
 
 
 def test_values_count_once(tmp_path: Path) -> None:

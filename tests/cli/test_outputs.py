@@ -20,7 +20,7 @@ COMMANDS = [
     *(f"why 0.1 {' '.join(formats)}", "why 1e9 fp16 e4m3 e2m1", "why nan fp16 e8m0 int8"),
     *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
     *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 64 --compare strategies --card h100"),
-    *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
+    *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt", "doctor", "help", "bench --help"),
 ]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

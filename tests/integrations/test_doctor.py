@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
 from contextlib import nullcontext
@@ -18,10 +19,11 @@ from torch import nn
 
 import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
-from halfstep.integrations.doctor.environment import Machine, examine_environment
+from halfstep.integrations.doctor.environment import examine_environment, facts
 from halfstep.integrations.doctor.findings import TEXTS
 from halfstep.integrations.doctor.rules import examine_checkpoint
 from halfstep.integrations.tensor_files import read_all
+from halfstep.kernels import compiler
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,63 +338,64 @@ def test_a_small_file_with_an_expanded_tensor_is_examined_quickly(tmp_path: Path
 
 # ---------------------------------------------------------------------------------------------------------- environment
 
-RANK = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
-TORCHRUN = {**RANK, "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
-GOOD: dict[str, Any] = {
-    "variables": TORCHRUN,
-    "cores": 64,
-    "gpus": 8,
-    "gpu_files": True,
-    "cuda": "12.9",
-    "versions": {"torch": "2.13.0+cu129", "triton": "3.7.1"},
-    "interfaces": ("lo", "docker0", "eth0"),
-    "shared_memory": 8 << 30,
-}
+
+def _machine(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, *, gpu: bool = False, triton: str = "3.7.1",
+    torch_version: str = "2.13.0", cxx: bool = True, interpret: str = "0",
+) -> None:  # fmt: skip
+    """Pretend that this machine is so; `triton` is "" where it is not installed."""
+
+    def version(name: str) -> str:
+        if not triton:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return triton
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(compiler, "compiler", lambda: ["c++"] if cxx else None)
+    monkeypatch.setattr(compiler, "FOLDER", cache / "no wheel")
+    monkeypatch.setenv("HALFSTEP_CACHE", str(cache / "kernels"))
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
 
 
-def test_a_good_environment_has_no_findings() -> None:
-    machine = Machine(**GOOD)
-    assert examine_environment(machine).ok
-    assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
-    assert examine_environment(Machine({})).ok
-    for names in ("eth", "^docker", "=eth0"):  # as NCCL reads them
-        assert examine_environment(Machine(**{**GOOD, "variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": names}})).ok
-    facts = dict(Machine.here().facts())
-    assert facts["torch"] == torch.__version__ and int(facts["cores"]) >= 1
+@pytest.mark.parametrize(
+    ("kernels", "changed"),
+    [("C++", {}), ("C++", {"triton": ""}), ("Triton", {"gpu": True}), ("Triton", {"gpu": True, "cxx": False})],
+)
+def test_a_good_environment_has_no_findings(
+    kernels: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch, tmp_path, **changed)
+    assert examine_environment().ok and facts()["kernels"] == kernels
+
+
+def test_libraries_of_a_wheel_need_neither_compiler_nor_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, tmp_path, cxx=False)
+    monkeypatch.setattr(compiler, "FOLDER", tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert examine_environment().ok and facts()["kernels"] == "C++"
 
 
 ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"versions": {"torch": "2.10.0"}, "gpus": 0, "gpu_files": False}, "version-too-old", "torch 2.10.0"),
-    ({"cuda": None, "gpus": 0}, "gpu-not-usable", "torch.cuda"),
-    ({"versions": {"torch": "2.13.0"}}, "no-triton", "triton"),
-    ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),
-    ({"variables": {"SLURM_NTASKS": "4"}}, "ranks-not-set", "SLURM_NTASKS=4"),
-    ({"variables": RANK}, "ranks-not-set", "MASTER_PORT"),
-    ({"variables": {**TORCHRUN, "RANK": "16"}}, "rank-out-of-range", "RANK=16"),
-    ({"gpus": 1}, "rank-without-gpu", "LOCAL_RANK=1"),
-    ({"variables": {**TORCHRUN, "MASTER_ADDR": "localhost"}}, "master-is-local", "MASTER_ADDR=localhost"),
-    (
-        {"variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": "ib"}},
-        "interface-not-there",
-        "NCCL_SOCKET_IFNAME=ib",
-    ),
-    ({"interfaces": ("lo", "eth0", "ib0")}, "interface-not-chosen", "eth0, ib0"),
-    ({"variables": {**TORCHRUN, "TRITON_INTERPRET": "1"}}, "kernels-interpreted", "TRITON_INTERPRET"),
-    ({"variables": {**TORCHRUN, "CUDA_LAUNCH_BLOCKING": "1"}}, "slow-setting", "CUDA_LAUNCH_BLOCKING=1"),
-    ({"variables": {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}}, "gpus-hidden", "CUDA_VISIBLE_DEVICES"),
-    (
-        {"variables": {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "gpus": 0, "gpu_files": False},
-        "one-thread-per-rank",
-        "OMP_NUM_THREADS=1",
-    ),
-    ({"shared_memory": 64 << 20}, "little-shared-memory", "/dev/shm"),
+    ({"torch_version": "2.10.0+cu128"}, "version-too-old", "torch 2.10.0+cu128"),
+    ({"triton": "3.5.1"}, "version-too-old", "triton 3.5.1"),
+    ({"gpu": True, "triton": ""}, "no-triton", "triton"),
+    ({"cxx": False}, "no-compiler", "C++"),
+    ({}, "cache-not-writable", "kernels"),
+    ({"interpret": "1"}, "kernels-interpreted", "TRITON_INTERPRET"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "name", "where"), ENVIRONMENTS)
-def test_faults_of_an_environment_are_named(changed: dict[str, Any], name: str, where: str) -> None:
-    found = examine_environment(Machine(**{**GOOD, **changed}))
-    assert [(one.name, one.where) for one in found.findings] == [(name, where)], str(found)
+def test_faults_of_an_environment_are_named(
+    changed: dict[str, Any], name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch, tmp_path, **changed)
+    if name == "cache-not-writable":  # root may write everywhere
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    found = examine_environment()
+    assert [(one.name, Path(one.where).name) for one in found.findings] == [(name, where)], str(found)
 
 
 def test_each_finding_has_a_row_in_the_docs_and_a_case() -> None:

@@ -27,7 +27,6 @@ ENCODED = {
     "outcome": "exact|rounded|underflow|overflow|saturated|none",
     "error": ({**NUMBER, "ulps": DECIMAL, "relative": (DECIMAL, None)}, None),
 }
-ELSEWHERE = [{"value": (NUMBER, None), "who": [str]}]
 FORMAT = {
     **dict.fromkeys(("name", "title"), str),
     "kind": "ieee|fn|fnuz|finite|scale|integer",
@@ -58,14 +57,14 @@ WHY = {
     "roundings": dict.fromkeys(("nearest", "nearest_away", "toward_zero", "up", "down", "odd"), (CODE, None)),
     "stochastic": [{"code": (CODE, None), "probability": r"\d+(/\d+)?"}],
     "rounded_twice": [{"via": [str], **ENCODED}],
-    "elsewhere": ELSEWHERE,
+    "elsewhere": (str, None),
 }
 MODES = {"rounding": str, "overflow": "inf|saturate|nan"}
 COMMANDS: dict[str, tuple[Any, Any]] = {
     "format": ({"formats": [str]}, FORMAT),
     "encode": (
         {"numbers": [str], "formats": [str], **MODES, "seed": (int, None)},
-        {"input": INPUT, **ENCODED, "elsewhere": ELSEWHERE},
+        {"input": INPUT, **ENCODED, "elsewhere": (str, None)},
     ),
     "decode": ({"codes": [str], "formats": [str], "width": (int, None)}, {"input": {"text": str}, **STORED}),
     "why": ({"number": str, "formats": [str], **MODES}, WHY),

@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
@@ -18,15 +17,13 @@ from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.messages import printable
 
 if TYPE_CHECKING:  # imported where needed, since torch takes longer than all else
     import torch
 
     from halfstep.numerics.statistics.counts import Row, Statistics
 
-SMALL = 16 << 20  # bytes that NumPy counts in less time than torch takes to be imported
-BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
+BATCH = 64 << 20  # bytes counted at a time, so that the bar moves
 WIDE = 140  # columns of the screen that show all columns of the table
 
 SORTS = {
@@ -75,37 +72,22 @@ def _parser() -> Parser:
     return parser
 
 
-def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
-    """The statistics of small safetensors files in fp32, fp16 and bf16 without torch; None for other files."""
-    readable = all(file.suffix == ".safetensors" and file.is_file() for file in files)
-    if not readable or sum(file.stat().st_size for file in files) > SMALL:
-        return None
-    import numpy as np
-    from safetensors import SafetensorError, deserialize
-
-    from halfstep.numerics.statistics.counts import of_arrays
-
-    names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
-    try:
-        tensors = [pair for file in files for pair in sorted(deserialize(file.read_bytes()))]
-    except (SafetensorError, OSError):
-        return None
-    for name, tensor in tensors:
-        name = printable(name)
-        dtype, half = names.get(tensor["dtype"]), tensor["dtype"] == "BF16"
-        if dtype is None or name in arrays:
-            return None
-        numbers = np.frombuffer(tensor["data"], "u2" if half else dtype)
-        arrays[name] = dtype, (numbers.astype("u4") << 16).view("f4") if half else numbers.astype("f4")
-    return of_arrays(arrays, format, scale) if arrays else None
+def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors together up to `BATCH` bytes, longer ones in pieces."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        for piece in tensor.reshape(-1).split(BATCH // tensor.element_size()):
+            batch[name] = piece
+            size += piece.nbytes
+            if size >= BATCH:
+                yield batch
+                batch, size = {}, 0
+    yield batch
 
 
 def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
     """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words."""
-    counted = _at_once(options.files, options.format, options.scale)
-    if counted is not None:
-        files = list(map(str, options.files))
-        return counted, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
     from halfstep.integrations.tensor_files import TensorFileError, read_all
     from halfstep.numerics.statistics.counts import statistics
 
@@ -117,18 +99,12 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
         also = f", only {left_out.total()} of {', '.join(left_out)}" if left_out else ""
         names = ", ".join(map(str, options.files))
         raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
-    total: Statistics | None = None
-    batch: dict[str, torch.Tensor] = {}
+    total = statistics({}, options.format, options.scale)
     with Progress(sum(tensor.nbytes for tensor in tensors.values()), patience=2.0) as progress:
-        for number, (name, tensor) in enumerate(tensors.items(), 1):
-            batch[name] = tensor
-            size = sum(member.nbytes for member in batch.values())
-            if size >= BATCH or number == len(tensors):
-                part = statistics(batch, options.format, options.scale).read()
-                total = part if total is None else total + part
-                progress.show(progress.done + size, f"counting, {(progress.done + size) / 2**30:.1f} GiB")
-                batch = {}
-    assert total is not None
+        for batch in _batches(tensors):
+            total = total + statistics(batch, options.format, options.scale)
+            done = progress.done + sum(tensor.nbytes for tensor in batch.values())
+            progress.show(done, f"counting, {done / 2**30:.1f} GiB")
     return total, dict(left_out), checkpoint.as_dict(), checkpoint.lines()
 
 

@@ -193,20 +193,9 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
     return [line for index, block in enumerate(blocks) for line in (*(between if index else ()), *block)]
 
 
-def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
-    stored = values.conversions(result.number, result.format)
-    return [{"value": None if value is None else values.number_dict(value), "who": names} for value, names in stored]
-
-
-def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
-    cells = []
-    for result in results:
-        for index, (value, names) in enumerate(values.conversions(result.number, result.format)):
-            further = [name for name in names if not name.startswith("torch")]
-            who = ", ".join(["torch", *further] if len(names) - len(further) == 2 else names)
-            shown = "undefined" if value is None else values.fitting(value, 20, 9)
-            cells.append(("" if index else result.format.name, shown, who))
-    return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
+def _elsewhere(results: Iterable[Encoded]) -> list[Table]:
+    rows = [(text(f"{row.format.name} elsewhere", "faint"), row.elsewhere) for row in results if row.elsewhere]
+    return [Table((), rows, wraps=1)] if rows else []
 
 
 def _bits(stored: Stored) -> Text:
@@ -277,11 +266,9 @@ def _encode(options: argparse.Namespace) -> Answer:
         return values.encoded(number, format, rounding, overflow, noise)
 
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
-    usual = (rounding, overflow) == ("nearest", "inf")
-
     if options.json:
         return chosen, [
-            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": _elsewhere(result) if usual else []}
+            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": result.elsewhere}
             for typed, row in rows
             for result in row
         ]
@@ -289,7 +276,7 @@ def _encode(options: argparse.Namespace) -> Answer:
     for typed, row in rows:
         table = _fitting(*(_encodings(row, *columns) for columns in ((24, 64, True), (16, 64), (16, 16), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
-        blocks.append([text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])])
+        blocks.append([text(typed.notations, "strong"), table, *digits, *_elsewhere(row)])
     return chosen, _apart(blocks, "")
 
 
@@ -402,7 +389,7 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
             {"code": code(end), "probability": str(chance)} for end, _, chance in ends if chance is not None
         ],
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
-        "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
+        "elsewhere": result.elsewhere,
     }
 
 
@@ -443,8 +430,7 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
         parts += ["", _roundings(result, overflow)]
     for via, twice in values.double_roundings(result.number, format) if rounding == "nearest" else []:
         parts += ["", joined(text("note", "note"), f" {values.double_rounding_words(via, twice, result)}")]
-    elsewhere = _elsewhere_shown([result]) if (rounding, overflow) == ("nearest", "inf") else []
-    return [*parts, *([""] if elsewhere else []), *elsewhere]
+    return parts + ["", *_elsewhere([result])] * bool(result.elsewhere)
 
 
 def _roundings(result: Encoded, overflow: str) -> Table:
