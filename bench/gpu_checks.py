@@ -91,11 +91,13 @@ def _same_bits(left: Any, right: Any) -> bool:
     """Whether two values of a job are bit-identical, except that any NaN equals any other."""
     if not isinstance(left, torch.Tensor):
         return bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     equal = left.reshape(-1).view(integers) == right.reshape(-1).view(integers)
     if left.is_floating_point():
         equal |= (left.float().isnan() & right.float().isnan()).reshape(-1)
-    return left.dtype == right.dtype and bool(equal.all())
+    return bool(equal.all())
 
 
 def bits(group: str, device: torch.device) -> dict[str, Any]:

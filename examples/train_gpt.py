@@ -354,7 +354,7 @@ class Trainer:
 
     def best(self) -> tuple[int, float, int]:
         """The step and loss of the best validation, and the number of validations since."""
-        losses = [loss for _, loss in self.history["validation"]]
+        losses = [loss if math.isfinite(loss) else math.inf for _, loss in self.history["validation"]]
         at = losses.index(min(losses))
         return self.history["validation"][at][0], losses[at], len(losses) - 1 - at
 
@@ -364,7 +364,7 @@ class Trainer:
         skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         validated = bool(self.history["validation"]) and trouble is None
-        best_step, best_loss, _ = self.best() if validated else (None, None, 0)
+        best_step, best_loss, _ = self.best() if validated else (None, math.nan, 0)
         flops = training_flops(size, options.batch, size.seq, options.lora)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
@@ -375,15 +375,18 @@ class Trainer:
         sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": trained}
         scales = history["scale"] if self.scaler is not None else None
         tail = max(1, round(self.step * FINAL_SHARE))
+        final = {
+            "final_train_loss": math.nan if trouble else fmean(history["train_loss"][-tail:]),
+            "final_val_loss": history["validation"][-1][1] if validated else math.nan,
+            "best_val_loss": best_loss,
+        }
         return {
             "name": self.run.name,
             "precision": self.run.precision,
             "emulated": self.precision.emulated,
             "optimizer": self.run.optimizer,
             "steps": self.step,
-            "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
-            "final_val_loss": history["validation"][-1][1] if validated else None,
-            "best_val_loss": best_loss,
+            **{name: loss if math.isfinite(loss) else None for name, loss in final.items()},
             "best_step": best_step,
             "stopped_early": early,
             "skipped_steps": len(skipped),

@@ -132,7 +132,7 @@ class AmpMonitor:
         return self
 
     def detach(self) -> None:
-        """Undo `attach`."""
+        """Stop counting the steps of the optimizer that `attach` was called with."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -210,10 +210,10 @@ class AmpMonitor:
             ValueError: the counts belong to another format or other parameters.
         """
         for key, expected in (("format", self.format.name), ("names", list(self._parameters))):
-            if state_dict[key] != expected:
+            if state_dict.get(key) != expected:
                 raise ValueError(
                     f"Expected {key} in state_dict to be that of this monitor, {expected!r}, but got "
-                    f"{state_dict[key]!r}"
+                    f"{state_dict.get(key)!r}"
                 )
         self.reset()
         self._steps, self._collected = state_dict["steps"], state_dict["collected"]

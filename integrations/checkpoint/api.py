@@ -240,10 +240,12 @@ def save(
         >>> checkpoint.load(path, model=model, optimizer=optimizer)
         {'tokens': 3000}
     """
-    if step < 0:
-        raise ValueError(f"Expected step to be at least 0, but got {step}")
-    if keep < 1:
-        raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"Expected step to be an integer of at least 0, but got {step!r}")
+    if type(keep) is not int or keep < 1:
+        raise ValueError(
+            f"Expected keep to be an integer of at least 1, but got {keep!r}: a save never leaves the folder empty"
+        )
     check_format(optimizer_state, "optimizer_state")
     if model is None:
         _only_with_model(

@@ -48,8 +48,8 @@ def convert(old: str | Path, new: str | Path) -> Path:
             tree = {"state": pack(read_file(old), tensors, "state")}
     except (OSError, PickleError, CheckpointError) as error:
         raise CheckpointError(f"{old} cannot be converted: {error}") from error
-    step = re.search(r"\d+", old.name)
-    tree["step"] = int(step[0]) if step else 0
+    numbers = re.findall(r"\d+", new.name) or re.findall(r"\d+", old.stem)
+    tree["step"] = int(numbers[-1]) if numbers else 0
     return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
 
 

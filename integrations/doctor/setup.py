@@ -168,6 +168,7 @@ class Setup:
 
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
     """The innermost optimizers of an optimizer, of any library's wrapper of one or several, or of a collection."""
+    optimizer = () if optimizer is None else optimizer
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
         outer = (*outer, inner)
@@ -178,13 +179,13 @@ def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
         parts = [part for part in parts if not any(part is container for container in outer)]
         if not parts:
             yield inner
-    elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer or (), Iterable):
+    elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer, Iterable):
         raise TypeError(
             "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a "
             f"{type(optimizer).__name__}"
         )
     else:
-        parts = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer or ())
+        parts = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
     for part in parts:
         yield from innermost(part, outer)
 

@@ -189,17 +189,17 @@ def _stored(training: Training) -> Iterator[Part]:
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
     """The peak bytes of gradients with steps in the backward, out of `size` bytes in total, and a note.
 
-    A full bucket exceeds `bucket_bytes` by up to its last gradient. Replicas reduce a copy of one bucket, with aligned
-    gradients (16 bytes) and a flag for each, while the next bucket is filled. FSDP2 reduces the gradients of a unit in
-    one buffer, which exists until the last of them is stepped, so the units of the bucket's first and last gradient
-    count in full.
+    A full bucket exceeds `bucket_bytes` by up to its last gradient. Replicas reduce a copy of one bucket, with its
+    gradients padded to 8 elements and a flag for each, while the next bucket is filled. FSDP2 reduces the gradients of
+    a unit in one buffer, which exists until the last of them is stepped, so the units of the bucket's first and last
+    gradient count in full.
     """
     gradients, shaped = training.shards.gradients, training.sharding.shaped
     divided = training.strategy_row.weights and training.sharding.divisor > 1
     bucket_bytes = min(bucket_bytes + _largest(training) - (shaped and not divided), size)
     if training.strategy != "ddp" or training.gpus == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
-    added = 16 * sum(count for _, count, _ in gradients) if shaped else 0
+    added = 8 * training.row.gradients.width * sum(count for _, count, _ in gradients) if shaped else 0
     return 2 * bucket_bytes + added, "one bucket filled and one reduced, stepped in the backward"
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -52,6 +53,19 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _runs(folder: Path) -> dict[str, dict[str, Any]]:
     return {run["name"]: run for run in json.loads((folder / "report.json").read_text())["runs"]}
+
+
+def test_a_run_that_ends_with_nan_is_reported(text: Path, tmp_path: Path) -> None:
+    words = ("--precision", "fp32", "--steps", 4, "--warmup", 0, "--lr", 1e30)
+    assert _train(text, tmp_path, *words) == 0
+    run = _runs(tmp_path)["fp32"]
+    assert run["final_train_loss"] is run["final_val_loss"] is None and run["steps"] == 4
+    assert run["validation"] == [] and run["best_val_loss"] is None
+
+
+def test_a_validation_that_is_nan_is_never_the_best() -> None:
+    history = {"validation": [[1, math.nan], [2, 3.0], [3, 2.5], [4, math.nan]]}
+    assert train_gpt.Trainer.best(SimpleNamespace(history=history)) == (3, 2.5, 1)  # type: ignore[arg-type]
 
 
 def test_compare_reports_four_runs(compared: Path) -> None:

@@ -210,8 +210,10 @@ def test_checkpoints_with_and_without_a_model_are_not_confused(tmp_path: Path) -
         ({"asynchronous": True}, "Expected a model together with asynchronous, but got model=None"),
         ({"optimizer": 1}, "Expected a model together with optimizer, but got model=None: pass model="),
         ({"scaler": 1}, "Expected a model together with scaler, but got model=None"),
-        ({"keep": 0}, "Expected keep to be at least 1, but got 0"),
-        ({"step": -1}, "Expected step to be at least 0, but got -1"),
+        ({"keep": 0}, "Expected keep to be an integer of at least 1, but got 0"),
+        ({"keep": 2.0}, "Expected keep to be an integer of at least 1, but got 2.0"),
+        ({"step": -1}, "Expected step to be an integer of at least 0, but got -1"),
+        ({"step": 1.5}, "Expected step to be an integer of at least 0, but got 1.5"),
         ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'held' or 'canonical', but got 'compact'"),
     ],
 )
@@ -389,6 +391,8 @@ def test_checkpoints_of_earlier_versions_load_and_convert_with_the_same_bits(tmp
         new = checkpoint.convert(old, tmp_path / "new" / old.name)
         assert sorted(os.listdir(new)) == sorted([*FILES, "state-00001-of-00001.safetensors"])
         assert attacks.content_of(new)["step"] == step
+        renamed = checkpoint.convert(old, tmp_path / "new" / f"run{step}" / "v2-step-00000040")
+        assert attacks.content_of(renamed)["step"] == 40
         bits_of_new, state_of_new = loaded(new)
         assert bits_of_new == bits and repr(state_of_new) == repr(state)
         assert state["pair"] == (1, b"x") and type(state["array"]) is np.ndarray

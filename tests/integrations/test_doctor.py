@@ -93,9 +93,10 @@ def test_arguments_that_cannot_be_examined_are_refused() -> None:
     assert error_of(TypeError, lambda: doctor([model], None)) == (  # type: ignore[arg-type]
         "Expected model to be a torch.nn.Module, but got a list"
     )
-    assert error_of(TypeError, lambda: doctor(model, [model])) == (
-        "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a Sequential"
-    )
+    for optimizer, name in (([model], "Sequential"), (0, "int"), (False, "bool")):
+        assert error_of(TypeError, lambda optimizer=optimizer: doctor(model, optimizer)) == (
+            f"Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a {name}"
+        )
     for scaler in ("fp16", torch.float16, model, Precision("fp16")):
         assert error_of(TypeError, lambda scaler=scaler: doctor(model, None, scaler)) == (
             "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "

@@ -260,6 +260,8 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
         assert released.part("gradients").bytes == 99 + 2 * 16 * 8
     replicas = plan(units=units, gpus=4, step_in_backward=100)
     assert replicas.part("gradients").bytes == 2 * (99 + 2 * 16 * 8) + 16 * 13
+    wide = plan(units=units, precision="fp32", gpus=4, step_in_backward=100)
+    assert wide.part("gradients").bytes == 2 * (99 + 4 * 16 * 8) + 32 * 13
     assert "buckets" not in [part.name for part in replicas.parts]
     for strategy, shard, ways in (("fsdp", None, 4), ("hsdp", 2, 2)):
         planned = plan(units=units, gpus=4, strategy=strategy, step_in_backward=100, shard=shard)
