@@ -104,7 +104,7 @@ def test_counts_continue_from_a_checkpoint() -> None:
     assert state["counts"].sum() < second.state_dict()["counts"].sum(), "the state is a copy"
     with pytest.raises(ValueError, match="Expected format in state_dict to be that of this monitor, 'bf16', but got"):
         AmpMonitor(model, format="bf16").load_state_dict(state)
-    with pytest.raises(ValueError, match="Expected format in state_dict .*, 'fp16', but got None"):
+    with pytest.raises(ValueError, match=r"Expected format in state_dict .*, 'fp16', but got None"):
         AmpMonitor(model).load_state_dict({})
     with pytest.raises(ValueError, match=r"Expected names in state_dict to be that of this monitor, \['weight',"):
         AmpMonitor(model[0]).load_state_dict(state)
