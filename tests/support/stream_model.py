@@ -596,7 +596,6 @@ def _forget() -> None:
     for module in (cast, statistics, unscale):
         for cache in module._tables.values():
             cache._tables.clear()
-    unscale._scratches.drop()
 
 
 def _host(device: Any) -> torch.device:
