@@ -306,10 +306,11 @@ def _per_lane(block):
 
 
 # Sizes are arguments of their own: for integers in a tuple that are 1, or that 16 divides, Triton compiles forms anew.
+# They come first: with the scale between addresses and sizes, ptxas takes more instructions to load these on sm_100.
 @functools.partial(jit, do_not_specialize=[*Rows._fields, *Strides._fields])
 def forward_row_kernel(
-    operands, rows, columns, queries, splits, span,
-    size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column, form: tl.constexpr,
+    rows, columns, queries, splits, span, size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
+    operands, form: tl.constexpr,
 ):  # fmt: skip
     """Softmax of the rows of a tile, or of one longer row or piece."""
     tile: tl.constexpr = form.TILE
@@ -414,7 +415,7 @@ def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, 
 
 
 @functools.partial(jit, do_not_specialize=Rows._fields)
-def backward_row_kernel(operands, rows, columns, queries, splits, span, form: tl.constexpr):
+def backward_row_kernel(rows, columns, queries, splits, span, operands, form: tl.constexpr):
     """The derivative of the rows of a tile, or of one longer row or piece; tiles and loops as in the forward kernel."""
     tile: tl.constexpr = form.TILE
     trip: tl.constexpr = form.TRIP
@@ -582,7 +583,7 @@ def _launch(
     operands = type(operands)(*map(by_address, operands[:4]), operands.scale)
     for stage in stages:
         constants = {"form": form._replace(STAGE=stage), "num_warps": warps}
-        launch_kernel(kernel, device, -(-rows.rows * splits // tile.ROWS), (operands, *sizes), constants, *key)
+        launch_kernel(kernel, device, -(-rows.rows * splits // tile.ROWS), (*sizes, operands), constants, *key)
 
 
 def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
