@@ -399,6 +399,16 @@ def test_reused_scratch_memory_has_no_stale_values(name: str) -> None:
             assert clean.flags.tolist() == [0] * count and clean.sum_of_squares.item() == 9 * count
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_scratch_of_a_table_grows_with_the_other_tensors_and_the_flags(name: str) -> None:
+    with using(name, "unscale") as device:
+        x, y = torch.full((9,), INF, device=device), torch.full((3 * CHUNK,), 2.0, dtype=BF16, device=device)
+        halfstep.foreach_check([x, y[:1]])
+        assert halfstep.foreach_check([torch.ones(9, device=device), y]).sum_of_squares.item() == 9 + 4 * y.numel()
+        check = unscale.check([x], out=Verdict.empty(20, torch.device(device)), slots=[19])
+        assert check.flags.tolist() == [0] * 19 + [HAS_INF]
+
+
 @pytest.mark.parametrize("name", ["native", "triton"])
 def test_a_call_that_failed_leaves_no_flags_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with using(name, "unscale") as device:
