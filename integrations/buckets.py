@@ -231,7 +231,7 @@ class BackwardSteps:
 
     def _second_gradient(self, parameter: torch.Tensor) -> str:
         return (
-            f"Expected optimizer.step() after {self._name}, but first got another gradient of a parameter of shape "
+            f"Expected optimizer.step() after {self._name}, but got another gradient of a parameter of shape "
             f"{tuple(parameter.shape)}: {self._add}; freeze parameters that a loss should not train"
         )
 
@@ -256,7 +256,7 @@ class BackwardSteps:
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(
-                f"Expected the options of the groups not to change between {self._name} and step(), but they did: set "
+                f"Expected the options of the groups not to change between {self._name} and step(), but got other ones: set "
                 "lr and others before the backward, or after step()"
             )
         for parameter in parameters if changed else ():

@@ -260,7 +260,7 @@ def test_a_second_gradient_or_step_raises_with_a_remedy(offloads: bool) -> None:
     optimizer.step()  # nothing is left of that step
     backward()
     optimizer.param_groups[0]["lr"] *= 0.5
-    assert "but they did: set lr and others before the backward" in error_of(RuntimeError, optimizer.step)
+    assert "but got other ones: set lr and others before the backward" in error_of(RuntimeError, optimizer.step)
     net.zero_grad()
     backward()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
