@@ -256,8 +256,8 @@ class BackwardSteps:
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(
-                f"Expected the options of the groups not to change between {self._name} and step(), but got other ones: "
-                "set lr and others before the backward, or after step()"
+                f"Expected the options of the groups not to change between {self._name} and step(), but got other "
+                "ones: set lr and others before the backward, or after step()"
             )
         for parameter in parameters if changed else ():
             if parameter.grad is None or is_zeroed(parameter.grad):
