@@ -49,6 +49,11 @@ def in_float32(number: Number) -> Number:
     return decode_exact(code_of(number, _FP32), _FP32)
 
 
+def rounded_first(number: Number, form: BlockFormat) -> Number:
+    """A number as the arithmetic begins: rounded to fp32 for formats with a global scale."""
+    return in_float32(number) if form.has_global_scale else number
+
+
 def global_scale(largest: Number, form: BlockFormat) -> Fraction:
     """The g of blocks whose largest finite magnitude is `largest`."""
     return max(Fraction(in_float32(Fraction(largest) / Fraction(form.largest))), Fraction(LEAST_GLOBAL))
@@ -121,9 +126,7 @@ def encode_block(
         ([0, 0, 15], 131)
     """
     form = formats[format]
-    numbers, g = [exact.exact(value) for value in values], Fraction(global_scale)
-    if form.has_global_scale:
-        numbers = [in_float32(number) for number in numbers]
+    numbers, g = [rounded_first(exact.exact(value), form) for value in values], Fraction(global_scale)
     magnitudes = [-number if number < 0 else number for number in numbers]
     nan = any(number != number for number in numbers)
     scale = scale_code(math.nan if nan else max(magnitudes), form, overflow, g)

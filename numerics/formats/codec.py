@@ -241,6 +241,44 @@ def round_to(
     return result.to(values.dtype) if _holds(formats[values.dtype], form) else result
 
 
+class RoundingErrors(NamedTuple):
+    """What numbers lose in a format. Numbers that are not finite, or become so, count for `not_finite` only.
+
+    Attributes:
+        rms: the root mean square of the errors.
+        relative: `rms` over that of the numbers; -20 times its decimal logarithm is the signal-to-noise ratio in dB.
+        largest: the largest magnitude of an error.
+        zeros: how many numbers that were not 0 became 0.
+        not_finite: how many results are not finite.
+    """
+
+    rms: float
+    relative: float
+    largest: float
+    zeros: int
+    not_finite: int
+
+
+def rounding_errors(values: Any, format: Any, **options: Any) -> RoundingErrors:
+    """The errors of ``round_to(values, format, **options)``, in float64.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import rounding_errors
+        >>> x = [0.1, 3.0, -100.0, 500.0]
+        >>> [round(rounding_errors(x, name).relative, 3) for name in ("mxfp8", "mxfp8_rceil", "mxfp4")]
+        [0.102, 0.025, 0.228]
+    """
+    if _is_tensor(values):
+        values = _array_of(values)
+    before, after = (np.asarray(part) for part in (round_to(values, "fp64"), round_to(values, format, **options)))
+    finite = np.isfinite(before) & np.isfinite(after)
+    error = np.abs(np.subtract(after, before, where=finite, out=np.zeros_like(before)))
+    size = max(int(finite.sum()), 1)
+    rms, norm = (float(np.sqrt((part**2).sum() / size)) for part in (error, np.where(finite, before, 0)))
+    zeros = int(((after == 0) & (before != 0)).sum())
+    return RoundingErrors(rms, rms / norm if norm else 0.0, float(error.max(initial=0)), zeros, int((~finite).sum()))
+
+
 def ulp(values: Any, format: Any) -> Any:
     """The distance between the format's numbers around each value (`Format.ulp`), in float64 and the shape of `values`.
 
