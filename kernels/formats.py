@@ -8,6 +8,7 @@ specification" 1.0, 2023; NVIDIA's NVFP4.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ class Format(NamedTuple):
         """A key of `numerics.formats.table.FORMAT_KINDS`."""
         return "fn" if self.overflow == self.nan else "ieee"
 
+    def value(self, code: int) -> float:
+        """The value of a positive normal number's code."""
+        fraction = 1 + code % (1 << self.mantissa) / (1 << self.mantissa)
+        return math.ldexp(fraction, (code >> self.mantissa) - self.bias)
+
     @property
     def dtype(self) -> Any:
         import torch
@@ -67,6 +73,31 @@ CODED, LINEAR = 5, 6
 def format_of(dtype: Any) -> Format:
     """The row of a torch dtype; a KeyError if the kernels do not compute in it."""
     return {form.dtype: form for form in TABLE}[dtype]
+
+
+# Formats of blocks' elements. Those of less than 8 bits have no types of their own here, no NaN and no infinity.
+ELEMENTS = {
+    **BY_NAME,
+    "e2m3fn": Format("e2m3fn", 2, 3, 0x1F, 0x1F, 0, -1, "uint8", "uint8"),
+    "e3m2fn": Format("e3m2fn", 3, 2, 0x1F, 0x1F, 0, -1, "uint8", "uint8"),
+    "e2m1fn": Format("e2m1fn", 2, 1, 0x7, 0x7, 0, -1, "float4_e2m1fn_x2", "uint8"),
+}
+
+
+class Blocks(NamedTuple):
+    """Numbers in a format of blocks: what `halfstep.encode` and `halfstep.cast` return, and `halfstep.decode` takes.
+
+    Attributes:
+        codes: of the elements, in the shape of the numbers: uint8, or from `cast` the dtype of the elements. In
+            float4_e2m1fn_x2 two share a byte, the first in its lower half.
+        scales: codes of the scales: uint8, or from `cast` float8_e8m0fnu or float8_e4m3fn. Along each blocked
+            dimension, of n elements, there are ceil(n / size).
+        global_scale: the number that multiplies all scales: a number or tensor of fp32; None if the format has none.
+    """
+
+    codes: Any
+    scales: Any
+    global_scale: Any = None
 
 
 class BlockRow(NamedTuple):
@@ -107,3 +138,15 @@ def block_row(name: str) -> tuple[BlockRow, str] | None:
         if stem in _BLOCK_NAMES and (stem == plain or not _BLOCK_NAMES[stem].has_global_scale):
             return _BLOCK_NAMES[stem], SCALE_RULES[0] if stem == plain else rule
     return None
+
+
+def block_axes(axis: int | tuple[int, int] | None, dimensions: int) -> tuple[int, ...]:
+    """The blocked dimensions of a tensor with so many; None is the last one."""
+    axes = (-1,) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    inside = len(axes) in (1, 2) and all(-dimensions <= each < dimensions for each in axes)
+    if not inside or len({each % dimensions for each in axes}) < len(axes):
+        raise ValueError(
+            f"Expected axis to be a dimension, or a pair of them, of the {dimensions} of the numbers, but got {axis}: "
+            "pass a list, an array or a tensor, and a dimension of it"
+        )
+    return axes

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from halfstep.kernels.formats import Blocks, block_axes
 from halfstep.numerics.formats import blocks, exact
 from halfstep.numerics.formats.arrays import (
     BLOCK_ELEMENTS,
@@ -49,20 +50,6 @@ __all__ = [
 
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
 Axes = int | tuple[int, int]
-
-
-class Blocks(NamedTuple):
-    """Numbers in a format of blocks: the result of `encode`, and what `decode` takes.
-
-    Attributes:
-        codes: of the elements: uint8, in the shape of the numbers.
-        scales: codes of the scales: uint8. Along each blocked dimension, of n elements, there are ceil(n / size).
-        global_scale: the number that multiplies all scales: a number or tensor of fp32; None if the format has none.
-    """
-
-    codes: Any
-    scales: Any
-    global_scale: Any = None
 
 
 def encode(
@@ -141,7 +128,7 @@ def encode(
     array = _prepared(_array_of(values) if _is_tensor(values) else values)
     if of_blocks:
         words = random_words(offset, array.size, seed or 0).reshape(array.shape) if rounding == "stochastic" else None
-        axes = _axes(axis, array.ndim)
+        axes = block_axes(axis, array.ndim)
         result = _encode_blocks(array, form, axes, rounding, overflow, nan, subnormals, words, global_scale)
         if not _is_tensor(values):
             return result
@@ -511,23 +498,13 @@ def check_block_options(form: Any, axis: Any, global_scale: Any) -> None:
         )
 
 
-def _axes(axis: Axes | None, dimensions: int) -> tuple[int, ...]:
-    axes = (-1,) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    if any(not -dimensions <= each < dimensions for each in axes) or len({each % dimensions for each in axes}) < len(
-        axes
-    ):
-        raise ValueError(
-            f"Expected axis to be a dimension, or two, of values of {dimensions} dimensions, but got {axis}: pass a "
-            "list or an array, and an axis of it"
-        )
-    return axes
-
-
 def _encode_blocks(
     array: Array, form: BlockFormat, axes: tuple[int, ...], rounding: str, overflow: str, nan: str, subnormals: bool,
     words: Array | None, global_scale: float | None,
 ) -> Blocks:  # fmt: skip
     g = None
+    if array.dtype == object:  # texts too, which may be NaN
+        array = np.array([exact.exact(value) for value in array.reshape(-1)], object).reshape(array.shape)
     if nan in ("zero", "raise") and (is_nan := array != array).any():
         exact.nan_code(0, form.scale, nan)
         array = np.where(is_nan, array.dtype.type(0), array)
@@ -554,25 +531,32 @@ def _encode_blocks(
     return Blocks(codes, np.ascontiguousarray(scales), g)
 
 
+def _coded_array(part: Any, axis: Axes | None) -> Any:
+    """Codes, scales or the global scale as an array, of the dtypes of `halfstep.cast` too, which packs FP4 codes."""
+    if not _is_tensor(part):
+        return part
+    torch, pairs = sys.modules["torch"], str(part.dtype) == "torch.float4_e2m1fn_x2"
+    array = _array_of(part.view(torch.uint8) if part.element_size() == 1 else part, codes=True)
+    if not pairs:
+        return array
+    along = (-1 if axis is None else axis[-1] if isinstance(axis, tuple) else axis) % array.ndim
+    both = np.stack([array & 15, array >> 4], along + 1)
+    return both.reshape(*(n * (1 + (each == along)) for each, n in enumerate(array.shape)))
+
+
 def _decode_blocks(coded: Blocks, form: BlockFormat, axis: Axes | None) -> Any:
-    values = decode(coded.codes, form.element)
-    if _is_tensor(values):
-        parts = (values, *(_array_of(part, codes=True) if _is_tensor(part) else part for part in coded[1:]))
-        arrays = (_array_of(coded.codes, codes=True), *parts[1:])
-        return _as_tensor(_decode_blocks(Blocks(*arrays), form, axis), coded.codes)
-    axes, scale = _axes(axis, np.ndim(values)), np.asarray(decode(coded.scales, form.scale))
-    shape = list(np.shape(values))
-    for at in axes:
-        shape[at] = -(-shape[at] // form.size)
-    if list(scale.shape) != shape:
+    if _is_tensor(coded.codes):
+        arrays = Blocks(*(_coded_array(part, axis) for part in coded))
+        return _as_tensor(_decode_blocks(arrays, form, axis), coded.codes)
+    values, scales = np.asarray(decode(coded.codes, form.element)), np.asarray(decode(coded.scales, form.scale))
+    axes, g = block_axes(axis, values.ndim), 1.0 if coded.global_scale is None else float(coded.global_scale)
+    split, last = in_blocks(values, axes, form.size), range(-len(axes), 0)
+    shape = np.moveaxis(split[..., 0], last, axes).shape
+    if scales.shape != shape:
         raise ValueError(
-            f"Expected scales of shape {tuple(shape)} for codes of shape {np.shape(values)} and blocks of {form.size} "
-            f"along axis {axis}, but got {scale.shape}"
+            f"Expected scales of shape {shape} for codes of shape {values.shape} and blocks of {form.size} along axis "
+            f"{axis}, but got {scales.shape}"
         )
-    for at in axes:
-        scale = np.repeat(scale, form.size, at)
-    scale = scale[tuple(map(slice, np.shape(values)))] * (
-        1.0 if coded.global_scale is None else float(coded.global_scale)
-    )
     with np.errstate(invalid="ignore"):
-        return values * scale
+        products = split * np.moveaxis(scales * g, axes, last)[..., None]
+    return in_order(products, axes, form.size, values.shape)
