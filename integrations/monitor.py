@@ -91,7 +91,7 @@ class AmpMonitor:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
-        self.format = formats[format]
+        self.format = formats.element(format)
         self.every = every
         self._grid = grid_of(self.format)
         self._parameters = _trained(model_or_named_parameters)

@@ -357,7 +357,7 @@ def statistics(
     from halfstep.kernels.streams import to_device
     from halfstep.numerics.statistics.named_tensors import count_, countable, named_tensors
 
-    chosen = formats[format]
+    chosen = formats.element(format)
     grid = grid_of(chosen)
     named = named_tensors(tensors, of=of)
     if isinstance(scale, torch.Tensor):

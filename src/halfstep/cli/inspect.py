@@ -46,7 +46,7 @@ def _format(text: str) -> str:
     from halfstep.numerics.statistics.counts import grid_of
 
     try:
-        grid_of(formats[text])
+        grid_of(formats.element(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name

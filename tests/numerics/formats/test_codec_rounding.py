@@ -21,7 +21,7 @@ from implementations import using
 
 import halfstep
 from halfstep.numerics.formats import codec, exact, philox_words
-from halfstep.numerics.formats.codec import BLOCK_ELEMENTS
+from halfstep.numerics.formats.arrays import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
 pytestmark = pytest.mark.sample(3)

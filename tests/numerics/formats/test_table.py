@@ -117,7 +117,7 @@ NAMES = {
     "e4m3fn": ("E4M3", "E4M3FN", "fp8_e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"),
     "e5m2": ("E5M2", "float8_e5m2", "fp8_e5m2"),
     "e2m3fn": ("e2m3", "fp6_e2m3", "float6_e2m3fn"),
-    "e2m1fn": ("fp4", "e2m1", "nvfp4", "float4_e2m1fn", "torch.float4_e2m1fn_x2"),
+    "e2m1fn": ("fp4", "e2m1", "float4_e2m1fn", "torch.float4_e2m1fn_x2"),
     "int8": ("INT8", "i8", "torch.int8"),
 }
 
