@@ -148,6 +148,19 @@ def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
             read_tensors(other)
 
 
+def test_an_entry_that_ends_after_its_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x/data/0", bytes(2000))
+        file.writestr("x/data.pkl", bytes(10))
+    content = bytearray(path.read_bytes())
+    sizes = content.rindex(b"PK\x01\x02") + 20
+    content[sizes : sizes + 8] = struct.pack("<II", 900, 900)
+    path.write_bytes(content)
+    with pytest.raises(TensorFileError, match="is not a file of torch.save, or is damaged"):
+        read_tensors(path)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "code": (attacks.Call("os", "mkdir", "owned"), r"holds an object of posix\.mkdir: save a state_dict"),
     "sparse": (torch.eye(3).to_sparse(), r"holds a sparse tensor: save its to_dense\(\)"),
