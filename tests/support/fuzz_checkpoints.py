@@ -4,8 +4,8 @@
 
 Each try loads one bad checkpoint. The load may succeed, if the change is harmless, or raise a CheckpointError of one
 line, also in `load_model` and `load_optimizer`. After an error, model, optimizer and scaler must have the same bits as
-before. Nothing may be imported, run, written or sent (checked by an audit hook), nor take 1 GB or 5 s of processor
-time. The checksums are valid.
+before. Nothing may be imported, run, written or sent (checked by an audit hook), nor take 1 GB, or more processor
+time than 5 s and 0.1 s per MB. The checksums are valid.
 
 ``halfstep inspect`` gets files of torch and of safetensors and folders of halfstep and of torch, of which one file is
 damaged. It must either succeed, or print one line and exit with status 2, in the same memory and time.
@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from halfstep.cli import inspect
 from halfstep.integrations import checkpoint
 
-SECONDS, MEMORY = 5.0, 1 << 30
+SECONDS, SECONDS_PER_BYTE, MEMORY = 5.0, 1e-7, 1 << 30
 INSPECTED = ("zip.pt", "x.safetensors", "step-00000003", "torch")
 KINDS = {"shards": 0.4, "theirs": 0.2, "before": 0.2, "whole": 0.2, **dict.fromkeys(INSPECTED, 0.1)}
 
@@ -94,7 +94,7 @@ class Tries:
                         checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaled)
                 except BaseException as raised:
                     error = raised
-        problems = [*_costs(begun), *(f"it did {event}" for event in seen)]
+        problems = [*_costs(begun, path), *(f"it did {event}" for event in seen)]
         if error is not None:
             text, now = str(error), attacks.state_of(model, optimizer, scaler)
             if not isinstance(error, checkpoint.CheckpointError):
@@ -111,9 +111,10 @@ class Tries:
         return [f"{way}, {name}: {problem}" for problem in problems], f"{way}: {'refused' if error else 'loaded'}"
 
 
-def _costs(begun: float) -> list[str]:
+def _costs(begun: float, path: Path) -> list[str]:
+    size = sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]))
     seconds, peak = time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    costly = seconds > SECONDS or peak > MEMORY
+    costly = seconds > SECONDS + SECONDS_PER_BYTE * size or peak > MEMORY
     return [f"it took {seconds:.1f} s, and the process has {peak:,} bytes"] if costly else []
 
 
@@ -160,7 +161,7 @@ def inspected(good: Path, seed: int) -> tuple[list[str], str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         status = inspect.main([str(path)])
-    problems, error = _costs(begun), errors.getvalue()
+    problems, error = _costs(begun, path), errors.getvalue()
     if any(not (sign.isprintable() or sign == "\n") for sign in out.getvalue() + error):
         problems.append("it prints what is no text")
     refused = status == 2 and not out.getvalue() and error.startswith("halfstep inspect: error: ")
