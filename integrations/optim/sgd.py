@@ -27,9 +27,7 @@ def _variant(group: Group) -> dict[str, bool]:
 
 def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     # torch's SGD has no step count, and no buffer before the first step, to which dampening does not apply.
-    begun = "momentum_buffer" in state or "momentum_buffer_codes" in state
-    buffer = {} if begun else {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
-    return {"step": float(begun), **buffer, **state}
+    return {"step": float("momentum_buffer" in state or "momentum_buffer_codes" in state), **state}
 
 
 class SGD(LayoutOptimizer, torch.optim.SGD):

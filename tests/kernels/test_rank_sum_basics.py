@@ -7,6 +7,7 @@ import pytest
 import torch
 from devices import WHERE, assert_same_bits, kernels_on, normal
 
+from halfstep.kernels import rank_sum
 from halfstep.kernels.rank_sum import BLOCK, sum_of_ranks
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,3 +41,11 @@ def test_another_order_has_other_bits() -> None:
     sum_of_ranks(parts, out, 8.0)
     sum_of_ranks(parts.flip(0), other, 8.0)
     assert not torch.equal(out, other)
+
+
+def test_the_kernel_runs_where_it_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    monkeypatch.setattr(rank_sum, "launch_kernel", lambda kernel, *_: launched.append(kernel))
+    with kernels_on("interpreter") as device:
+        sum_of_ranks(torch.ones(2, 8, device=device), torch.empty(8, device=device), 1.0)
+    assert launched == [rank_sum.rank_sum_kernel]
