@@ -184,6 +184,19 @@ def test_watch_names_the_step_that_made_weights_nan(factor: float) -> None:
     assert found.what.endswith(f"seen in weights after step 2, whose gradients were {grads}"), found.what
 
 
+def test_watch_counts_updates_of_gradients_that_are_not_zero() -> None:
+    model = nn.Linear(6, 1, bias=False, dtype=BF16)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0, 1.0, 1.0, 1.0, 1.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with watch(model, optimizer) as watched:
+        for _ in range(2):
+            model.weight.grad = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]], dtype=BF16)
+            optimizer.step()
+    found = watched.diagnosis.findings[0]
+    assert (found.name, found.stake) == ("updates-lost", "50.0 % of the updates in 2 steps change nothing"), found
+
+
 # -------------------------------------------------------------------------------------------------- whose parameters
 
 
