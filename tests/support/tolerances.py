@@ -26,6 +26,12 @@ SOFTMAX_DEPTH = 2.25
 # The kernels take results and exponentials below the smallest normal fp32 number for 0, as GPUs do.
 SOFTMAX_FLUSHED = 2.0**-126
 
+# kernels/exponential.py, in ulps of the exact result: the largest errors of all inputs, by whether exp is `precise`.
+EXP_ULPS = {False: 1.96, True: 1.01}
+# What exp adds for each 1 that its argument lies below 0, if not `precise`: log2(e) as fp32 is off by 1.93e-8.
+EXP_DEPTH = 0.224
+LOG_ULPS = 0.86
+
 # The sum of squares against the exact sum, relative: all terms are positive, each is rounded once when squared, at most
 # 12 times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of
 # 2^-24. Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
