@@ -49,3 +49,8 @@ MUON_ACROSS_DEVICES = 0.02
 # A mean over random bits may be this many standard deviations off. The bits follow from fixed seeds, so a test that
 # passes always passes; 5 sigma is one in 1.7 million, so a test that fails found a bias.
 STOCHASTIC_SIGMAS = 5.0
+
+# Log-probabilities, in units of 2^-24, see log_probabilities_oracle.py. Roundings of a sum of exponentials: each
+# exponential and its chunk's weight (at most 2 ulp = 4 units each), their product (1), ten halvings of a chunk and ten
+# of chunks (20), and the logarithm (2).
+LOG_PROBABILITIES_UNITS = 32.0
