@@ -122,6 +122,17 @@ def _softmax(
     return run
 
 
+def _log_probabilities(seed: int) -> list[torch.Tensor]:
+    """With the exponential of the device, in rows that begin off 16-byte boundaries, and in place."""
+    wide = (2 * normal(4 * 1301, BF16, seed)).view(4, 1301).requires_grad_()
+    logits = wide * 1
+    row = halfstep.log_probabilities(logits[:, 1:], torch.arange(4), 0.7, True, inplace_backward=True)
+    assert row.entropy is not None
+    (row.log_probabilities + row.entropy).sum().backward()
+    assert wide.grad is not None
+    return [row.log_probabilities.detach(), row.logsumexp.detach(), row.entropy.detach(), wide.grad]
+
+
 CASES = {
     "cast bf16 stochastic": _golden("cast", "fp32 bf16 stochastic plain"),
     "cast e4m3 saturating": _golden("cast", "bf16 e4m3 nearest saturating"),
@@ -157,6 +168,9 @@ CASES = {
     "softmax causal": _golden("softmax", "fp32 causal", 32.0),
     "softmax long": Case(_softmax(BF16, 2, 40_000, log=True), 64.0),
     "softmax strided": _golden("softmax", "fp32 columns", 32.0),
+    "log-probabilities, fast": Case(_log_probabilities, 64.0),
+    "log-probabilities, exact": _golden("log_probabilities", "bf16 rows"),
+    "log-probabilities, exact, fp32": _golden("log_probabilities", "fp32 long"),
     "softmax strided by halves": Case(_softmax(BF16, 160, 48, 0), 32.0),
 }
 
