@@ -185,17 +185,17 @@ def row_kernel(logits, targets, planes, out, rows, columns, inner, x_a, x_b, sca
         for part in tl.static_range(8):
             at = first + _columns(part, 4)
             exists = at < chunks
-            offset = tl.load(chunk + at, mask=exists, other=_LOWEST) - top
+            offset = tl.load(chunk + at, mask=exists, other=top) - top  # 0 where there is no chunk, as its sums are
             s = tl.load(chunk + plane + at, mask=exists, other=0.0)
             w = _exp(offset, form)
-            sums += (tl.where(exists, w * s, 0.0),)  # type: ignore[assignment]
+            sums += (w * s,)  # type: ignore[assignment]
             if form.ENTROPY:
                 t = tl.load(chunk + 2 * plane + at, mask=exists, other=0.0)
-                moments += (tl.where(exists & (w != 0.0), w * (t + offset * s), 0.0),)  # type: ignore[assignment]
+                moments += (tl.where(w == 0.0, 0.0, w * (t + offset * s)),)  # type: ignore[assignment]
             if form.MEAN:
                 u = tl.load(chunk + 3 * plane + at, mask=exists, other=0.0)
-                size = tl.minimum(columns - at * _CHUNK, _CHUNK).to(tl.float32)
-                means += (tl.where(exists, u + size * offset, 0.0),)  # type: ignore[assignment]
+                size = tl.maximum(tl.minimum(columns - at * _CHUNK, _CHUNK), 0).to(tl.float32)
+                means += (u + size * offset,)  # type: ignore[assignment]
         total += _chunk_sum(sums, 1, 4)
         if form.ENTROPY:
             moment += _chunk_sum(moments, 1, 4)

@@ -74,6 +74,14 @@ EXCEPTIONS = {
     ),
     ("accesses 64 bits", "statistics.count_kernel", "*"): "its time goes into histograms, not into loads",
     ("accesses fp32 by 128 bits", "statistics.count_kernel", "*"): "the same",
+    ("moves the least bytes", "log_probabilities.row_kernel", "*"): "a few numbers per 1,024 logits, not per logit",
+    ("accesses 64 bits", "log_probabilities.row_kernel", "*"): "the same",
+    ("accesses fp32 by 128 bits", "log_probabilities.row_kernel", "*"): "the same",
+    ("accesses 64 bits", "log_probabilities.chunk_kernel", "*"): "stores a few fp32 numbers per 1,024 logits",
+    ("accesses fp32 by 128 bits", "log_probabilities.chunk_kernel", "*"): "the same",
+    ("accesses 64 bits", "log_probabilities.gradient_kernel", "* odd"): (
+        "rows begin off 16-byte boundaries, where sums have the order of columns, not of addresses"
+    ),
     ("stores what it loaded", "softmax.forward_strided_kernel", "*transposed"): (
         "neighbours of x are the columns of a sum, neighbours of the result are not: one of them has to be exchanged"
     ),
