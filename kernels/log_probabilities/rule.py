@@ -59,11 +59,11 @@ class Options(NamedTuple):
     exact: bool
 
 
-def _exp(d: torch.Tensor, exact: bool) -> torch.Tensor:
+def exponential(d: torch.Tensor, exact: bool) -> torch.Tensor:
     return reference_exp(d, False) if exact and d.dtype == torch.float32 else d.exp()
 
 
-def _log(s: torch.Tensor) -> torch.Tensor:
+def logarithm(s: torch.Tensor) -> torch.Tensor:
     return reference_log(s) if s.dtype == torch.float32 else s.log()
 
 
@@ -103,7 +103,7 @@ def _chunks(z: torch.Tensor, options: Options) -> tuple[torch.Tensor, ...]:
     z = _padded(z, -math.inf)
     m = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)
     d = z - m.unsqueeze(-1)
-    e = _exp(d, options.exact)
+    e = exponential(d, options.exact)
     t = chunk_sum(torch.where(e == 0, 0.0, e * d)) if options.entropy else torch.zeros_like(m)
     u = torch.zeros_like(m)
     if options.mean:
@@ -117,11 +117,11 @@ def _row(chunks: Sequence[torch.Tensor], columns: int, options: Options) -> Row:
     m, s, t, u = chunks
     top = m.amax(-1)
     offset = m - top.unsqueeze(-1)
-    w = _exp(offset, options.exact)
+    w = exponential(offset, options.exact)
     total = _sum_of_chunks(w * s)
     nothing = total == 0
     top, total = torch.where(total.isnan(), total, top), torch.where(nothing, 1.0, total)
-    log_sum = _log(total)
+    log_sum = logarithm(total)
     logsumexp = torch.where(nothing, -math.inf, top + log_sum)
     entropy = mean = torch.zeros_like(top)
     if options.entropy:
@@ -174,7 +174,7 @@ def gradient(y: torch.Tensor, hit: torch.Tensor, grads: Row, row: Row, options: 
     q = torch.where(row.mean == -math.inf, 0.0, grads.mean)
     if options.temperature != 1.0:
         a, b, c, q = (grad * (1.0 / options.temperature) for grad in (a, b, c, q))
-    factor, p = (b - a) - q if options.mean else b - a, _exp(y, options.exact)
+    factor, p = (b - a) - q if options.mean else b - a, exponential(y, options.exact)
     if options.entropy:
         dx = torch.where(y == -math.inf, 0.0, p * (factor - c * (y + row.entropy)))
     else:
