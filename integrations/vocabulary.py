@@ -69,9 +69,9 @@ class _Vocabulary(torch.autograd.Function):
             torch.stack([row.maximum, logs, z, row.log_sum - row.entropy][: len(numbers)], out=numbers)
         else:  # a rank that has no columns
             numbers[0], numbers[1] = torch.finfo(numbers.dtype).min, -math.inf
-        gathered = numbers.new_empty(ranks * len(numbers), *targets.shape)
-        dist.all_gather_into_tensor(gathered, numbers, group=group)
-        results = _of_ranks(gathered.unflatten(0, (ranks, -1)), owner, options.exact).masked_fill(ignored, 0.0)
+        gathered = numbers.new_empty(ranks, *numbers.shape)
+        dist.all_gather(list(gathered), numbers, group=group)
+        results = _of_ranks(gathered, owner, options.exact).masked_fill(ignored, 0.0)
         ctx.inplace = inplace
         ctx.save_for_backward(logits, local, results)
         return results
