@@ -1,7 +1,7 @@
 """Triton kernels of rule.py, and their launches.
 
-`chunk_kernel` reads the logits: a program takes up to four chunks of 1,024 columns of a row, a warp for each, so that
-few long rows fill a GPU too. `row_kernel`, a warp for each row, puts the chunks together. `gradient_kernel` reads the
+`chunk_kernel` reads the logits: a program takes up to four chunks of 1,024 columns of a row, two per warp, so that few
+long rows fill a GPU too. `row_kernel`, a warp for each row, puts the chunks together. `gradient_kernel` reads the
 logits again, element by element.
 
 The chunks of a program are blocks of shape (CHUNKS, 32, VECTOR), one after the other along the row: a lane has 16 bytes
@@ -147,7 +147,7 @@ def chunk_kernel(
         e = _exp(d, form)
         es += (e,)  # type: ignore[assignment]
         if form.ENTROPY:
-            moments += (tl.where(e == 0.0, 0.0, e * d),)  # type: ignore[assignment]
+            moments += (e * tl.maximum(d, _LOWEST),)  # type: ignore[assignment]
         if form.MEAN:
             means += (tl.where(_inside(size, part, form), d, 0.0),)  # type: ignore[assignment]
     chunks = tl.cdiv(columns, _CHUNK)
@@ -317,8 +317,9 @@ def _launch(
 ) -> None:
     """Launch a kernel for rows of so many chunks. `numbers` begin with the number of rows."""
     device, of_program = tensors[0].device, min(MOST_CHUNKS, 1 << (chunks - 1).bit_length())
+    warps = of_program // 2 if kernel is chunk_kernel else of_program  # with more, what threads have in common counts
     constants: dict[str, Any] = {"form": form} | ({} if kernel is row_kernel else {"CHUNKS": of_program})
-    constants |= {"num_warps": max(1, of_program * 32 * most_warps(device) // MOST_THREADS), **EXACT}
+    constants |= {"num_warps": max(1, warps * 32 * most_warps(device) // MOST_THREADS), **EXACT}
     wide = tuple(abs(number) >= 2**31 for number in (*numbers, options.ignore_index))
     operands = (*map(by_address, tensors), *numbers, 1.0 / options.temperature, options.ignore_index)
     programs = numbers[0] * -(-chunks // of_program)

@@ -104,7 +104,7 @@ def _chunks(z: torch.Tensor, options: Options) -> tuple[torch.Tensor, ...]:
     m = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)
     d = z - m.unsqueeze(-1)
     e = exponential(d, options.exact)
-    t = chunk_sum(torch.where(e == 0, 0.0, e * d)) if options.entropy else torch.zeros_like(m)
+    t = chunk_sum(e * d.clamp(min=torch.finfo(d.dtype).min)) if options.entropy else torch.zeros_like(m)
     u = torch.zeros_like(m)
     if options.mean:
         d.flatten(-2)[:, columns:] = 0.0

@@ -32,9 +32,9 @@ def variants() -> Iterator[Variant]:
         forward = partial(torch.ops.halfstep.log_probabilities, logits, targets, *options)
         gradient = partial(backward, rows, logits, targets, rows, *options)
         # A chunk is moved in parts, and exponentials are fused multiply-adds or approximations. Of the 32 threads that
-        # hold the numbers of a chunk and 32 logits of it, one stores them, and all are counted.
+        # hold the numbers of two chunks and 64 logits, two store them, and all are counted.
         parts, size = (8 if dtype_name == "fp32" else 4), logits.element_size()
         numbers = 2 + ("entropy" in form) + ("mean" in form)
-        yield Variant(chunk_kernel, name, forward, size, 4 * numbers / 32, exact=False, copies=parts)
+        yield Variant(chunk_kernel, name, forward, size, 4 * numbers / 64, exact=False, copies=parts)
         yield Variant(row_kernel, name, forward, exact=False)
         yield Variant(gradient_kernel, name, gradient, size, size, exact=False, copies=parts)

@@ -161,6 +161,17 @@ def _softmax(
     return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
+def _log_probabilities(dtype: torch.dtype, backward: bool = False, **options: Any) -> Made:
+    import halfstep
+
+    logits, targets = _values(dtype, 16, 65536), torch.arange(16)
+    if not backward:
+        return SIZE, partial(halfstep.log_probabilities, logits, targets, **options)
+    selected = halfstep.log_probabilities(logits.requires_grad_(), targets, **options).log_probabilities
+    grad = torch.ones_like(selected)
+    return SIZE, lambda: torch.autograd.grad(selected, logits, grad, retain_graph=True)
+
+
 def _count(dtype: torch.dtype, errors: bool, scale: float = 1.0) -> Made:
     from halfstep.kernels.cells import Grid, width
     from halfstep.kernels.statistics import foreach_count_
@@ -258,6 +269,11 @@ def cases() -> dict[str, Callable[[], Made]]:
         "softmax bf16, 65,536 columns": partial(forward, BF16, 132, 65536),
         "softmax bf16, 16 rows of 262,144": partial(forward, BF16, 16, 262_144),
         "softmax bf16 over rows, 512 of 4,096": partial(forward, BF16, 512, 4096, 0),
+        "log_probabilities bf16, 65,536 columns": partial(_log_probabilities, BF16),
+        "log_probabilities bf16, 65,536 columns, entropy": partial(_log_probabilities, BF16, entropy=True),
+        "log_probabilities bf16, 65,536 columns, exact": partial(_log_probabilities, BF16, exact=True),
+        "log_probabilities bf16 backward, 65,536 columns": partial(_log_probabilities, BF16, True),
+        "log_probabilities bf16 backward, 65,536 columns, exact": partial(_log_probabilities, BF16, True, exact=True),
         "softmax bf16 backward, 64 columns": partial(backward, BF16, 16384, 64),
         "softmax bf16 backward, 333 columns": partial(backward, BF16, 3000, 333),
         "softmax bf16 backward, 4,096 columns": partial(backward, BF16, 256, 4096),
