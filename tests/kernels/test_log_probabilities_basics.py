@@ -55,6 +55,11 @@ def test_cross_entropy_of_ours_and_torchs(name: str, reduction: str) -> None:
             loss.sum().backward()
             expected.sum().backward()
             torch.testing.assert_close(ours.grad, theirs.grad)
+        square = torch.logsumexp(logits, -1).square()[targets != -100]
+        square = {"mean": square.mean(), "sum": square.sum()}.get(reduction)
+        if square is not None:
+            plain, added = (halfstep.cross_entropy(logits, targets, reduction=reduction, z_loss=z) for z in (0.0, 0.5))
+            torch.testing.assert_close(added - plain, 0.5 * square)
 
 
 @EXACT
