@@ -2,12 +2,12 @@
 
 torchrun --nproc-per-node 2 examples/reinforcement.py
 
-Samples are drawn with the fp16 weights that are trained. In bf16, whose mantissa is 3 bits shorter, the probabilities
-of the sampler and of the trainer differ more, which can end such training (arXiv 2510.26788). Masters are in fp32.
+Actions are sampled with the same fp16 weights that are trained. In bf16, with 3 mantissa bits less, the probabilities
+of sampler and trainer differ more, which can make such training collapse (arXiv 2510.26788). Masters are in fp32.
 
 Log-probabilities are those of `halfstep.log_probabilities` in both. Its bits depend on neither the batch nor, with
 ``exact=True``, the device: where the logits agree, the ratio of the first update is 1, which is asserted. The model
-must give the same logits too, as the same layers on the same batch do here.
+must compute the same logits too, as the same layers on the same batch do here.
 """
 
 import torch
@@ -23,7 +23,7 @@ ACTIONS, SAMPLES = 8, 16
 
 
 def prompts(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """States, different on each rank. The right action in each is the largest of its first eight numbers."""
+    """States, different on each rank. The correct action is the index of the largest of the first eight values."""
     states = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
     return states.to(device, torch.float16)
 
@@ -33,7 +33,7 @@ def score(logits: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
 
 
 def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Actions drawn in each state, their log probabilities, and their rewards relative to those of the state."""
+    """Sampled actions for each state, their log probabilities, their advantages, and the mean reward."""
     with torch.no_grad():
         logits = model(states)
     drawn = torch.distributions.Categorical(logits=logits.float()).sample((SAMPLES,))
@@ -53,12 +53,12 @@ def train(rank: int, device: torch.device) -> Losses:
     keep_reduced_gradients(model)  # sums of ranks in fp32 do not overflow
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     scaler = halfstep.GradScaler(device.type)
-    torch.manual_seed(rank)  # the draws differ from rank to rank
+    torch.manual_seed(rank)  # ranks draw different samples
 
     for step in range(80):
         states = prompts(step, rank, device)
         actions, old, advantages, reward = rollout(model, states)
-        for update in range(2):  # the second update is off the policy that drew the actions
+        for update in range(2):  # the second update is off-policy
             new = score(model(states).unsqueeze(1), actions)
             assert update > 0 or torch.equal(new, old)  # all bits, though rollout scored another batch
             ratio = (new - old).exp()
