@@ -91,8 +91,8 @@ def log_probabilities(
 ) -> LogProbabilities:
     """``log_softmax(logits / temperature)`` at the targets, its logsumexp and entropy, in one read of the logits.
 
-    A row gives the same bits alone, in any batch, padding, memory layout and launch, so that rollout and training agree
-    where their logits do. The matrix product before it must give the same logits too, which this cannot see to.
+    A row gives the same bits alone, in any batch, padding, memory layout and launch, and as its fp32 copy, so that
+    rollout and training agree where their logits do. Whether they do is up to the matrix product before it.
 
     Everything is computed in fp32, without a copy of the logits. Differentiable, at each order; second derivatives, and
     the gradients that `torch.func` takes, are plain operations of torch. The backward reads the logits once.

@@ -76,6 +76,8 @@ def test_the_bits_of_a_row_depend_on_the_row_only(exact: bool) -> None:
         assert_same_bits(torch.stack([torch.stack(row) for row in alone], 1), batch)
         moved = halfstep.log_probabilities(wider[:, 1:1501], targets[2:], 0.7, True, exact=exact)
         assert_same_bits(torch.stack(moved), batch[:, 2:])
+        wide = halfstep.log_probabilities(logits.float(), targets, 0.7, True, exact=exact)
+        assert_same_bits(torch.stack(wide), batch)
         if exact:
             with halfstep.backend("reference"):
                 reference = halfstep.log_probabilities(logits.cpu(), targets.cpu(), 0.7, True, exact=True)
