@@ -1,14 +1,14 @@
 """``halfstep bench gpu``: check and measure halfstep on this machine's GPU.
 
-Each check runs in a process that ends if a check takes more than a minute, and appends its outcome to ``checks.jsonl``;
-another process goes on behind it. In order: versions and copy bandwidth; the bits of every job of ``halfstep bench
-run`` against the reference and the compilation of kernels, several at a time; the times of optimizer steps; the tests
-marked gpu of a checkout; the other times, the largest tensors first and ``torch.compile`` last. ``results.json``, as of
-``halfstep bench run``, is made from ``checks.jsonl``.
+Checks run in a worker process, which appends each outcome to ``checks.jsonl``; if a check exceeds a minute or crashes
+the worker, another worker continues after it. In order: versions and copy bandwidth; every job of ``halfstep bench
+run`` compared with the reference bit for bit, and compilation of kernels, several at a time; times of optimizer steps;
+the tests marked gpu of a checkout; the other times, largest tensors first and ``torch.compile`` last. ``results.json``,
+in the format of ``halfstep bench run``, is built from ``checks.jsonl``.
 
 The command ends after ``--minutes``; the next call continues. Outcomes of other code or versions do not count. It
-needs torch, Triton and numpy, and no installation: ``PYTHONPATH=src python3 -m halfstep bench gpu``. Exit status: 0 if
-nothing has failed; 1 if something did; 2 without a GPU.
+needs torch, Triton and numpy, but no installation: ``PYTHONPATH=src python3 -m halfstep bench gpu``. Exit status: 0 if
+nothing failed, 1 if something did, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, make_folder
 from halfstep.cli.numbers import above_zero
 from halfstep.cli.terminal import show
 
-SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))  # checks at a time; each computes its reference on the CPU
+SIDE_BY_SIDE = max(1, min(4, (os.cpu_count() or 1) // 4))  # concurrent checks; each computes its reference on the CPU
 PROCESS = [sys.executable, "-m", "halfstep.bench.gpu_checks"]
 
 
@@ -46,14 +46,14 @@ def _parser() -> Parser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     parser.add_argument(
-        "--minutes", type=above_zero, default=9.0, metavar="M", help="end after so long; the next call continues"
+        "--minutes", type=above_zero, default=9.0, metavar="M", help="stop after M minutes; the next call continues"
     )
     return parser
 
 
 def _run_checks(names: list[str], shares: int, file: Path, quick: bool, end: float) -> None:
-    """Run checks one after the other in a process with a share of the processors; after a fault, those behind it in
-    another one."""
+    """Run checks one after the other in a worker with its share of the processors. If one ends the worker, start
+    another for the rest."""
     environment = {**os.environ, "OMP_NUM_THREADS": str((os.cpu_count() or 1) // shares)} if shares > 1 else None
     while names and (left := end - time.monotonic()) > 0:
         offset = file.stat().st_size if file.exists() else 0
@@ -88,11 +88,11 @@ def _run(options: argparse.Namespace) -> int:
     left = [name for name in checks if before.get(name) not in DONE]
     print(f"{about['device']}: {len(checks) - len(left)} of {len(checks)} checks and times are in {file}", flush=True)
     for stage, of_stage in groupby(left, lambda name: checks[name].stage):
-        # What a process had to be stopped in, or what ended it, comes last.
+        # Checks that were stopped, or crashed the worker, in an earlier call come last.
         names = sorted(of_stage, key=lambda name: before.get(name) == STOPPED)
         batches, shares = ([[name] for name in names], SIDE_BY_SIDE) if stage == "bits" else ([names], 1)
         with ThreadPoolExecutor(shares) as pool:
-            apply = pool.map if shares > 1 else map  # a single batch runs in this thread, which an interrupt ends
+            apply = pool.map if shares > 1 else map  # a single batch runs in this thread, so that Ctrl-C ends it
             run = partial(_run_checks, shares=shares, file=file, quick=options.quick, end=end)
             list(apply(run, batches))
     records = gpu_checks.records(file)

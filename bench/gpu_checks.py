@@ -1,6 +1,6 @@
-"""The checks and measurements of `halfstep bench gpu`, and the process that runs some of them.
+"""The checks and measurements of `halfstep bench gpu`, and the worker process that runs some of them.
 
-python -m halfstep.bench.gpu_checks FILE QUICK NAME...      # append a line of JSON to FILE after each
+python -m halfstep.bench.gpu_checks FILE QUICK NAME...      # appends a line of JSON to FILE after each check
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from halfstep.cli.machine import version_of
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
 GPU_TESTS = ROOT / "tests" / "support" / "run_gpu_tests.py"
-# The statuses of a check. One that does not end with one of the first two is tried again by the next call.
+# The statuses of a check. The next call repeats a check unless it passed or failed.
 PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped"
 DONE = (PASSED, FAILED)
-TOO_LONG = 1  # the exit status of a process in which a check reached its limit: that of `faulthandler`
-LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds of a check, compiling included; minutes of the tests
+TOO_LONG = 1  # the exit status of a worker whose check exceeded its limit, set by `faulthandler`
+LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds per check, including compilation; minutes for the tests
 PEERS = ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
-HEADLINE = 8  # times that come before the tests
-COMPILED = ", compiled"  # at the end of the names of times that `torch.compile` compiles for
-CHECKED = Sizes(2**15, (1000, 40_003), (4099,), (1, 7), 0, slow=False)  # of the cases whose bits are compared
+HEADLINE = 8  # number of times to measure before the tests
+COMPILED = ", compiled"  # suffix of the names of measurements that involve `torch.compile`
+CHECKED = Sizes(2**15, (1000, 40_003), (4099,), (1, 7), 0, slow=False)  # sizes of the cases whose bits are compared
 
-Run = Callable[[torch.device], dict[str, Any] | None]  # carries out a check, and returns what is to be recorded
+Run = Callable[[torch.device], dict[str, Any] | None]  # runs a check, and returns the details to record
 
 
 class Check(NamedTuple):
     run: Run
-    stage: str  # "first", "bits", "headline", "tests" or "times". Those of the bits run side by side
+    stage: str  # "first", "bits", "headline", "tests" or "times". Checks of "bits" run concurrently
     limit: float = LIMIT  # seconds until it is stopped
 
 
 class Unfinished(Exception):
-    """A check has not come to its end, and the next call continues it. The message says why."""
+    """A check is incomplete, and the next call continues it. The message says why."""
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The environment of the measurements, without the names of the machine and its user, and the copy bandwidth."""
+    """The environment of the measurements, without the names of machine and user, and the copy bandwidth."""
     properties = torch.cuda.get_device_properties(device)
     peers = {name: version_of(name) for name in PEERS}
     return {
@@ -88,37 +88,39 @@ def _output(command: list[str]) -> str | None:
 
 
 def _same_bits(left: Any, right: Any) -> bool:
-    """Whether two values of a job have equal bits, or both are NaN."""
+    """Whether two values of a job are bit-identical, except that any NaN equals any other."""
     if not isinstance(left, torch.Tensor):
         return bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     equal = left.reshape(-1).view(integers) == right.reshape(-1).view(integers)
     if left.is_floating_point():
         equal |= (left.float().isnan() & right.float().isnan()).reshape(-1)
-    return left.dtype == right.dtype and bool(equal.all())
+    return bool(equal.all())
 
 
 def bits(group: str, device: torch.device) -> dict[str, Any]:
-    """Do each job of ours in a group.
+    """Run every halfstep provider of a group.
 
-    The values must have the bits of the reference on the CPU, and those of softmax and Muon be within their bound.
+    Values must be bit-identical to the reference on the CPU; those of softmax and Muon must be within their bound.
     """
     compared = 0
     for case in cases((group,), CHECKED):
         for provider in filter(harness.ours, case.providers):
             name = f"{case.name}: {provider}"
-            with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # the default is torch's cast
+            with halfstep.backend("triton" if device.type == "cuda" else "auto"):  # "auto" leaves casts to torch
                 ours = _values(case, provider, device)
             with halfstep.backend("reference"):
                 reference = _values(case, provider, CPU)
-            if case.group in ("softmax", "muon"):  # the bits of a matrix product are those of a type of device
+            if case.group in ("softmax", "muon"):  # their results differ between types of devices
                 error = case.error(case.prepare(CPU), ours)
                 if not error <= case.bound:
                     raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")
             else:
                 pairs = zip(tree_leaves(ours), tree_leaves(reference), strict=True)
                 if wrong := [index for index, pair in enumerate(pairs) if not _same_bits(*pair)]:
-                    raise AssertionError(f"{name}: the GPU's bits are not the reference's: values {wrong}")
+                    raise AssertionError(f"{name}: the GPU's bits differ from the reference's: values {wrong}")
             compared += 1
     return {"compared": compared}
 
@@ -132,7 +134,7 @@ def _values(case: harness.Case, provider: str, device: torch.device) -> Any:
 
 
 def gpu_tests(folder: Path, device: torch.device) -> dict[str, Any]:
-    """The tests marked gpu, of a checkout. What a call leaves to do, the next one does."""
+    """Run the tests marked gpu of a checkout. The next call runs those that this one does not reach."""
     folder = folder / f"tests-{fingerprint()}"
     subprocess.run([sys.executable, str(GPU_TESTS), "--out", str(folder), "--minutes", str(TEST_MINUTES)])
     report = json.loads((folder / "tests.json").read_text())
@@ -149,7 +151,7 @@ def _measured(case: harness.Case, device: torch.device) -> dict[str, Any]:
 
 
 def _compile(group: str, quick: bool, device: torch.device) -> None:
-    """Do every job of a group once, so that the process that measures finds the kernels in Triton's cache."""
+    """Run every provider of a group once, so that measurements find the kernels in Triton's cache."""
     for name, case in timings(quick).items():
         if case.group == group and not name.endswith(COMPILED):
             inputs = case.prepare(device)
@@ -162,7 +164,7 @@ def compiles(provider: str) -> bool:
 
 
 def largest_first(listed: Sequence[harness.Case]) -> list[harness.Case]:
-    """The largest case of each operation and dtype, then the second largest of each ..."""
+    """The largest case of each operation and dtype, then the second largest of each, and so on."""
     lines: dict[tuple[str, str], list[harness.Case]] = {}
     for case in listed:
         lines.setdefault((case.operation, case.dtype), []).insert(0, case)
@@ -170,7 +172,7 @@ def largest_first(listed: Sequence[harness.Case]) -> list[harness.Case]:
 
 
 def timings(quick: bool) -> dict[str, harness.Case]:
-    """The cases of ``halfstep bench run`` by name, the largest of each operation first; last, what compiles."""
+    """The cases of ``halfstep bench run`` by name, the largest of each operation first, `torch.compile` last."""
     plain, compiled = {}, {}
     groups = ("adam", "sgd", "muon", "step", "unscale", "softmax", "cast")
     for case in largest_first(cases(groups, sizes_for("cuda", quick))):
@@ -187,7 +189,7 @@ def timings(quick: bool) -> dict[str, harness.Case]:
 
 
 def checks(folder: Path, quick: bool) -> dict[str, Check]:
-    """All checks by name, in their order."""
+    """All checks by name, in the order in which they run."""
     before: dict[str, Run] = {
         **{f"bits of {group}": partial(bits, group) for group in GROUPS},
         **{f"kernels for the times of {group}": partial(_compile, group, quick) for group in GROUPS},
@@ -206,7 +208,7 @@ def checks(folder: Path, quick: bool) -> dict[str, Check]:
 
 @cache
 def fingerprint() -> str:
-    """Of the code and the versions that results belong to."""
+    """A hash of the code and the versions that results belong to."""
     digest = hashlib.sha256(f"{torch.__version__} {version_of('triton')}".encode())
     for room in ("kernels", "numerics", "integrations", "bench"):
         for file in sorted((ROOT / room).rglob("*")):
@@ -216,19 +218,19 @@ def fingerprint() -> str:
 
 
 def append(file: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON, which is on the disk when this returns."""
+    """Append a line of JSON, and wait until it is on disk."""
     with open(file, "ab") as output:
-        # The line before may have no end, where a process was killed while it wrote.
+        # The previous line may be incomplete if a worker was killed while writing.
         output.write(b"\n" + json.dumps({**record, "code": fingerprint()}).encode() + b"\n")
         output.flush()
         os.fsync(output.fileno())
 
 
 def records(file: Path, offset: int = 0) -> dict[str, dict[str, Any]]:
-    """The last record of each check of the present code, of those from a byte of the file on."""
+    """The last record of each check of the current code, from byte `offset` of the file on."""
     last: dict[str, dict[str, Any]] = {}
     for line in file.read_bytes()[offset:].splitlines() if file.exists() else []:
-        with suppress(ValueError):  # a line can be cut off
+        with suppress(ValueError):  # a line may be cut off
             record = json.loads(line)
             if record["code"] == fingerprint():
                 last[record["check"]] = record
@@ -236,9 +238,9 @@ def records(file: Path, offset: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def main(argv: Sequence[str], device: torch.device | None = None) -> None:
-    """Run the checks and measurements of some names, and append the outcome of each to a file."""
+    """Run checks and measurements by name, and append the outcome of each to a file."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: no check goes on when the command was killed
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG: ends this worker if the command is killed
     file, quick, *names = argv
     device = device or torch.device("cuda", torch.cuda.current_device())
     table = checks(Path(file).parent, bool(int(quick)))

@@ -1,7 +1,7 @@
 """The harness of `halfstep bench run`: cases, providers, and a check before each measurement.
 
 A `Case` is one job at one size: its inputs, the bytes that any implementation must move, its float64 reference, and the
-providers that can do it. `measure` runs it. A kernel of one's own is measured in the same way::
+providers that can do it. `measure` runs it. Measure your own kernels in the same way::
 
     def prepare(device):
         return torch.randn(2**24, dtype=torch.float32, device=device)
@@ -16,9 +16,9 @@ providers that can do it. `measure` runs it. A kernel of one's own is measured i
 
 ``halfstep bench run --module my_cases`` measures and prints the cases that ``my_cases.cases(sizes)`` returns.
 
-A provider whose error against float64 exceeds the bound, or that raises an exception, gets no time. The others are
-timed in interleaved rounds (`timing`), with a copy that moves as many bytes. A ratio is the median of those of each
-round. Bytes are the least for the layout of the provider's state: moving more lowers its `copy_fraction`.
+A provider that raises an exception, or whose error against float64 exceeds the bound, is not timed. The others are
+timed in interleaved rounds (`timing`), together with a copy that moves as many bytes. Ratios are medians over the
+rounds. Bytes are the minimum for the layout of the provider's state: moving more lowers its `copy_fraction`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ OK, WRONG, FAILED, UNAVAILABLE = "ok", "wrong", "failed", "unavailable"
 
 
 class Unavailable(Exception):
-    """A provider cannot do a case on this machine. The message says why, for example "needs a GPU"."""
+    """A provider cannot run a case on this machine. The message says why, for example "needs a GPU"."""
 
 
 @dataclass
 class Prepared:
     """A provider, ready to run."""
 
-    call: Call  # the timed call. It does not wait for the GPU, and may be repeated any number of times
-    # Does the whole job once, before any timing, and returns the values for `Case.error`; by default `call` does.
+    call: Call  # the timed call; it does not wait for the GPU, and can be repeated any number of times
+    # Does the job once, before any timing, and returns the values for `Case.error`. Default: `call`.
     values: Call | None = None
 
 
@@ -53,18 +53,18 @@ class Prepared:
 class Case:
     """One job at one size."""
 
-    group: str  # "softmax", "cast", "unscale", "adam", "sgd", "muon", "step", or a name of one's own
+    group: str  # "softmax", "cast", "unscale", "adam", "sgd", "muon", "step", or a name of your own
     operation: str  # for example "softmax forward"
     dtype: str  # for example "bf16" or "fp32 to bf16"
     size: Mapping[str, int]  # the dimensions, for example {"columns": 256, "elements": 2**22}
     axis: str  # the key of `size` by which cases of an operation differ
-    bytes_moved: int  # the least number per call: every input is read once and every output written once
-    bound: float  # the largest error that passes the check
-    error_unit: str  # of `bound` and of errors
-    prepare: Callable[[torch.device], Any]  # creates the inputs on a device, which providers share and do not change
-    providers: Mapping[str, Callable[[Any], Prepared]]  # make a `Prepared` of the inputs, or raise `Unavailable`
-    error: Callable[[Any, Any], float]  # of the values of a job against float64, given the inputs. NaN never passes
-    layout_bytes: Mapping[str, int] = field(default_factory=dict)  # of providers whose state has another layout
+    bytes_moved: int  # the minimum per call: every input is read once and every output written once
+    bound: float  # the maximum error that passes the check
+    error_unit: str  # the unit of `bound` and of errors
+    prepare: Callable[[torch.device], Any]  # creates inputs on a device, which providers share and must not modify
+    providers: Mapping[str, Callable[[Any], Prepared]]  # from the inputs, return a `Prepared` or raise `Unavailable`
+    error: Callable[[Any, Any], float]  # from inputs and values, the error against float64; NaN never passes
+    layout_bytes: Mapping[str, int] = field(default_factory=dict)  # `bytes_moved` of providers with other layouts
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass
 class Result:
-    """The measurements of one provider in one case. Times are microseconds per call; None means not measured."""
+    """The measurements of one provider in one case. Times are in microseconds per call; None means not measured."""
 
     group: str
     operation: str
@@ -94,26 +94,26 @@ class Result:
     gb_per_s: float | None = None  # `bytes_moved` in 10^9 bytes over the median time
     copy_fraction: float | None = None  # time of a copy of as many bytes over the provider's, median of the rounds
     # Time of the fastest other provider over the time of this one, median of the rounds; above 1 means faster than all
-    # others. Layouts of halfstep are not compared with each other.
+    # others. halfstep's layouts are not compared with each other.
     speedup: float | None = None
     rounds: int = 0  # number of samples
     launches: int | None = None  # kernels and copies per call, on a GPU
     host_us: float | None = None  # time until the call returns, without waiting for the GPU
     graph_us: float | None = None  # median time to replay a CUDA graph of the call; None if it cannot be captured
-    extra_bytes: int | None = None  # peak of the memory that a call allocates, including its results, on a GPU
+    extra_bytes: int | None = None  # peak memory that a call allocates on a GPU, including its results
 
 
 def normal(device: torch.device, *shape: int) -> torch.Tensor:
-    """Standard normal fp32 numbers from a fixed seed. Up to 2^20 of them are the same on every device."""
+    """Standard normal fp32 values from a fixed seed. Up to 2^20 values are the same on every device."""
     source = torch.device("cpu") if math.prod(shape) <= 2**20 else device
     generator = torch.Generator(source).manual_seed(0)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=source).to(device)
 
 
 def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | None]:
-    """Do the job once with a provider and compare its values with float64.
+    """Run a provider once and compare its values with float64.
 
-    Returns the result without times, and the job if it passed.
+    Returns the result without times, and the prepared provider if it passed.
     """
     moved = case.layout_bytes.get(provider, case.bytes_moved)
     size = dict(case.size)
@@ -125,11 +125,11 @@ def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | No
         result.error = case.error(inputs, (job.values or job.call)())
     except Unavailable as why:
         result.status, result.reason = UNAVAILABLE, str(why)
-    except Exception as error:  # reported as the result of this provider; the others are still measured
+    except Exception as error:  # reported in this provider's result; the others are still measured
         lines = str(error).strip().splitlines()
         result.status, result.reason = FAILED, ": ".join([type(error).__name__, *lines[:1]])
     else:
-        if result.error <= case.bound:  # so that NaN fails
+        if result.error <= case.bound:  # false for NaN
             return result, job
         result.status = WRONG
         result.reason = f"error {result.error:.3g} {case.error_unit}, at most {case.bound:.3g} is allowed"
@@ -137,7 +137,7 @@ def check(case: Case, inputs: Any, provider: str) -> tuple[Result, Prepared | No
 
 
 def ours(provider: str) -> bool:
-    """Whether a provider is halfstep, with any layout."""
+    """Whether a provider is halfstep, in any layout."""
     return provider.split()[0] == "halfstep"
 
 
@@ -152,8 +152,8 @@ def measure(
     """Check every provider of a case, then time those that passed. Returns one result per provider, in order.
 
     Args:
-        seconds: approximate time of all rounds. There are always at least seven rounds.
-        clock: a clock of the device, which may be reused for several cases.
+        seconds: approximate total time of the rounds, of which there are at least seven.
+        clock: a clock for the device, which can be reused for several cases.
         progress: called with a short description of each phase.
     """
     clock = clock or clock_for(device)

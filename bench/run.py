@@ -1,7 +1,7 @@
-"""``halfstep bench run``: the time of every kernel and of the whole AMP step, compared with other libraries.
+"""``halfstep bench run``: times of every kernel and of the entire AMP step, compared with other libraries.
 
-``harness.py`` describes how it measures, ``cases/`` what. Exit status: 0, even if a peer failed; 1 if a provider of
-halfstep was wrong or raised; 2 for wrong arguments.
+``harness.py`` describes how it measures, ``cases/`` what. Exit status: 0, even if a peer failed; 1 if a halfstep
+provider was wrong or raised; 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, show, text
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**31}
-SECONDS = {True: 0.25, False: 1.0}  # time per case, by --quick
+SECONDS = {True: 0.25, False: 1.0}  # time per case, with and without --quick
 
 
 def _parser() -> Parser:
     parser = Parser(
         "bench run",
-        description="Measure every kernel and the whole AMP step, and the same operations in torch (eager, fused, "
-        "foreach and compiled) and in the installed peers. On a GPU if there is one, otherwise on the CPU.",
+        description="Measure every kernel and the AMP step, and the same operations in torch (eager, fused, foreach "
+        "and compiled) and in the installed peers, on a GPU if there is one, otherwise on the CPU.",
     )
     option = parser.add_argument
-    option("groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"of {', '.join(GROUPS)} (default: all)")
+    option("groups", nargs="*", choices=GROUPS, metavar="GROUP", help=f"{', '.join(GROUPS)} (default: all)")
     option("--only", metavar="TEXT", help="only cases whose name contains TEXT, such as '8-bit' or '1,000 tensors'")
     option(
         "--module", action="append", metavar="MODULE",
-        help="also measure what cases() of this module lists, and no group that is not named; may be repeated",
+        help="also measure the cases() of this module, and only the groups named; may be repeated",
     )  # fmt: skip
-    option("--quick", action="store_true", help="fewer and smaller cases, nothing that compiles slowly")
+    option("--quick", action="store_true", help="fewer and smaller cases, none that compiles slowly")
     option("--out", type=a_path, metavar="DIR", help="also write DIR/results.json")
     option("--threads", type=whole(1), metavar="N", help="CPU threads (default: torch's)")
     option(
         "--processor-time", action="store_true",
-        help="measure the processor time of the calling thread, for a CPU that others use too; needs --threads 1",
+        help="measure the processor time of the calling thread, for a busy CPU; needs --threads 1",
     )  # fmt: skip
     return parser
 
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                 progress=lambda doing: progress.show(text=doing),
             )
             progress.show(index)
-            if options.out is not None:  # after each case, for when the command is interrupted
+            if options.out is not None:  # after each case, in case the command is interrupted
                 run_report.write_json(options.out / "results.json", about, results)
     command_line.answer(options, lambda: run_report.as_dict(about, results), lambda: run_report.tables(about, results))
     bad = [result for result in results if ours(result.provider) and result.status in (WRONG, FAILED)]

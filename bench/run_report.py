@@ -38,7 +38,7 @@ def as_dict(about: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
 
 
 def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> None:
-    """Write the results to a file atomically, each on a line. An infinite error is ``Infinity``."""
+    """Write the results to a file atomically, one per line. An infinite error becomes ``Infinity``."""
     unfinished = path.with_suffix(".tmp")
     head, rows = json.dumps({**about, "results": []}, indent=1), (json.dumps(asdict(result)) for result in results)
     unfinished.write_text(head.replace('"results": []', '"results": [\n' + ",\n".join(rows) + "\n]") + "\n")
@@ -46,7 +46,7 @@ def write_json(path: Path, about: dict[str, Any], results: Sequence[Result]) -> 
 
 
 def _digits(value: float | None) -> str:
-    """Three significant digits, without an exponent if the number is short."""
+    """A number with three significant digits, in scientific notation only if it would be long."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):

@@ -1,6 +1,6 @@
 """The cases of `halfstep bench run` for pytest-benchmark: ``pytest bench``, or ``pytest bench -k "adamw and bf16"``.
 
-Each is checked against float64 before it is timed. A provider that is not here, or a wrong peer, is skipped.
+Each is checked against float64 before it is timed. Unavailable providers and wrong peers are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    """A hook of pytest, which need not be installed to import this module."""
+    """Parametrize the benchmark. A hook, because a decorator would need pytest to import this module."""
     pairs = [(case, provider) for case in cases(GROUPS, SIZES) for provider in case.providers]
     metafunc.parametrize(("case", "provider"), pairs, ids=[f"{case.name}, {provider}" for case, provider in pairs])
 

@@ -1,9 +1,9 @@
-"""Time calls in interleaved rounds, and a plain copy for comparison.
+"""Time calls in interleaved rounds, together with a plain copy for comparison.
 
 Each round of `rounds` times all calls once, in random order, so that a machine that slows down slows all of them, and
-no call always finds the caches that the same one left. Ratios are computed per round (`paired`). Python's garbage
-collector is off meanwhile. On a CPU a sample is the mean of as many calls as take a millisecond, with warm caches. On a
-GPU it is one call between two events, after a write to a buffer larger than the L2 cache ("cold").
+no call always finds the caches as the same predecessor left them. Ratios are computed per round (`paired`). Python's
+garbage collector is disabled meanwhile. On a CPU, a sample is the mean of as many calls as take a millisecond, with
+warm caches. On a GPU, it is one call between two events, after writing to a buffer larger than the L2 cache ("cold").
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 Call = Callable[[], Any]
 
 LEAST_ROUNDS, MOST_ROUNDS = 7, 50
-# Otherwise the profiler writes several lines to standard error each time. Its library reads this when it is first used.
+# Keeps the profiler from writing several lines to stderr per use. Its library reads this when it is first used.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 class CpuClock:
-    """Times calls on the CPU, by a function that returns wall time or processor time in seconds.
+    """Times calls on the CPU with `read`, a function that returns wall or processor time in seconds.
 
-    A sample takes `sample` seconds, so that the cost of reading the clock is negligible; with 0 it is one call.
+    A sample repeats a call for `sample` seconds, so that the cost of reading the clock is negligible; 0 means one call.
     """
 
     device = torch.device("cpu")
@@ -43,7 +43,7 @@ class CpuClock:
         return self.round([(call, 1)])[0]
 
     def round(self, calls: Sequence[tuple[Call, int]]) -> list[float]:
-        """One sample of each call, which is repeated as often as its number says, in seconds per call."""
+        """One sample of each call, in seconds per call. The number with each call says how often to repeat it."""
         samples = []
         for call, repeat in calls:
             start = self._now()
@@ -53,19 +53,19 @@ class CpuClock:
         return samples
 
     def details(self, call: Call) -> dict[str, Any]:
-        """Further measurements, by the names of the attributes of `harness.Result`."""
+        """Further measurements, as attributes of `harness.Result`."""
         return {}
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more
-# The longest delay of the GPU while the host queues a call: about 0.1 s. A call that takes longer to queue is assumed
+# The maximum delay of the GPU while the host queues a call: about 0.1 s. A call that takes longer to queue is assumed
 # to wait for the GPU.
 MOST_CYCLES = 1 << 28
 
 
 class GpuClock:
-    """Times calls on a GPU with events, with a cold L2 cache and without the host: the GPU sleeps until the call is
-    queued, unless the call waits for the GPU itself.
+    """Times calls on a GPU with events and a cold L2 cache, excluding host time: the GPU sleeps until the call is
+    queued, unless the call itself waits for the GPU.
     """
 
     sample = 0.0
@@ -98,7 +98,7 @@ class GpuClock:
                 end.record()
                 if cycles > MOST_CYCLES or not begin.query():
                     break
-                cycles *= 4  # the GPU reached the call before the host had queued it, and may have waited
+                cycles *= 4  # the GPU reached the call before the host had queued all of it, and may have idled
             self._cycles[call] = cycles
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in events]
@@ -109,7 +109,7 @@ class GpuClock:
         return {measure.__name__: measure(call) for measure in measured}
 
     def launches(self, call: Call) -> int | None:
-        """The number of kernels, copies and fills that one call launches; None if the profiler records none."""
+        """The number of kernels, copies and fills launched by one call; None if the profiler records none."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             call()
             torch.cuda.synchronize(self.device)
@@ -128,7 +128,7 @@ class GpuClock:
         return 1e6 * float(np.median(samples))
 
     def extra_bytes(self, call: Call) -> int:
-        """The peak of the memory that a call allocates."""
+        """The peak memory that a call allocates."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -150,7 +150,7 @@ class GpuClock:
             torch.cuda.synchronize(self.device)
         side, graph, result = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph(), None
         side.wait_stream(torch.cuda.current_stream(self.device))
-        # `torch.cuda.graph` leaves its stream current if the capture cannot be ended.
+        # Not `torch.cuda.graph`, which leaves its stream current if ending the capture fails.
         with torch.cuda.stream(side):
             call()
             torch.cuda.synchronize(self.device)
@@ -164,7 +164,7 @@ class GpuClock:
                 return None
             finally:
                 torch.cuda.synchronize(self.device)
-        replay = graph.replay  # one object, since `round` keeps the delay of each call by its identity
+        replay = graph.replay  # a single object, since `round` remembers the delay of each call by identity
         samples = [self.round([(replay, 1)])[0] for _ in range(repeat)]
         del result
         return 1e6 * float(np.median(samples))
@@ -178,10 +178,10 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[list[float]]:
-    """Time `calls` in interleaved rounds, from `LEAST_ROUNDS` to `MOST_ROUNDS`, which take about `seconds` together.
+    """Time `calls` in `LEAST_ROUNDS` to `MOST_ROUNDS` interleaved rounds, which take about `seconds` in total.
 
     Returns:
-        A list for each call, with its time in each round, in seconds.
+        For each call, a list of its times in all rounds, in seconds.
     """
     planned, cost = [], 0.0
     for call in calls:
@@ -207,12 +207,12 @@ def rounds(clock: Clock, calls: Sequence[Call], seconds: float = 0.0) -> list[li
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the ratios in each round."""
+    """The median over the rounds of the ratio."""
     return float(np.median(np.divide(over, under)))
 
 
 def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
-    """For each of `sizes`, a copy that reads half as many bytes and writes the other half. They share their memory."""
+    """For each of `sizes`, a copy that reads half of the bytes and writes the other half. All copies share memory."""
     source = torch.zeros(max(1, max(sizes) // 2), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     halves = [max(1, size // 2) for size in sizes]
@@ -220,6 +220,6 @@ def copy_calls(sizes: Sequence[int], device: torch.device) -> list[Call]:
 
 
 def copy_gb_per_s(clock: Clock, bytes_moved: int) -> float:
-    """The median copy bandwidth of the machine: bytes read plus bytes written, in 10^9 per second."""
+    """The median copy bandwidth of the machine, bytes read plus bytes written, in 10^9 bytes per second."""
     (samples,) = rounds(clock, copy_calls([bytes_moved], clock.device))
     return bytes_moved / 1e9 / float(np.median(samples))

@@ -1,180 +1,138 @@
 """Bytes per parameter of halfstep's layouts and of other AdamW and Muon optimizers, measured on this machine.
 
-python examples/bytes_per_parameter.py                            # every optimizer that is installed
+python examples/bytes_per_parameter.py                            # all installed optimizers
 python examples/bytes_per_parameter.py --out bytes.json --picture bytes.png
 
 Trains linear layers without biases, whose activations are negligible. On a GPU, bytes are the allocator's peak over
-three steps; on a CPU, those of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
+three steps; on a CPU, the size of weights, gradients and optimizer states after a backward. `halfstep bench run adam`
 measures times.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc
 import json
+import pkgutil
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Column, Table
+from torch.utils._pytree import tree_leaves
 
-import halfstep
 from halfstep.cli import figures
 from halfstep.cli.command_line import output_file, picture
 from halfstep.cli.numbers import whole
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import layout
 
-BF16 = torch.bfloat16
-EXACT, ROUNDED, NONE, WEIGHTS = "exact fp32 master", "24-bit master", "no master", "fp32 weights"
-
-
-Make = Callable[[torch.nn.Module], Any]  # the optimizer of a model
-
-
-def _optimizer(module: str, name: str = "AdamW", **options: Any) -> Make:
-    return lambda model: getattr(import_module(module), name)(model.parameters(), lr=1e-4, **options)
-
-
-def _stepping_in_the_backward(model: torch.nn.Module) -> Any:
-    optimizer = halfstep.AdamW(model.parameters(), lr=1e-4, state_dtype="8bit")
-    step_in_backward(model, optimizer)
-    return optimizer
-
-
-_halfstep, _torch = partial(_optimizer, "halfstep"), _optimizer("torch.optim", fused=True)
-_muon, _torchs_muon = partial(_halfstep, "Muon"), _optimizer("torch.optim", "Muon")
-# Name, dtype of the weights, what keeps the digits that the weights have no room for, and the optimizer.
-OPTIMIZERS: tuple[tuple[str, torch.dtype, str, Make], ...] = (
-    ("torch AdamW, fp32 weights", torch.float32, WEIGHTS, _torch),
-    ("torch AdamW", BF16, NONE, _torch),
-    ("halfstep AdamW", BF16, EXACT, _halfstep()),
-    ("halfstep, bf16 moments", BF16, EXACT, _halfstep(state_dtype=BF16, rounding="stochastic")),
-    ("halfstep, 8-bit moments", BF16, EXACT, _halfstep(state_dtype="8bit")),
-    ("halfstep, 8 bits, steps in the backward", BF16, EXACT, _stepping_in_the_backward),
-    ("halfstep, 8 bits, 24-bit master", BF16, ROUNDED, _halfstep(state_dtype="8bit", master_weights="split24")),
-    ("flashoptim", BF16, ROUNDED, _optimizer("flashoptim", "FlashAdamW")),
-    ("torch-optimi, Kahan sums", BF16, "16-bit correction", _optimizer("optimi", kahan_sum=True)),
-    ("halfstep, 8 bits, no master", BF16, NONE, _halfstep(state_dtype="8bit", master_weights=None)),
-    ("bitsandbytes AdamW8bit", BF16, NONE, _optimizer("bitsandbytes.optim", "AdamW8bit")),
-    ("torchao AdamW8bit", BF16, NONE, _optimizer("torchao.optim", "AdamW8bit")),
-    ("torch Muon, fp32 weights", torch.float32, WEIGHTS, _torchs_muon),
-    ("torch Muon", BF16, NONE, _torchs_muon),
-    ("halfstep Muon", BF16, EXACT, _muon()),
-    ("halfstep Muon, 8-bit momentum", BF16, EXACT, _muon(state_dtype="8bit")),
-    ("halfstep Muon, 8 bits, 24-bit master", BF16, ROUNDED, _muon(state_dtype="8bit", master_weights="split24")),
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+# Kinds of masters, and their colors.
+WEIGHTS, EXACT, ROUNDED, NONE = "fp32 weights", "exact fp32 master", "24-bit master", "no master"
+COLORS = {EXACT: "#1b6ca8", WEIGHTS: "#7f8c8d", ROUNDED: "#e08e0b"}
+TORCH, TORCHS_MUON = ("torch.optim:AdamW", {"fused": True}), ("torch.optim:Muon", {})
+ADAMW, MUON = "halfstep:AdamW", "halfstep:Muon"
+EIGHT, THREE_BYTES = {"state_dtype": "8bit"}, {"master_weights": "split24"}
+OPTIMIZERS = (
+    ("torch AdamW, fp32 weights", WEIGHTS, *TORCH),
+    ("torch AdamW", NONE, *TORCH),
+    ("halfstep AdamW", EXACT, ADAMW, {}),
+    ("halfstep, bf16 moments", EXACT, ADAMW, {"state_dtype": torch.bfloat16, "rounding": "stochastic"}),
+    ("halfstep, 8-bit moments", EXACT, ADAMW, EIGHT),
+    ("halfstep, 8 bits, steps in the backward", EXACT, ADAMW, EIGHT),
+    ("halfstep, 8 bits, 24-bit master", ROUNDED, ADAMW, EIGHT | THREE_BYTES),
+    ("flashoptim", ROUNDED, "flashoptim:FlashAdamW", {}),
+    ("torch-optimi, Kahan sums", "16-bit correction", "optimi:AdamW", {"kahan_sum": True}),
+    ("halfstep, 8 bits, no master", NONE, ADAMW, EIGHT | {"master_weights": None}),
+    ("bitsandbytes AdamW8bit", NONE, "bitsandbytes.optim:AdamW8bit", {}),
+    ("torchao AdamW8bit", NONE, "torchao.optim:AdamW8bit", {}),
+    ("torch Muon, fp32 weights", WEIGHTS, *TORCHS_MUON),
+    ("torch Muon", NONE, *TORCHS_MUON),
+    ("halfstep Muon", EXACT, MUON, {}),
+    ("halfstep Muon, 8-bit momentum", EXACT, MUON, EIGHT),
+    ("halfstep Muon, 8 bits, 24-bit master", ROUNDED, MUON, EIGHT | THREE_BYTES),
 )
 
-# The rows of `halfstep plan` for those that need a GPU.
-PLANNED = {"flashoptim": ("flashoptim-24", "bf16")}
+
+def parts(value: Any) -> list[torch.Tensor]:
+    """The tensors that hold the elements of a tensor: itself, or those inside a tensor subclass."""
+    if hasattr(value, "__tensor_flatten__"):
+        return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _storages(values: Iterable[Any]) -> dict[int, int]:
-    """Address and bytes of the memory of all tensors, also of those inside tensors of subclasses."""
-    sizes: dict[int, int] = {}
-    for value in values:
-        if isinstance(value, dict):
-            sizes |= _storages(value.values())
-        elif hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            sizes |= _storages(getattr(value, name) for name in names)
-        elif isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sizes
-
-
-def measure(dtype: torch.dtype, make: Make, device: torch.device, layers: int, width: int) -> float:
-    on_gpu, before, peak = device.type == "cuda", 0, 0
+def measure(name: str, dtype: torch.dtype, optimizer: str, options: dict[str, Any], layers: int, width: int) -> float:
     gc.collect()
-    if on_gpu:
-        torch.cuda.empty_cache()
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    linear = partial(torch.nn.Linear, width, width, bias=False, dtype=dtype, device=device)
-    model = torch.nn.Sequential(*(linear() for _ in range(layers)))
-    optimizer = make(model)
-    x = torch.randn(1, width, dtype=dtype, device=device)
+    before, peak = torch.cuda.memory_allocated() if ON_GPU else 0, 0
+    linears = [torch.nn.Linear(width, width, bias=False, dtype=dtype, device=DEVICE) for _ in range(layers)]
+    model = torch.nn.Sequential(*linears)
+    tested = pkgutil.resolve_name(optimizer)(model.parameters(), lr=1e-4, **options)
+    if name.endswith("in the backward"):
+        step_in_backward(model, tested)
+    x = torch.randn(1, width, dtype=dtype, device=DEVICE)
     for _ in range(3):  # the first one creates the state
         model(x).square().mean().backward()
-        if not on_gpu:
-            grads = [parameter.grad for parameter in model.parameters()]
-            peak = max(peak, sum(_storages([*model.parameters(), *grads, dict(optimizer.state)]).values()))
-            del grads  # they would live until the next step's are there
-        optimizer.step()
-        optimizer.zero_grad()
-    if on_gpu:
-        peak = torch.cuda.max_memory_allocated() - before
-    return peak / sum(parameter.numel() for parameter in model.parameters())
+        if not ON_GPU:
+            values = [
+                *model.parameters(),
+                *(linear.weight.grad for linear in linears),
+                *tree_leaves(dict(tested.state)),
+            ]
+            storages = [part.untyped_storage() for value in values for part in parts(value)]
+            peak = max(peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+            del values, storages  # would keep them alive until the next step
+        tested.step()
+        tested.zero_grad()
+    return ((torch.cuda.max_memory_allocated() - before) if ON_GPU else peak) / (layers * width * width)
 
 
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Draw the bytes per parameter as bars, colored by what the master keeps."""
-    rows = [row for row in result["rows"] if row["bytes"] or row.get("planned")]
-    colors = {EXACT: "#1b6ca8", WEIGHTS: "#7f8c8d", ROUNDED: "#e08e0b"}
+def draw(path: Path, head: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    rows = [row for row in rows if row["bytes"] or row.get("planned")]
+    amounts = [row["bytes"] or row["planned"] for row in rows]
+    notes = [row["master"] + (", planned" if row["bytes"] is None else "") for row in rows]
     figure = figures.figure(8, 0.34 * len(rows) + 1.1)
     axes = figure.add_subplot()
-    names, amounts = [row["optimizer"] for row in rows], [row["bytes"] or row["planned"] for row in rows]
-    bars = axes.barh(names, amounts, color=[colors.get(row["master"], "#c9b3a5") for row in rows])
-    notes = [row["master"] + (", planned" if row["bytes"] is None else "") for row in rows]
-    labels = [f"{amount:.2f}  {note}" for amount, note in zip(amounts, notes, strict=True)]
-    axes.bar_label(bars, labels, padding=3, fontsize=9)
+    colors = [COLORS.get(row["master"], "#c9b3a5") for row in rows]
+    bars = axes.barh([row["optimizer"] for row in rows], amounts, color=colors)
+    axes.bar_label(bars, [f"{a:.2f}  {note}" for a, note in zip(amounts, notes, strict=True)], padding=3, fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.45 * max(amounts))
+    axes.set(xlim=(0, 1.45 * max(amounts)), xlabel=f"measured on {head['device']}, {head['date']}")
     axes.set_title("Bytes per parameter: weights, gradients and optimizer states", loc="left", fontsize=11)
-    axes.set_xlabel(f"measured on {result['device']}, {result['date']}")
     figures.tidy(axes, "x")
     figures.save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=whole(1), help="width of a layer (default: 4,096 on a GPU, else 1,024)")
-    parser.add_argument("--layers", type=whole(1), help="number of layers (default: 64 on a GPU, else 8)")
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
+    add = parser.add_argument
+    add("--width", type=whole(1), default=4096 if ON_GPU else 1024, help="width of a layer (default: %(default)s)")
+    add("--layers", type=whole(1), default=64 if ON_GPU else 8, help="number of layers (default: %(default)s)")
+    add("--out", type=output_file, metavar="FILE", help="write the results as JSON")
+    add("--picture", type=picture, metavar="FILE", help="draw them (needs matplotlib)")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    width, layers = options.width or (4096 if on_gpu else 1024), options.layers or (64 if on_gpu else 8)
-    rows = []
-    for name, dtype, master, make in track(OPTIMIZERS, "measuring", console=Console(stderr=True)):
-        row: dict[str, Any] = {"optimizer": name, "master": master, "bytes": None, "reason": ""}
+    warnings.simplefilter("ignore")  # other libraries' warnings
+    rows: list[dict[str, Any]] = []
+    for name, master, optimizer, choices in OPTIMIZERS:
+        rows.append({"optimizer": name, "master": master, "bytes": None, "reason": ""})
+        dtype = torch.float32 if master == WEIGHTS else torch.bfloat16
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those of peers
-                row["bytes"] = measure(dtype, make, device, layers, width)
+            rows[-1]["bytes"] = measure(name, dtype, optimizer, choices, options.layers, options.width)
         except Exception as error:
             if name.startswith(("halfstep", "torch ")):
                 raise
-            # Of a peer: reported, and the others are measured.
-            row["planned"] = float(layout(*PLANNED[name]).per_parameter()) if name in PLANNED else None
-            row["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
-        rows.append(row)
-    result = {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "parameters": layers * width * width,
-        "rows": rows,
-    }
-    title = f"{result['parameters']:,} parameters, {result['device']}, torch {result['torch']}"
-    table = Table("optimizer", "master", Column("bytes per parameter", justify="right"), title=title)
-    for row in result["rows"]:
-        table.add_row(row["optimizer"], row["master"], row["reason"] or f"{row['bytes']:.2f}")
-    Console().print(table)
+            rows[-1]["reason"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+            if name == "flashoptim":  # needs a GPU
+                rows[-1]["planned"] = float(layout("flashoptim-24", "bf16").per_parameter())
+        print(f"{name:40} {master:18}", rows[-1]["reason"] or f"{rows[-1]['bytes']:6.2f}", flush=True)
+    head = {"device": torch.cuda.get_device_name() if ON_GPU else "CPU", "torch": torch.__version__}
+    head |= {"date": time.strftime("%Y-%m-%d"), "parameters": options.layers * options.width**2}
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
     if options.picture:
-        draw(options.picture, result)
+        draw(options.picture, head, rows)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import torch
 from halfstep.cli.command_line import UsageError
 
 Bytes = npt.NDArray[np.uint8]
-VALIDATION_SHARE = 0.1  # of the text
+VALIDATION_SHARE = 0.1  # fraction of the text
 
 
 class Corpus(NamedTuple):
-    """The bytes for training and for validation, of a text of `files` files.
+    """The training and validation bytes of a text read from `files` files.
 
-    A batch is a pure function of ``(seed, step, row)``: a resumed run uses the batches of an uninterrupted one with no
-    state to save, and the ranks of a distributed run the rows of the batch of one process.
+    A batch is a pure function of ``(seed, step, row)``: a resumed run gets the same batches as an uninterrupted one
+    without saving any state, and the ranks of a distributed run get the rows of a single process's batch.
     """
 
     name: str
@@ -33,19 +33,19 @@ class Corpus(NamedTuple):
     unigram_entropy: float  # nats per byte: the loss of the best model that ignores context
 
     def batch(self, seed: int, step: int, rows: range, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the given rows of training step `step`: two int64 tensors of len(rows) × context."""
+        """Inputs and targets of some rows of training step `step`: two int64 tensors of shape (len(rows), context)."""
         of_step = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(step))
         starts = _mix(of_step ^ np.arange(rows.start, rows.stop, dtype=np.uint64))
         return _windows(self.train, (starts % np.uint64(len(self.train) - context)).astype(np.int64), context)
 
     def validation(self, rows: range, total: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The given rows of the fixed validation set: `total` windows at equal distances in the validation bytes."""
+        """Some rows of the fixed validation set: `total` evenly spaced windows of the validation bytes."""
         starts = np.arange(rows.start, rows.stop, dtype=np.int64) * (len(self.val) - context) // total
         return _windows(self.val, starts, context)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64. Unlike numpy.random, it gives the same numbers with every version of NumPy."""
+    """The finalizer of splitmix64. Unlike numpy.random, its results do not depend on the version of NumPy."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -67,8 +67,8 @@ def unigram_entropy(data: Bytes) -> float:
 def read_corpus(path: Path | None, context: int) -> Corpus:
     """Read a file, a folder, or, for None, the .py files of this Python's standard library without its tests.
 
-    Files are read in the order of the hashes of their names, or the last tenth, which is for validation, would be of a
-    few packages. A UsageError if there are no files, or not `context` + 1 bytes for each part.
+    Files are ordered by a hash of their name; otherwise the last tenth, which is for validation, would come from a few
+    packages. Raises a UsageError if there are no files, or fewer than `context` + 1 bytes for each part.
     """
     root = Path(sysconfig.get_path("stdlib")) if path is None else path
     if not root.exists():

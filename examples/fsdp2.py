@@ -1,4 +1,4 @@
-"""FSDP2 in bf16: each rank steps its shards in place, 14 bytes per parameter, divided among the ranks.
+"""FSDP2 in bf16: each rank steps its shards in place, with 14 bytes per parameter sharded over the ranks.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py
 """
@@ -21,7 +21,7 @@ def train(rank: int, device: torch.device) -> Losses:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     keep_reduced_gradients(model)  # the fp32 sums, which the masters can use
-    send_gradients_in_16_bits(model)  # instead of the same numbers in fp32
+    send_gradients_in_16_bits(model)  # instead of the same values in fp32
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)  # bf16 needs no scaler
 
     for step in range(100):

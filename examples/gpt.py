@@ -1,8 +1,8 @@
 """The model of train_gpt.py: a byte-level GPT with pre-norm blocks, learned positions and no biases.
 
-Weights, activations and gradients are fp32, bf16 or fp16; the loss is always computed in fp32. On CPUs, where torch's
-fp16 matrix products, and without AVX-512 those of bf16, are 40 times as slow as in fp32, they are emulated: multiplied
-and accumulated in fp32 and rounded once, as in a tensor core, so that gradients underflow and overflow as on a GPU.
+Weights, activations and gradients are fp32, bf16 or fp16; the loss is always computed in fp32. On CPUs, fp16 matrix
+products, and without AVX-512 also bf16 ones, are 40 times as slow as in fp32. They are emulated: multiplied and
+accumulated in fp32 and rounded once, as in a tensor core, so that gradients underflow and overflow as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shape(layers: int, width: int, heads: int, context: int) -> Transformer:
-    """A model as the planner describes it; `context` in bytes."""
+    """The planner's description of a model; `context` in bytes."""
     return Transformer(layers, width, heads, VOCABULARY, context, biases=False, dropout=False, flash=False)
 
 
-# Shapes, and suitable peak learning rates.
+# Shapes, and peak learning rates that suit them.
 SIZES = {
     "nano": shape(layers=2, width=32, heads=2, context=32),
     "tiny": shape(layers=4, width=128, heads=4, context=64),
@@ -38,7 +38,7 @@ SIZES = {
 }
 RATES = {"nano": 5e-3, "tiny": 3e-3, "small": 2e-3, "medium": 1e-3, "base": 6e-4}
 
-# How the matrices of the blocks are drawn. "scaled" keeps the variance of activations.
+# Initializations of the matrices in the blocks. "scaled" preserves the variance of activations.
 INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
     "scaled": lambda weight, generator: nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator),
     "gpt2": lambda weight, generator: nn.init.normal_(weight, std=0.02, generator=generator),
@@ -50,7 +50,7 @@ INITS: dict[str, Callable[[torch.Tensor, torch.Generator], object]] = {
 
 @dataclass(frozen=True)
 class Precision:
-    """The arithmetic of a run: ``"fp32"``, ``"bf16"`` or ``"fp16"``, its dtype, and whether products are emulated."""
+    """The precision of a run: ``"fp32"``, ``"bf16"`` or ``"fp16"``, its dtype, and whether products are emulated."""
 
     name: str
     dtype: torch.dtype
@@ -64,20 +64,20 @@ class Precision:
     def product(
         self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], a: torch.Tensor, b: torch.Tensor
     ) -> torch.Tensor:
-        """`function(a, b)`, a matrix product, in this arithmetic. Its gradients are too."""
+        """The matrix product `function(a, b)` in this precision, as are its gradients."""
         if not self.emulated:
             return function(a, b)
         return halfstep.cast(function(halfstep.cast(a, torch.float32), halfstep.cast(b, torch.float32)), self.dtype)
 
     def embedding(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Rows of a table, whose gradient is summed in fp32. torch's kernel for CPUs sums it in the table's dtype."""
+        """Rows of a table, with the gradient summed in fp32. torch's CPU kernel sums it in the table's dtype."""
         if self.dtype == torch.float32:
             return F.embedding(index, table)
         return halfstep.cast(F.embedding(index, halfstep.cast(table, torch.float32)), self.dtype)
 
 
 class Linear(nn.Module):
-    """A matrix product without a bias, in a given precision."""
+    """A linear layer without bias, computed in a given precision."""
 
     def __init__(self, columns: int, rows: int, precision: Precision) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Linear(nn.Module):
 
 
 class Adapted(nn.Module):
-    """W·x + 2·B·A·x with a frozen W and A, B of a low rank (Hu et al., LoRA, 2021, arXiv:2106.09685, equation 3)."""
+    """W·x + 2·B·A·x with W frozen and B·A of low rank (Hu et al., LoRA, 2021, arXiv:2106.09685, equation 3)."""
 
     def __init__(self, linear: Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.down = Linear(4 * size.hidden, size.hidden, precision)
 
     def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
-        # Inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
+        # Checkpoint inside the module, so that FSDP2 has gathered its weights when the backward recomputes it.
         if self.recompute and torch.is_grad_enabled():
             result: torch.Tensor = checkpoint(self.compute, x_BTC, use_reentrant=False)
             return result
@@ -139,10 +139,10 @@ class GPT(nn.Module):
 
     Args:
         size: the shape.
-        precision: the arithmetic. The parameters are fp32 until ``.to(precision.dtype)``.
-        seed: of the initial weights, which are drawn in fp32 on the CPU, the same in every precision.
-        recompute: whether only the inputs of blocks are saved, and the blocks recomputed in the backward.
-        init: a name of `INITS`.
+        precision: the precision of the forward. The parameters are fp32 until ``.to(precision.dtype)``.
+        seed: seed of the initial weights, which are drawn in fp32 on the CPU, so they are the same in every precision.
+        recompute: whether to save only the inputs of blocks, and recompute the blocks in the backward.
+        init: a name in `INITS`.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name in ("bytes", "positions"):
-                # With GPT-2's 0.02, such a short training ends about 0.2 nats higher.
+                # With GPT-2's 0.02, the loss of so short a training ends about 0.2 nats higher.
                 nn.init.normal_(parameter, std=0.02 if init == "gpt2" else 0.5, generator=generator)
-            elif parameter.dim() == 2:  # norms keep their 1 and 0
+            elif parameter.dim() == 2:  # norms keep their ones and zeros
                 INITS[init](parameter, generator)
                 if init in ("scaled", "gpt2") and name.endswith(("out.weight", "down.weight")):
-                    # The number of terms that are added to the residual stream, as in GPT-2.
+                    # By the root of the number of residual branches, as in GPT-2.
                     parameter.detach().div_(math.sqrt(2 * size.layers))
 
     def forward(self, inputs_BT: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ class GPT(nn.Module):
 
 
 def add_adapters(model: GPT, rank: int, seed: int) -> None:
-    """Freeze a model in fp32, and add adapters of `rank` to the matrices of its blocks."""
+    """Freeze an fp32 model, and add LoRA adapters of `rank` to the matrices of its blocks."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     for block in model.blocks:
@@ -186,7 +186,7 @@ def add_adapters(model: GPT, rank: int, seed: int) -> None:
 
 
 def merged(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a model with each adapter added to its matrix, computed in fp64 and rounded once."""
+    """The weights of a model with each adapter merged into its matrix, computed in fp64 and rounded once."""
     result = {name: weight for name, weight in weights.items() if "lora_" not in name}
     for name, a in weights.items():
         if name.endswith("lora_a"):

@@ -3,7 +3,7 @@
 python examples/largest.py --memory 4
 python examples/largest.py --memory 4 --optimizer muon
 
-It plans how many blocks fit 4 GiB, trains them on Python's source, and prints the plan beside what the process took.
+Plans how many blocks fit into 4 GiB, trains them on Python source, and prints planned and actual memory.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def planned(name: str, width: int, blocks: int) -> Plan:
 
 
 def fitting(name: str, width: int, memory: int) -> int:
-    """The number of blocks that fit, with a fifth left for activations and what the allocator keeps."""
+    """The number of blocks that fit, leaving a fifth for activations and the allocator's cache."""
     blocks = 1
     while planned(name, width, blocks + 1).totals.peak <= 0.8 * memory:
         blocks += 1
@@ -87,7 +87,7 @@ def main() -> int:
     fits = planned(name, width, blocks)
     print(f"{blocks} blocks, {fits.parameters:,} parameters; planned: {fits.totals.peak / 2**20:,.0f} MiB")
 
-    train(name, 64, 1, 1, 1)  # loads what the first step needs
+    train(name, 64, 1, 1, 1)  # loads libraries and kernels, which are not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     losses = train(name, width, blocks, options.steps, options.batch)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before  # in KiB on Linux

@@ -1,4 +1,4 @@
-"""Muon with nanochat's groups under FSDP2: matrices by Muon, the others by AdamW with learning rates of their own.
+"""Muon with nanochat's groups under FSDP2: Muon for matrices, AdamW with separate learning rates for the rest.
 
 torchrun --nproc-per-node 2 examples/muon.py
 """

@@ -1,4 +1,4 @@
-"""Shared by the scripts for several ranks: the processes, data to learn, and whether training worked."""
+"""Shared by the multi-rank examples: connecting the processes, synthetic data, and a check that training worked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Losses = Iterator[torch.Tensor]
 
 
 class World(NamedTuple):
-    """This process among all processes of the training."""
+    """This process among all processes of a training."""
 
     device: torch.device
     rank: int = 0
@@ -27,7 +27,7 @@ class World(NamedTuple):
         return range(self.rank * share, (self.rank + 1) * share)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean of `values` over all ranks. A NaN or an infinity on any rank is kept."""
+        """The mean of `values` over all ranks. NaN or Inf on any rank is preserved."""
         if self.size == 1:
             return values
         values = values.to(self.device)
@@ -35,7 +35,7 @@ class World(NamedTuple):
         return values / self.size
 
     def objects(self, value: T) -> list[T]:
-        """The picklable objects of all ranks, in rank order. Tensors are on the CPU."""
+        """The picklable objects of all ranks, in rank order. Tensors must be on the CPU."""
         if self.size == 1:
             return [value]
         everyone = [value] * self.size
@@ -44,7 +44,7 @@ class World(NamedTuple):
 
 
 def restarts() -> int:
-    """The number of times that torchrun has restarted the processes of this job after a failure."""
+    """How often torchrun has restarted the processes of this job after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -56,8 +56,8 @@ def connect(alone: bool = False) -> World:
         return World(device)
     rank, size, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
     if restarts() and os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # torchrun's store still has the addresses of the dead processes. On one node, all ranks know the same number of
-        # restarts and use it as a prefix. On several nodes, each torchrun has its own count.
+        # torchrun's store still has the addresses of the dead processes. On a single node, all ranks have the same
+        # number of restarts, and use it as a prefix. On several nodes, each torchrun has its own count.
         store = dist.PrefixStore(f"restart {restarts()}", next(iter(rendezvous("env://")))[0])
     if on_gpu:
         torch.cuda.set_device(device)
@@ -67,23 +67,23 @@ def connect(alone: bool = False) -> World:
 
 
 def batch(step: int, rank: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Synthetic data, different on each rank: a function of 32 inputs to learn."""
+    """Synthetic data for learning a function of 32 inputs, different on each rank."""
     inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
     targets = torch.tanh(inputs[:, :8] + inputs[:, 8:16])
     return inputs.to(device, dtype), targets.to(device)
 
 
 def run(name: str, train: Callable[[int, torch.device], Losses]) -> NoReturn:
-    """Connect the ranks, train, print the first and the last loss, and end with status 1 if the loss did not halve.
+    """Connect the ranks, train, print the first and last losses, and exit with status 1 if the loss did not halve.
 
-    `train` receives the rank and its device, and yields the losses, or nothing where it does not know them.
+    `train` takes the rank and its device, and yields the losses, or nothing on ranks that do not have them.
     """
     world = connect()
-    mine = [loss.item() for loss in list(train(world.rank, world.device))]  # waits for the device at the end
+    mine = [loss.item() for loss in list(train(world.rank, world.device))]  # waits for the device only at the end
     losses = next(filter(None, world.objects(mine)))
     if world.rank == 0:
         print(f"{name}: loss {losses[0]:.4f} before, {losses[-1]:.4f} after")
-    dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+    dist.barrier()  # a rank that exits early closes connections, which are errors on the others
     sys.stdout.flush()
-    # Gloo's threads can block the end of their group, and abort a Python that shuts down.
+    # Gloo's threads can block the destruction of their group, and abort Python at shutdown.
     os._exit(0 if losses[-1] < losses[0] / 2 else 1)

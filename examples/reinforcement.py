@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/reinforcement.py
 
-Samples are drawn with the fp16 weights that are trained. In bf16, whose mantissa is 3 bits shorter, the probabilities
-of the sampler and of the trainer differ more, which can end such training (arXiv 2510.26788). Masters are in fp32.
+Actions are sampled with the same fp16 weights that are trained. In bf16, with 3 mantissa bits less, the probabilities
+of sampler and trainer differ more, which can make such training collapse (arXiv 2510.26788). Masters are in fp32.
 """
 
 import torch
@@ -20,13 +20,13 @@ ACTIONS, SAMPLES = 8, 16
 
 
 def prompts(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """States, different on each rank. The right action in each is the largest of its first eight numbers."""
+    """States, different on each rank. The correct action is the index of the largest of the first eight values."""
     states = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
     return states.to(device, torch.float16)
 
 
 def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Actions drawn in each state, their log probabilities, and their rewards relative to those of the state."""
+    """Sampled actions for each state, their log probabilities, their advantages, and the mean reward."""
     with torch.no_grad():
         logits = model(states).float()
     actions = torch.distributions.Categorical(logits=logits).sample((SAMPLES,)).T
@@ -45,12 +45,12 @@ def train(rank: int, device: torch.device) -> Losses:
     keep_reduced_gradients(model)  # sums of ranks in fp32 do not overflow
     optimizer = halfstep.AdamW(model.parameters(), lr=1e-2)
     scaler = halfstep.GradScaler(device.type)
-    torch.manual_seed(rank)  # the draws differ from rank to rank
+    torch.manual_seed(rank)  # ranks draw different samples
 
     for step in range(80):
         states = prompts(step, rank, device)
         actions, old, advantages, reward = rollout(model, states)
-        for _ in range(2):  # the second update is off the policy that drew the actions
+        for _ in range(2):  # the second update is off-policy
             new = log_softmax(model(states).float(), 1).gather(1, actions)
             ratio = (new - old).exp()
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()

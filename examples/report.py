@@ -17,7 +17,7 @@ from halfstep.integrations.doctor import Finding
 from halfstep.numerics.formats.table import formats
 from halfstep.numerics.messages import percent
 
-# Readable on light and on dark ground, and for colour-blind readers; the run without masters has a warning colour.
+# Readable on light and dark backgrounds, and by colour-blind readers; the run without masters has a warning colour.
 COLOURS = {"fp32": "#7f8ba0", "bf16": "#1f8fd6", "fp16": "#16a07a", "bf16 without master": "#dd6b1f"}
 PARTS = ("param", "gradient", "optimizer")
 EMULATED = (
@@ -27,7 +27,7 @@ EMULATED = (
 
 
 def _against(content: dict[str, Any]) -> dict[str, str]:
-    """The validation loss of each run against that of fp32, if there are both."""
+    """The change of each run's validation loss relative to fp32; empty without an fp32 run to compare with."""
     losses = {run["name"]: run["final_val_loss"] for run in content["runs"]}
     base = next((losses[run["name"]] for run in content["runs"] if run["precision"] == "fp32"), None)
     if base is None or len(losses) < 2:
@@ -37,7 +37,7 @@ def _against(content: dict[str, Any]) -> dict[str, str]:
 
 
 def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table on the screen and in the page."""
+    """Header and rows of the table in the terminal and on the page."""
     head = ["run", "optimizer", "train loss", "val loss", "vs fp32", "skipped", "scale"]
     head += [*(f"{part}\nB/param" for part in ("weight", "grad", "state")), "step\nms", "optimizer\nms"]
     head += ["tokens/s", "MFU"]
@@ -57,7 +57,7 @@ def cells(content: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def outcome(content: dict[str, Any]) -> str:
-    """What the runs show beside fp32, in one sentence; empty if there is no fp32 run to compare with."""
+    """One sentence that compares the runs with fp32; empty without an fp32 run to compare with."""
     against, parts, base = _against(content), [], ""
     for run in content["runs"]:
         size = f"{sum(run[f'{part}_bytes_per_param'] for part in PARTS):.3g} B"
@@ -71,7 +71,7 @@ def outcome(content: dict[str, Any]) -> str:
 
 
 def sentence(content: dict[str, Any]) -> str:
-    """About the text, with the unigram entropy to compare losses with, and about MFU."""
+    """A note on the text, with its unigram entropy as a baseline for losses, and on MFU."""
     data = content["data"]
     return (
         f"Losses in nats per byte. Unigram entropy of the text ({data['name']}, {data['bytes']:,} bytes, files: "
@@ -81,18 +81,18 @@ def sentence(content: dict[str, Any]) -> str:
 
 
 def notes(content: dict[str, Any]) -> list[str]:
-    """What a reader of the report must know about it."""
+    """Caveats for readers of the report."""
     emulated = sorted({run["precision"] for run in content["runs"] if run["emulated"]})
     return [EMULATED.format(names=" and ".join(emulated))] if emulated else []
 
 
 def overflows(content: dict[str, Any]) -> list[str]:
-    """How many steps each run with a loss scale skipped, and the parameters that overflowed."""
+    """For each run with a loss scale, how many steps it skipped, and which parameters overflowed."""
     return [f"{run['name']}: {run['overflow']['text']}" for run in content["runs"] if run["overflow"]]
 
 
 def show_table(content: dict[str, Any]) -> None:
-    """Print what the page begins with, and the overflows."""
+    """Print the head of the page and the overflows."""
     head, rows = cells(content)
     lines = [line for text in overflows(content) for line in text.splitlines()]
     table = Table(head, rows, range(2, len(head)), ruled=True)
@@ -107,7 +107,7 @@ def counted(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def smooth(losses: Sequence[float | None], span: int) -> list[tuple[int, float]]:
-    """The steps that have a finite loss among the last `span` ones, and its mean over these."""
+    """(step, mean of the finite losses among the last `span`) for each step that has any."""
     ends = range(1, len(losses) + 1)
     recent = ((end, [loss for loss in losses[max(0, end - span) : end] if loss is not None]) for end in ends)
     return [(end, fmean(finite)) for end, finite in recent if finite]
@@ -117,7 +117,7 @@ def smooth(losses: Sequence[float | None], span: int) -> list[tuple[int, float]]
 
 
 def drawing(title: str, draw: Callable[[Any], None], keys: Iterable[tuple[str, str]] = ()) -> str:
-    """What `draw` draws on matplotlib's axes, as SVG in the colours of the page; below it names and last values."""
+    """A figure drawn by `draw` on matplotlib's axes, as SVG in the colours of the page, with `keys` as its legend."""
     figure, stream = figures.figure(5.2, 2.9), io.StringIO()
     axes = figure.add_subplot(facecolor="none")
     figure.patch.set_visible(False)
@@ -135,10 +135,10 @@ def chart(
     title: str, words: str, curves: Mapping[str, Sequence[Sequence[float]]], *, zero: bool = False,
     stairs: bool = False, powers: bool = False, level: float | None = None, marks: Sequence[tuple[float, float]] = (),
 ) -> str:  # fmt: skip
-    """Curves over steps, of the runs that have values, with the last ones in `words`.
+    """Curves over steps, for the runs that have values, with a legend that formats the last values with `words`.
 
-    The axis may begin at `zero` or have `powers` of two, `stairs` hold until the next value, `level` is the unigram
-    entropy, `marks` are crosses.
+    The y axis may start at `zero` or be logarithmic with `powers` of two; `stairs` hold each value until the next;
+    `level` is the unigram entropy; `marks` are drawn as crosses.
     """
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
@@ -146,7 +146,7 @@ def chart(
 
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
-            width, alpha = (4, 0.5) if name == "fp32" else (1.6, 1)  # the others may lie on that of fp32
+            width, alpha = (4, 0.5) if name == "fp32" else (1.6, 1)  # other curves may coincide with fp32's
             style = "steps-post" if stairs else "default"
             axes.plot(*zip(*curve, strict=True), color=COLOURS[name], linewidth=width, alpha=alpha, drawstyle=style)
         if level:
@@ -185,7 +185,7 @@ def charts(content: dict[str, Any]) -> list[str]:
 
 
 def histogram(run: Mapping[str, Any]) -> str:
-    """The exponents of a run's gradients under the range of its format, by what becomes of them there."""
+    """A histogram of the exponents of a run's gradients, and what happens to them in its format."""
     counts = run["gradients"]["statistics"]
     exponents = {int(exponent): number for exponent, number in counts["total"]["exponents"].items()}
     shape = exponents, counts["total"]["elements"], formats[counts["format"]], counts["scale"], "gradients"
@@ -207,7 +207,7 @@ def page(content: dict[str, Any]) -> str:
     above = [("outcome", outcome(content)), *(("note", note) for note in (*troubles, *notes(content)))]
     opening = "".join(f'<p class="{style}">{escape(words)}</p>' for style, words in above if words)
     head, rows = cells(content)
-    lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # a column for each run
+    lines = zip([name.replace("\n", " ") for name in head], *rows, strict=True)  # one column per run
     table = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines)
     blocks = [
         (f"{run['name']}: found by halfstep.doctor after the last step", str(Finding(**finding)))
@@ -232,7 +232,7 @@ def page(content: dict[str, Any]) -> str:
 
 
 def write(folder: Path, content: dict[str, Any]) -> list[Path]:
-    """Write the files, each at once, and return their paths."""
+    """Write the files, each atomically, and return their paths."""
     text = json.dumps(content, indent=1, allow_nan=False, default=str) + "\n"
     files = {"report.json": text, "report.html": page(content)}
     for name, data in files.items():

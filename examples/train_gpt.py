@@ -3,8 +3,8 @@
 python examples/train_gpt.py --precision compare
 torchrun --nproc-per-node 2 examples/train_gpt.py --strategy fsdp --precision bf16
 
-All precisions and strategies have the same initial weights and batches: a step that the scaler skips counts as a step.
-The host reads losses and scales every few steps (on a CPU in every step). docs/training.md has the rest.
+All precisions and strategies use the same initial weights and batches; a step that the scaler skips counts as a step.
+The host reads losses and scales once every few steps (on a CPU, in every step). See docs/training.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 if __name__ == "__main__" and "OMP_WAIT_POLICY" not in os.environ:
-    # Read by torch: OpenMP's threads spin less between operations. On busy cores, a step took 86 ms instead of 254 ms.
+    # Set before torch loads OpenMP, whose threads then spin less. On busy cores, a step took 86 ms instead of 254 ms.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import report
@@ -59,11 +59,11 @@ FORMAT = "train_gpt 1"
 STRATEGIES = ("single", "ddp", "fsdp", "zero1")
 STATE_DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
 VALIDATION_ROWS = 128
-FINAL_SHARE = 0.05  # the final training loss is the mean over this share of the steps, since single batches are noisy
-BETAS = (0.9, 0.95)  # as usual for GPTs
-NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is given up
-GRADIENT_STEPS = 20  # largest number of steps in which gradients are counted, and at most every tenth step
-# The options that the bits of a run depend on, besides precision, optimizer, text, machine and strategy.
+FINAL_SHARE = 0.05  # the final training loss is the mean over this fraction of the steps, since batches are noisy
+BETAS = (0.9, 0.95)  # usual for GPTs
+NON_FINITE = 5  # consecutive steps with a non-finite loss after which a run is aborted
+GRADIENT_STEPS = 20  # maximum number of steps whose gradients are counted; at most every tenth step is
+# The options that determine the bits of a run, besides precision, optimizer, text, machine and strategy.
 SETTINGS = (
     *("size", "steps", "batch", "seed", "lr", "weight_decay", "warmup", "init_scale", "growth_interval"),
     *("state_dtype", "master_weights", "validate_every", "init", "base", "lora", "patience"),
@@ -77,7 +77,7 @@ class Run(NamedTuple):
     precision: str
     optimizer: str = "halfstep.AdamW"
 
-    folder = property(lambda self: self.name.replace(" ", "-"))  # of its checkpoints
+    folder = property(lambda self: self.name.replace(" ", "-"))  # the name of its checkpoint folder
 
 
 RUNS = {name: [Run(name, name)] for name in ("fp32", "bf16", "fp16")}
@@ -89,7 +89,7 @@ RUNS["compare"] = [
 
 
 def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module:
-    """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the rest."""
+    """The model wrapped for the strategy, without casts. FSDP2 shards each block, and the root."""
     if strategy in ("ddp", "zero1"):
         return DistributedDataParallel(model, device_ids=[world.device] if world.device.type == "cuda" else None)
     if strategy == "fsdp":
@@ -100,12 +100,12 @@ def wrap(model: torch.nn.Module, world: World, strategy: str) -> torch.nn.Module
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of tensors in this process, of sharded ones those of the shards."""
+    """The bytes of tensors in this process, counting local shards only."""
     return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def synchronize_gradients(model: torch.nn.Module, last: bool) -> None:
-    """Reduce gradients only in the backward of the last micro-batch of a step."""
+    """Enable the reduction of gradients only for the `last` micro-batch of a step."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = last
     elif isinstance(model, FSDPModule):
@@ -125,14 +125,14 @@ def now(device: torch.device) -> Any:
 
 
 def milliseconds(begin: Any, end: Any) -> float:
-    """The time between two results of `now`. The device must have come to the second."""
+    """The time between two results of `now`. The device must have reached the second."""
     elapsed: float = (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
     return elapsed
 
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """The signals received so far, Ctrl-C and SIGTERM, which only ask to stop. A second Ctrl-C stops at once."""
+    """Collects SIGINT (Ctrl-C) and SIGTERM, which only request a stop. A second Ctrl-C stops immediately."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -149,7 +149,7 @@ def signals() -> Iterator[list[int]]:
 
 
 class Trainer:
-    """The model, optimizer and scaler of a run, and the steps taken."""
+    """The model, optimizer and scaler of a run, and its history."""
 
     def __init__(
         self, run: Run, options: argparse.Namespace, corpus: Corpus, world: World, base: Weights | None = None
@@ -177,17 +177,17 @@ class Trainer:
         if run.precision != "fp32":
             self.monitor = AmpMonitor(self.plain, self.scaler, max(10, options.steps // GRADIENT_STEPS), run.precision)
         self.step = 0
-        self.memory: list[list[int]] = []  # step, bytes of weights, of gradients, of state: where they change
+        self.memory: list[list[int]] = []  # [step, bytes of weights, gradients, states] whenever these change
         names = ("train_loss", "scale", "skipped", "step_ms", "optimizer_ms", "validation")
-        self.history: dict[str, list[Any]] = {name: [] for name in names}  # validation: [step, loss]
-        self._times: list[tuple[Any, Any, Any]] = []  # of each step: its begin, the optimizer's, and the end
+        self.history: dict[str, list[Any]] = {name: [] for name in names}  # per step; validation: [step, loss]
+        self._times: list[tuple[Any, Any, Any]] = []  # per step: its start, the start of the optimizer, the end
         self._losses: list[torch.Tensor] = []
         self._scales: list[torch.Tensor] = []
         self._measure()
 
     def _measure(self) -> None:
-        """Note the bytes that this process holds after the present step, where they have changed."""
-        states = getattr(self.optimizer, "optim", self.optimizer).state  # under ZeRO-1, this rank's
+        """Record the memory of this process at the current step if it has changed."""
+        states = getattr(self.optimizer, "optim", self.optimizer).state  # with ZeRO-1, that of the local optimizer
         state = [v for entry in states.values() for v in entry.values() if isinstance(v, torch.Tensor) and v.dim()]
         grads = [grad for grad in map(gradient_of, self.plain.parameters()) if grad is not None]
         sizes = list(map(local_bytes, (self.plain.parameters(), grads, state)))
@@ -195,7 +195,7 @@ class Trainer:
             self.memory.append([self.step, *sizes])
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the wrapped model's parameters. As usual, only matrices have weight decay."""
+        """Create the optimizer for the wrapped model. As usual, only matrices have weight decay."""
         options = self.options
         chosen: dict[str, Any] = {"lr": options.lr, "betas": BETAS}
         if options.state_dtype != "fp32":
@@ -212,7 +212,7 @@ class Trainer:
         return adamw(groups, **chosen)
 
     def rate(self, step: int) -> float:
-        """The share of the peak learning rate in a step, from 0: linear warm-up, then half a cosine to zero."""
+        """The learning rate of a step (from 0) as a fraction of the peak: linear warm-up, then cosine decay to 0."""
         warmup, steps = self.options.warmup, self.options.steps
         if step < warmup:
             return (step + 1) / warmup
@@ -253,13 +253,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _scale(self) -> torch.Tensor:
-        """A copy of the loss scale on the device. get_scale() would wait for it."""
+        """A copy of the loss scale on the device; get_scale() would wait."""
         assert self.scaler is not None
         scale: torch.Tensor = self.scaler._get_scale_async()
         return scale.detach().clone()
 
     def flush(self, *extra: float) -> list[float]:
-        """Move losses and scales from the device to the history. Returns the mean of each extra number over ranks."""
+        """Move losses and scales from the device to the history. Returns the mean over the ranks of each of `extra`."""
         count, history = len(self._losses), self.history
         numbers = torch.tensor(extra, dtype=torch.float32, device=self.world.device)
         values = self.world.mean(torch.cat([torch.stack(self._losses), numbers])).tolist()
@@ -268,7 +268,7 @@ class Trainer:
         if self.scaler is not None:
             scales = torch.stack([*self._scales, self._scale()]).tolist()
         history["scale"] += scales[:-1]
-        # The scale falls exactly when a step was skipped.
+        # The scale decreases exactly when a step was skipped.
         history["skipped"] += [float(after < before) for before, after in pairwise(scales)]
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
@@ -279,7 +279,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Add the mean loss on the validation windows, in the precision of the run, to the history. Collective."""
+        """Add the mean validation loss, in the precision of the run, to the history. Collective."""
         batch, rows = self.options.batch, self.world.rows(self.options.batch)
         count = -(-VALIDATION_ROWS // batch)
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
@@ -290,11 +290,11 @@ class Trainer:
                 total += self.model(*part).double() / len(parts)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the gathered parameters after a forward without a backward
+                module.reshard()  # after a forward without a backward, FSDP2 keeps parameters gathered
         self.history["validation"].append([self.step, float(self.world.mean(total / count))])
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint, which does not depend on the strategy. Collective: it gathers shards."""
+        """The content of a checkpoint, independent of the strategy. Collective: it gathers shards."""
         optimizer = self.optimizer
         whole = zero.state_dict(optimizer) if self.zero else checkpoint.gather(optimizer.state_dict())
         return {
@@ -314,7 +314,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         if self.monitor is not None:
-            counted = state["gradients"]  # sums over all ranks, which the first one continues
+            counted = state["gradients"]  # sums over all ranks, which the first rank continues
             self.monitor.load_state_dict({**counted, "counts": counted["counts"] * (self.world.rank == 0)})
         self.history = {name: state["history"][name].tolist() for name in self.history}
         self.step = self.scheduler.last_epoch = state["step"]
@@ -322,18 +322,18 @@ class Trainer:
         self._measure()
 
     def _overflow(self) -> dict[str, Any] | None:
-        """The overflows since the process started, on any rank: they hold different shards. Collective."""
+        """The overflows since the process started, on any rank, since ranks have different shards. Collective."""
         if self.scaler is None:
             return None
         overflows = self.scaler.overflow_report(self.plain.named_parameters())
         ranks = self.world.objects(overflows.parameters)
         ordered = sorted(chain.from_iterable(ranks), key=lambda entry: entry.inf_steps + entry.nan_steps)
-        most = {entry.name: entry for entry in ordered}  # of a parameter, the rank with the most
+        most = {entry.name: entry for entry in ordered}  # for each parameter, the entry of the rank with the most
         overflows = replace(overflows, parameters=[*most.values()][::-1])
         return {**overflows.as_dict(), "text": str(overflows)}
 
     def _counted(self) -> dict[str, Any] | None:
-        """The counts of gradients, summed over shards, with copies counted once. Collective; waits for the device."""
+        """The counts of gradients, summed over shards, with replicas counted once. Collective; waits for the device."""
         if self.monitor is None:
             return None
         state = self.monitor.state_dict()
@@ -343,7 +343,7 @@ class Trainer:
         return {**state, "counts": torch.stack(ranks).sum(0)}
 
     def _gradients(self) -> dict[str, Any] | None:
-        """The entry on gradients in report.json, at the last scale. Collective; waits for the device."""
+        """The gradient statistics for report.json, at the last scale. Collective; waits for the device."""
         counted = self._counted()
         if counted is None:
             return None
@@ -353,8 +353,8 @@ class Trainer:
         return {**counts.as_dict(), "text": str(counts)}
 
     def best(self) -> tuple[int, float, int]:
-        """Step and loss of the best validation, and the number of validations since."""
-        losses = [loss for _, loss in self.history["validation"]]
+        """The step and loss of the best validation, and the number of validations since."""
+        losses = [loss if math.isfinite(loss) else math.inf for _, loss in self.history["validation"]]
         at = losses.index(min(losses))
         return self.history["validation"][at][0], losses[at], len(losses) - 1 - at
 
@@ -364,26 +364,29 @@ class Trainer:
         skipped = [step for step, flag in enumerate(history["skipped"], 1) if flag]
         size, step_ms = SIZES[options.size], median(history["step_ms"])
         validated = bool(self.history["validation"]) and trouble is None
-        best_step, best_loss, _ = self.best() if validated else (None, None, 0)
+        best_step, best_loss, _ = self.best() if validated else (None, math.nan, 0)
         flops = training_flops(size, options.batch, size.seq, options.lora)
         peak = None
         if world.device.type == "cuda" and self.run.precision != "fp32":
-            with suppress(ValueError):  # a GPU that the planner does not know
+            with suppress(ValueError):  # the planner does not know this GPU
                 peak = card(torch.cuda.get_device_name(world.device)).flops
-        # A run that was resumed after its last step has no gradients.
+        # After resuming a run that was complete, there are no gradients to measure.
         trained = local_bytes(parameter for parameter in self.plain.parameters() if parameter.requires_grad)
         sizes = dict(zip(report.PARTS, self.memory[-1][1:], strict=True)) | {"gradient": trained}
         scales = history["scale"] if self.scaler is not None else None
         tail = max(1, round(self.step * FINAL_SHARE))
+        final = {
+            "final_train_loss": math.nan if trouble else fmean(history["train_loss"][-tail:]),
+            "final_val_loss": history["validation"][-1][1] if validated else math.nan,
+            "best_val_loss": best_loss,
+        }
         return {
             "name": self.run.name,
             "precision": self.run.precision,
             "emulated": self.precision.emulated,
             "optimizer": self.run.optimizer,
             "steps": self.step,
-            "final_train_loss": None if trouble else fmean(history["train_loss"][-tail:]),
-            "final_val_loss": history["validation"][-1][1] if validated else None,
-            "best_val_loss": best_loss,
+            **{name: loss if math.isfinite(loss) else None for name, loss in final.items()},
             "best_step": best_step,
             "stopped_early": early,
             "skipped_steps": len(skipped),
@@ -410,37 +413,37 @@ class Trainer:
 
 
 def plan(run: Run, options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """Everything that the bits of a run depend on, except machine and strategy. It is stored in checkpoints."""
+    """Everything that determines the bits of a run, except machine and strategy. It is stored in checkpoints."""
     settings = {name: getattr(options, name) for name in SETTINGS}
     return {"precision": run.precision, "optimizer": run.optimizer, **settings, "data": corpus.sha256}
 
 
 def read_checkpoint(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """Load a checkpoint. A CheckpointError says that it is damaged, or what in its plan differs from `expected`."""
+    """Load a checkpoint. Raises a CheckpointError if it is damaged, or if its plan differs from `expected`."""
     state = checkpoint.load(path)
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of train_gpt.py; pass one that it wrote, or start a new run")
+        raise CheckpointError(f"{path} was not written by train_gpt.py; pass a checkpoint that was, or start a new run")
     stored = {name: state["plan"].get(name) for name in expected}
-    differing = ", ".join(  # of a hash, its beginning
+    differing = ", ".join(  # hashes are truncated
         f"{name} is {str(value)[:12]} and was {str(stored[name])[:12]}"
         for name, value in expected.items()
         if stored[name] != value
     )
     if differing:
-        raise CheckpointError(f"{path} is of another run: {differing}; pass what it began with, or start a new run")
+        raise CheckpointError(f"{path} is of another run: {differing}; pass its settings, or start a new run")
     return state
 
 
 def checkpoints_in(path: Path, folder: str = "*") -> list[Path]:
-    """A checkpoint, or the newest ones of the runs in the ``--out`` of train_gpt.py, by the name of their folder."""
+    """`path` if it is a checkpoint, or the newest checkpoint of each run in an ``--out`` of train_gpt.py."""
     if (path / "manifest.json").is_file():
         return [path]
     return [newest for run in path.glob(f"checkpoints/{folder}") if (newest := checkpoint.newest(run))]
 
 
 def read_base(path: Path, size: str) -> Weights:
-    """The weights of a model of `size`, with its adapters added: of a checkpoint, or of the ``--out`` of a run. A
-    CheckpointError says that there is none, or that it is damaged or of another size.
+    """The weights of a model of `size`, with adapters merged, from a checkpoint or the ``--out`` of a run. Raises a
+    CheckpointError if there is none, or if it is damaged or has another size.
     """
     files = checkpoints_in(path)
     if len(files) != 1:
@@ -452,7 +455,7 @@ def read_base(path: Path, size: str) -> Weights:
 
 
 class Display:
-    """The output of the first rank: a progress bar on a terminal, otherwise a line after each validation."""
+    """The output of the first rank: a progress bar in a terminal, otherwise a line after each validation."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
         self.quiet, self.progress = quiet, Progress(steps, stream=sys.stdout)
@@ -477,11 +480,11 @@ class Display:
 
 
 def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, Any] | None:
-    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, no longer falls. Returns the
-    run's entry in report.json; None if it was interrupted.
+    """Train to the last step, or until the loss stays non-finite or, with ``--patience``, stops improving. Returns the
+    run's entry in report.json, or None if it was interrupted.
     """
     run, options, world = trainer.run, trainer.options, trainer.world
-    # Waiting for a GPU or for other ranks in every step would take longer than the step.
+    # Waiting for a GPU or other ranks in every step would take longer than the step.
     interval = 1 if world.size == 1 and world.device.type == "cpu" else 10
     folder = options.out / "checkpoints" / run.folder
     while trainer.step < options.steps:
@@ -491,7 +494,7 @@ def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, 
         validate_now = trainer.step % options.validate_every == 0 or last
         if not (save_now or validate_now or trainer.step % interval == 0):
             continue
-        # A signal reaches the ranks in different steps. Here they agree on one.
+        # A signal reaches the ranks in different steps. Here they agree on one step.
         (stop,) = trainer.flush(float(bool(received)))
         losses = trainer.history["train_loss"]
         if len(losses) >= NON_FINITE and not any(map(math.isfinite, losses[-NON_FINITE:])):
@@ -527,13 +530,13 @@ def train(trainer: Trainer, display: Display, received: list[int]) -> dict[str, 
 
 
 def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
-    """The checkpoint with which a run goes on. A UsageError says that there is none, or one that is not asked for."""
+    """The checkpoint to continue a run from. Raises a UsageError if it is missing, or exists without ``--resume``."""
     newest, path = checkpoints_in(options.out, run.folder), Path(options.resume or options.out)
     if restarts() and options.save_every and (newest or options.resume is None):
         return newest[0] if newest else None
     if options.resume is None:
         if options.save_every and newest:
-            raise UsageError(f"{newest[0]} is there already; pass --resume to continue, or another --out")
+            raise UsageError(f"{newest[0]} already exists; pass --resume to continue, or another --out")
         return None
     files = checkpoints_in(path, run.folder)
     if options.resume and not files:
@@ -542,7 +545,7 @@ def resumed_from(run: Run, options: argparse.Namespace) -> Path | None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, with defaults that depend on other options, and None for those that choose nothing."""
+    """Parse and check the options, and fill in defaults that depend on other options."""
     rate = number(float, lambda x: x > 0, "a finite number above 0, such as 1e-3")
     decay = number(float, lambda x: x >= 0, "a finite number of at least 0, such as 0.1")
     scale = number(float, lambda x: 0 < x <= 2.0**127 and math.frexp(x)[0] == 0.5, "a power of two up to 2^127")
@@ -560,9 +563,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--strategy", choices=STRATEGIES, default="single", help="one process, DDP, FSDP2, or ZeRO-1 with DDP")
     add("--size", choices=list(SIZES), default="tiny", help="size of the model")
     add("--data", type=a_path, metavar="PATH", help="file or folder to read (default: Python's standard library)")
-    add("--init", choices=list(INITS), help="how the matrices of the blocks are drawn (default: scaled)")
-    add("--base", type=a_path, metavar="PATH", help="begin with the weights of a run: a checkpoint, or its --out")
-    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R of the frozen --base")
+    add("--init", choices=list(INITS), help="initialization of the matrices of the blocks (default: scaled)")
+    add("--base", type=a_path, metavar="PATH", help="start with the weights of a run: a checkpoint, or its --out")
+    add("--lora", type=whole(1), default=0, metavar="R", help="train adapters of rank R for the frozen --base")
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=whole(1), default=600, metavar="N", help="steps to train")
     add("--batch", type=whole(1), default=16, metavar="N", help="windows per step, over all processes")
@@ -572,15 +575,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--init-scale", type=scale, default=2.0**16, metavar="X", help="initial loss scale for fp16")
     add("--growth-interval", type=whole(1), default=60, metavar="N", help="finite steps until the scale doubles")
     add("--validate-every", type=whole(1), metavar="N", help="steps between validations (default: a tenth of --steps)")
-    add("--patience", type=whole(1), default=0, metavar="N", help="end after N validations without a better loss")
+    add("--patience", type=whole(1), default=0, metavar="N", help="stop after N validations without a better loss")
     add("--seed", type=whole(0), default=0, metavar="N", help="seed of the weights and the batches")
     add = parser.add_argument_group("memory").add_argument
-    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches in a step, out of the same --batch")
+    add("--accumulate", type=whole(1), default=1, metavar="N", help="micro-batches per step, from the same --batch")
     add("--checkpointing", action="store_true", help="save only the inputs of blocks, and recompute the rest")
     add("--state-dtype", choices=list(STATE_DTYPES), default="fp32", help="format of the moments")
     add("--master-weights", choices=("auto", "full", "split", "split24"), default="auto", help="kind of fp32 masters")
     add = parser.add_argument_group("output and checkpoints").add_argument
-    add("--out", type=a_path, metavar="DIR", default="out/train", help="folder of the report and the checkpoints")
+    add("--out", type=a_path, metavar="DIR", default="out/train", help="folder for the report and the checkpoints")
     add("--save-every", type=whole(0), default=0, metavar="N", help="steps between checkpoints; 0: none")
     resume = "continue from the newest checkpoint in --out, or from PATH: a checkpoint, or the --out of a run"
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
@@ -594,7 +597,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raise a UsageError for options that cannot be combined, or do not match the way the process was started."""
+    """Raise a UsageError for options that cannot be combined, or do not match how the process was started."""
     strategy, precision, masters = options.strategy, options.precision, options.master_weights
     size = int(os.environ.get("WORLD_SIZE", "1"))
     parts, launched = size * options.accumulate, {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
@@ -667,20 +670,20 @@ def command(options: argparse.Namespace) -> int:
         report.show_table(content)
         display.note("report: " + ", ".join(map(str, report.write(options.out, content))))
     if world.size > 1:
-        dist.barrier()  # if a rank left early, its closed connections would be errors on the others
+        dist.barrier()  # a rank that exits early closes connections, which are errors on the others
     if len(rows) < len(runs):
         return 128 + received[0]
     return 1 if any(row["trouble"] for row in rows) else 0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train. Returns the exit status: 0, 1 if a run was given up, 2 for wrong input, 128 + signal if interrupted."""
+    """Train. Returns the exit status: 0, 1 if a run was aborted, 2 for wrong input, 128 + signal if interrupted."""
 
     def run() -> int:
         try:
             return command(parse(argv))
         except (UsageError, CheckpointError) as error:
-            if os.environ.get("RANK", "0") == "0":  # of several processes with the same error, one prints it
+            if os.environ.get("RANK", "0") == "0":  # all processes have the same error; one prints it
                 complain("train_gpt.py", str(error))
             return 2
 
@@ -696,5 +699,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if "RANK" in os.environ:
-        os._exit(status)  # Gloo's threads can block the end of their group, and abort a Python that shuts down
+        os._exit(status)  # Gloo's threads can block the destruction of their group, and abort Python at shutdown
     sys.exit(status)

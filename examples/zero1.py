@@ -1,4 +1,4 @@
-"""ZeRO-1: the weights whole on every rank, masters and moments divided among the ranks.
+"""ZeRO-1: weights replicated on every rank, masters and moments sharded over the ranks.
 
 torchrun --nproc-per-node 2 examples/zero1.py
 """

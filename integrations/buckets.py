@@ -1,4 +1,4 @@
-"""Gradients that are used and freed during the backward: their buckets, what was stepped with them, and their
+"""Gradients that are used and freed during the backward: their buckets, records of what was stepped, and their
 reduction over replicas."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_bucket_bytes(size: Any) -> None:
 
 
 def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
-    """Call the method of an object unless the object was deleted: a hook does not keep what it serves."""
+    """Call a bound method unless its object was deleted: hooks must not keep the object alive."""
     alive = method()
     if alive is not None:
         alive(*arguments)
@@ -44,9 +44,9 @@ def call_if_alive(method: weakref.WeakMethod[Callable[..., None]], *arguments: A
 def before_accumulation(
     parameter: weakref.ref[torch.Tensor], method: weakref.WeakMethod[Callable[..., None]], grad: torch.Tensor
 ) -> None:
-    """Call the method of an object with a parameter of which autograd has a gradient, before it stores or adds it.
+    """Call a bound method with a parameter, before autograd stores or accumulates the parameter's gradient.
 
-    If the object was deleted, remove the stand-in that it has left.
+    If the object was deleted, remove the stand-in that it left behind.
     """
     alive = parameter()
     if alive is not None:
@@ -55,7 +55,7 @@ def before_accumulation(
             remove_stand_in(alive)
 
 
-# If a compiled function calls the backward, dynamo would trace these hooks, and all that they call.
+# If a compiled function runs the backward, dynamo would trace these hooks and everything that they call.
 _eval_frame = torch._C._dynamo.eval_frame
 _skip = _eval_frame._FrameAction.SKIP
 for _hook in (call_if_alive, before_accumulation):
@@ -64,10 +64,10 @@ for _hook in (call_if_alive, before_accumulation):
 
 @dataclass
 class Bucket:
-    """Parameters that are stepped together by the plan `part`, whose gradients take `size` bytes.
+    """Parameters that step plan `part` steps together, and whose gradients take `size` bytes.
 
-    `members` are in the order in which their gradients were first complete. `arrived` has, by id, those whose gradient
-    is complete and not yet used, and the CUDA stream that computed it.
+    `members` are in the order in which their gradients first completed. `arrived` maps the id of each parameter whose
+    gradient is complete and not yet used to the parameter and the CUDA stream that computed its gradient.
     """
 
     part: int
@@ -77,17 +77,17 @@ class Bucket:
 
 
 class BackwardSteps:
-    """What backwards have stepped since the last `step()` of an optimizer, and the stand-ins for these gradients.
+    """Records what backwards have stepped since the last `step()` of an optimizer, and the stand-ins for gradients.
 
-    A step after the backward would have other results if code in between discards or computes a gradient, or sets an
-    option; if the backward fails, so that some parameters are stepped and others are not; or if `step()` is called
-    twice. All of these raise a RuntimeError.
+    Results would differ from a step after the backward if code in between discarded or computed a gradient, or set an
+    option; if the backward failed after stepping some of the parameters; or if `step()` was called twice. All of these
+    raise a RuntimeError.
 
     Args:
-        name: that of the backward, for errors.
-        remedies: what to do instead of reading gradients, of adding some, and of a step in the backward.
+        name: the name of the backward in errors.
+        remedies: what to do instead of reading gradients, of adding to them, and of stepping in the backward.
         take: the method to call when the gradient of a parameter is complete. It calls `begin`.
-        finish: the one to call when a backward that has computed gradients has ended, with whether it has failed.
+        finish: the method to call when a backward that computed gradients ends, with whether it failed.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class BackwardSteps:
     ) -> None:
         self._name = name
         self._read, self._add, self._instead = remedies
-        # torch's garbage collection does not see hooks, so they must not refer to the optimizer, which refers to the
-        # parameters.
+        # The garbage collector does not see references from hooks, so they must not refer to the optimizer, which
+        # refers to the parameters.
         self._take, self._finish = weakref.WeakMethod(take), weakref.WeakMethod(finish)
-        self._freed: dict[int, torch.Tensor] = {}  # by the id of each parameter with a hook, its stand-in
-        # The backwards that run, by torch's number. autograd keeps the callback until the backward ends or fails.
+        self._freed: dict[int, torch.Tensor] = {}  # the stand-in of each parameter with a hook, by id
+        # The running backwards, by torch's graph task id. autograd keeps the callback until the backward ends or fails.
         self._running: dict[int, weakref.ref[partial[None]]] = {}
-        self._taking: set[int] = set()  # those whose gradients are taken
-        self._stepping: set[int] = set()  # those that have stepped
-        self._failed = False  # whether one of these has failed, and no state was loaded since
-        self._stepped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id, parameters and stand-ins
-        self._options: list[Any] = []  # with which they were stepped
-        self._removed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # stand-ins removed in this backward
-        self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
+        self._taking: set[int] = set()  # running backwards whose gradients are taken
+        self._stepping: set[int] = set()  # running backwards that have stepped
+        self._failed = False  # whether one of the latter has failed, and no state was loaded since
+        self._stepped: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (parameter, stand-in) by the parameter's id
+        self._options: list[Any] = []  # the options with which they were stepped
+        self._removed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the same, removed in this backward
+        self._lock = threading.RLock()  # autograd calls the hooks from one thread per device
 
     def hook(self, parameter: torch.Tensor) -> list[Any]:
         """Make autograd call `take` for a parameter. Returns the handles of the hooks."""
@@ -127,7 +127,7 @@ class BackwardSteps:
         return id(parameter) in self._freed
 
     def stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What replaces the gradient of a parameter."""
+        """The stand-in that replaces the gradient of a parameter."""
         stand_in, grad = self._freed[id(parameter)], parameter.grad
         assert grad is not None
         # FSDP2 may have set the local part of the stand-in to the gradient.
@@ -139,7 +139,7 @@ class BackwardSteps:
     # ------------------------------------------------------------------------------------------------------ backwards
 
     def begin(self, takes: bool = True) -> bool:
-        """Note the present backward. Returns whether its first gradient is taken, and it is no part of another one."""
+        """Register the current backward. Returns whether this is its first gradient, outside of other backwards."""
         number = torch._C._current_graph_task_id()
         if number == -1:
             return False
@@ -155,19 +155,19 @@ class BackwardSteps:
         return first
 
     def refuse_failed(self) -> None:
-        """Raise if a backward has failed after it had stepped some parameters."""
-        if torch._C._current_graph_task_id() == -1:  # autograd may not have deleted one that failed in another thread
+        """Raise if a backward has failed after stepping some parameters."""
+        if torch._C._current_graph_task_id() == -1:  # one that failed in another thread may not have been deleted yet
             for number in list(self._running):
                 self._end(number, failed=True)
         if self._failed:
             raise RuntimeError(
-                f"Expected {self._name} to end, but got one that failed after it had stepped some of the parameters: "
-                "load model and optimizer from a checkpoint, from which training can go on; where a backward may fail, "
+                f"Expected {self._name} to complete, but got one that failed after stepping some of the parameters: "
+                "load model and optimizer from a checkpoint to continue; if a backward is expected to fail, "
                 f"{self._instead}"
             )
 
     def _end(self, number: int, failed: bool = False) -> None:
-        """Called by autograd when a backward has ended, and again when it is deleted, which it also is if it fails."""
+        """Called when a backward has ended, and again when autograd deletes it, which also happens if it fails."""
         with self._lock:
             if self._running.pop(number, None) is None:
                 return
@@ -180,11 +180,11 @@ class BackwardSteps:
         self._stepping.discard(number)
 
     def was_removed(self, parameter: torch.Tensor) -> bool:
-        """Whether the parameter had a stand-in when its gradient was computed in the present backward."""
+        """Whether the parameter had a stand-in when the current backward computed its gradient."""
         return id(parameter) in self._removed and not is_zeroed(self._removed[id(parameter)][1])
 
     def _remove(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has a gradient of a parameter, which it would add to the stand-in."""
+        """Called before autograd accumulates the gradient of a parameter, so that it does not add to the stand-in."""
         grad = parameter.grad
         if grad is not None and is_stand_in(grad):
             with self._lock:
@@ -193,7 +193,7 @@ class BackwardSteps:
                 parameter.grad = None
 
     def _restore(self) -> None:
-        """Put the stand-ins back for which no gradient was stored, such as by `torch.autograd.grad`."""
+        """Restore the stand-ins for which no gradient was stored, as with `torch.autograd.grad`."""
         removed, self._removed = self._removed, {}
         for parameter, stand_in in removed.values():
             if parameter.grad is None:
@@ -202,14 +202,14 @@ class BackwardSteps:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def use(self) -> None:
-        """Note that the present backward uses gradients, without which it cannot be repeated."""
+        """Record that the running backwards have used gradients, and so cannot be repeated."""
         self._stepping.update(self._running)
 
     @contextmanager
     def stepping(
         self, parameters: list[torch.Tensor], stand_ins: list[torch.Tensor], groups: list[dict[str, Any]]
     ) -> Iterator[None]:
-        """A context in which parameters are stepped, whose gradients become the stand-ins."""
+        """A context in which parameters are stepped, and their gradients replaced by the stand-ins."""
         before = set(self._stepping)
         self.use()
         ids = list(map(id, parameters))
@@ -218,27 +218,27 @@ class BackwardSteps:
         try:
             yield
         except BaseException:
-            if gradient_of(parameters[0]) is not None:  # nothing was changed
+            if gradient_of(parameters[0]) is not None:  # the step failed before it changed anything
                 self._stepping = before
                 for key in ids:
                     del self._stepped[key]
             raise
 
     def refuse_second_gradient(self, parameter: torch.Tensor) -> None:
-        """Raise if a backward has stepped a parameter, which has another gradient now, since the last `step`."""
+        """Raise if a backward has stepped the parameter since the last `step`: it must not get another gradient."""
         if id(parameter) in self._stepped:
             raise RuntimeError(self._second_gradient(parameter))
 
     def _second_gradient(self, parameter: torch.Tensor) -> str:
         return (
             f"Expected optimizer.step() after {self._name}, but got another gradient of a parameter of shape "
-            f"{tuple(parameter.shape)} before it: {self._add}; freeze parameters that a loss does not train"
+            f"{tuple(parameter.shape)}: {self._add}; freeze parameters that a loss should not train"
         )
 
     def check_step(self, groups: list[dict[str, Any]], unused: list[torch.Tensor]) -> None:
-        """Raise if `step()` would have other results than a step after the backward. What follows is another step.
+        """Raise if results would differ from a step after the backward, then forget what was stepped.
 
-        One of the parameters `unused` must have been stepped if they have stand-ins only.
+        If nothing was stepped, also raise if stand-ins are the only gradients of the parameters `unused`.
         """
         self.refuse_failed()
         if not self._stepped:
@@ -256,37 +256,37 @@ class BackwardSteps:
         self._stepped = {}
         if option_values(groups) != self._options:
             raise RuntimeError(
-                f"Expected the options of the groups to stay from {self._name} to step(), but got other ones, such as "
-                "another lr: set them before the backward, or after step()"
+                f"Expected the options of the groups not to change between {self._name} and step(), but got other "
+                "ones: set lr and others before the backward, or after step()"
             )
         for parameter in parameters if changed else ():
             if parameter.grad is None or is_zeroed(parameter.grad):
                 raise RuntimeError(
-                    f"Expected gradients to stay from {self._name} to step(), but got "
+                    f"Expected gradients not to be discarded between {self._name} and step(), but got "
                     f"{'None' if parameter.grad is None else 'zeros'} as .grad of a parameter of shape "
                     f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {self._instead}"
                 )
 
     def _refuse_second_step(self, parameters: list[torch.Tensor]) -> None:
-        """Raise if all gradients are those that an earlier step has used."""
+        """Raise if all gradients are stand-ins for gradients that an earlier step has used."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
             raise RuntimeError(
-                f"Expected {self._name} before each step(), but got none since the last step(): its gradients, which "
-                f"this step would use again, were freed; call zero_grad() after the step, or {self._instead}"
+                f"Expected {self._name} before each step(), but got none since the last step(), whose gradients were "
+                f"freed and cannot be used again: call zero_grad() after the step, or {self._instead}"
             )
 
     def clear(self, failed: bool = False) -> None:
-        """Forget what was stepped and, with `failed`, that a backward has failed."""
+        """Forget what was stepped and, with `failed`, that a backward failed."""
         self._stepped = {}
         if failed:
             self._failed, self._running, self._stepping, self._taking = False, {}, set(), set()
 
 
 class BucketReduction:
-    """Averages buckets of gradients over the ranks of a group, one after the other and in the same order on all ranks.
+    """Averages buckets of gradients over the ranks of a group, one at a time and in the same order on all ranks.
 
-    `following` is the number of the next bucket to reduce, `complete` those from there on whose gradients are complete.
+    `following` is the number of the next bucket to reduce; `complete` has the numbers of buckets ready to be reduced.
     """
 
     def __init__(self, group: Any) -> None:
@@ -297,13 +297,13 @@ class BucketReduction:
 
     @torch.no_grad()
     def begin(self, bucket: Bucket) -> None:
-        """Begin to average the gradients of a bucket, which are copied and freed.
+        """Start to average the gradients of a bucket, which are copied and freed.
 
-        They are reduced as one tensor, in which a parameter without a gradient on this rank counts as 0. A number per
-        parameter follows the gradients: whether a rank has one.
+        They are reduced as one tensor, in which a parameter without a gradient on this rank counts as 0. It ends with
+        one flag per parameter: whether any rank has a gradient.
         """
         members = bucket.members
-        # Each gradient begins at a multiple of 16 bytes, as kernels read it fastest.
+        # Each gradient is aligned to 16 bytes, which kernels read fastest.
         sizes = [-(-member.numel() // 8) * 8 for member in members]
         flat = torch.empty(sum(sizes) + len(members), dtype=members[0].dtype, device=members[0].device)
         *slices, marks = flat.split([*sizes, len(members)])
@@ -319,20 +319,18 @@ class BucketReduction:
                 average.zero_()
                 marks[index] = 0.0
             else:
-                torch.mul(grad, 1.0 / self._group.size(), out=average)  # as DistributedDataParallel
+                torch.mul(grad, 1.0 / self._group.size(), out=average)  # like DistributedDataParallel
                 member.grad = None
         work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
         self._running = bucket, averages, marks, missing, work
 
     def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the reduction that is running, if any. Returns its bucket, and the parameters that a rank has a
-        gradient of.
-        """
+        """Wait for the running reduction, if any. Returns its bucket, and the parameters that got a gradient."""
         if self._running is None:
             return None
         (bucket, averages, marks, missing, work), self._running = self._running, None
         work.wait()
-        if missing:  # only then does the host wait for a device
+        if missing:  # only this makes the host wait for the device
             missing = {index for index, mark in enumerate(marks.tolist()) if mark == 0}
         ready = []
         for index, (member, average) in enumerate(zip(bucket.members, averages, strict=True)):
@@ -342,5 +340,5 @@ class BucketReduction:
         return bucket, ready
 
     def restart(self) -> None:
-        """Forget what a backward that failed has left, and begin with the first bucket."""
+        """Discard what a failed backward has left, and restart from the first bucket."""
         self._running, self.following, self.complete = None, 0, set()

@@ -1,12 +1,12 @@
-"""DistributedDataParallel: communication hooks that send gradients in 16 bits and divide before they round.
+"""DistributedDataParallel: communication hooks that send gradients in 16 bits, and divide before rounding.
 
 torch's ``fp16_compress_hook`` rounds each rank's gradient to fp16 and divides afterwards, so a gradient of 70000 on one
 of two ranks is sent as Inf. The hooks here first divide by the number of ranks, in the gradient's dtype, and round
-once: 70000 is sent as 35000, and only a mean above 65504 overflows. They need a backend that can sum the 16-bit dtype,
-as gloo and NCCL can.
+once: 70000 is sent as 35000, and only a mean above 65504 overflows. The backend must be able to sum the 16-bit dtype,
+as gloo and NCCL are.
 """
 
-# No `from __future__ import annotations`: DistributedDataParallel compares the hooks' annotations with the types.
+# No `from __future__ import annotations`: DistributedDataParallel compares the hooks' annotations with types.
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ def _mean(dtype: torch.dtype, group: Any, bucket: dist.GradBucket) -> Future[tor
 
 
 def mean_in_fp16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients over the ranks of a process group, sent and summed in fp16.
+    """Average gradients over the ranks of a process group, sending and summing them in fp16.
 
-    Half the bytes of fp32 gradients, with 11 bits of precision and a largest number of 65504.
+    Sends half the bytes of fp32 gradients, with 11 bits of precision and a maximum of 65504.
 
     Args:
         state: the process group; None for the default group.
@@ -55,9 +55,9 @@ def mean_in_fp16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tenso
 
 
 def mean_in_bf16_hook(state: Any, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-    """Average the gradients over the ranks of a process group, sent and summed in bf16, as `mean_in_fp16_hook`.
+    """Average gradients over the ranks of a process group, sending and summing them in bf16; see `mean_in_fp16_hook`.
 
-    Half the bytes of fp32 gradients, with the range of fp32 and 8 bits of precision.
+    Sends half the bytes of fp32 gradients, with the range of fp32 and 8 bits of precision.
 
     Examples:
         >>> import torch.distributed as dist

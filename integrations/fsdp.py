@@ -1,9 +1,9 @@
-"""FSDP2: gradients that are sent in 16 bits, summed in fp32, and stay in fp32.
+"""FSDP2: send gradients in 16 bits, sum them in fp32, and keep the sums in fp32.
 
-With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, FSDP2 sends the ranks' 16-bit gradients as fp32 numbers, sums
-them in fp32, and then rounds the sum to the dtype of the sharded parameter, which for bf16 leaves 8 bits of precision.
-`send_gradients_in_16_bits` halves what is sent, and changes no sum. An optimizer with fp32 masters could use the bits
-that are lost at the end: `keep_reduced_gradients` keeps the sum, and ``.grad`` of a bf16 parameter is then fp32.
+With ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``, FSDP2 converts the ranks' 16-bit gradients to fp32, sends and
+sums them in fp32, and then rounds the sum to the dtype of the sharded parameter, which leaves 8 bits of precision in
+bf16. `send_gradients_in_16_bits` halves the bytes sent and changes no sum. An optimizer with fp32 masters can use the
+bits lost at the end: `keep_reduced_gradients` keeps the sum, so that ``.grad`` of a bf16 parameter is fp32.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from halfstep.kernels.rank_sum import sum_of_ranks
 def keep_reduced_gradients(model: torch.nn.Module) -> None:
     """Make FSDP2 keep reduced gradients in fp32 instead of rounding them to the parameters' dtype.
 
-    Call this after ``fully_shard`` and before the first step. ``.grad`` of 16-bit parameters is then an fp32 DTensor
-    that uses the memory of the reduced buffer: the scaler, clipping and the optimizer see the same fp32 numbers,
-    gradient accumulation adds in fp32, and nothing is copied. Gradients take 2 more bytes per parameter of the shard;
-    FSDP2 allocates the fp32 buffer in any case and would free it after rounding. `halfstep.AdamW` accepts gradients of
-    another dtype than the parameter's; torch's optimizers may not.
+    Call this after ``fully_shard`` and before the first step. ``.grad`` of 16-bit parameters is then an fp32 DTensor,
+    a view of the reduced buffer: the scaler, clipping and the optimizer see the same fp32 values, gradients accumulate
+    in fp32, and nothing is copied. Gradients take 2 more bytes per parameter of the shard; FSDP2 allocates the fp32
+    buffer in any case, and would free it after rounding. `halfstep.AdamW` accepts gradients whose dtype differs from
+    the parameter's; torch's optimizers may not.
 
     Args:
-        model: a model to which, or to parts of which, ``fully_shard`` was applied with
+        model: a model that ``fully_shard`` was applied to, as a whole or in parts, with
             ``MixedPrecisionPolicy(reduce_dtype=torch.float32)``. HSDP and CPU offload are supported.
 
     Raises:
-        ValueError: FSDP2 shards no part of the model, or reduces a part in another dtype. Nothing was changed.
-        RuntimeError: the FSDP2 of this version of torch has different internals.
+        ValueError: FSDP2 shards no part of the model, or reduces a part in another dtype. Nothing is changed.
+        RuntimeError: FSDP2 has different internals in this version of torch.
 
     Examples:
         >>> import torch.distributed as dist
@@ -60,27 +60,27 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
 
 
 def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool = False) -> None:
-    """Make the reduce-scatter of FSDP2 send gradients in the dtype that the backward gave them, and add them in fp32.
+    """Make FSDP2's reduce-scatter send gradients in the dtype of the backward, and sum them in fp32.
 
-    Call this after ``fully_shard``. Each rank sends the parts of its 16-bit gradients to the ranks that hold their
-    shards (``all_to_all_single``), which add them in fp32 in the order of the ranks. The sums are those of an fp32
-    reduce-scatter that adds in this order, on every backend; N ranks send 2 (N - 1) / N bytes per element each instead
-    of 4 (N - 1) / N. Memory stays the same: a 16-bit buffer to send and one to receive take the bytes of one in fp32.
+    Call this after ``fully_shard``. Each rank sends the parts of its 16-bit gradients to the ranks that have their
+    shards (``all_to_all_single``), which sum them in fp32 in rank order. The sums are those of an fp32 reduce-scatter
+    that adds in this order, on every backend; each of N ranks sends 2 (N - 1) / N bytes per element instead of
+    4 (N - 1) / N. Memory stays the same: two 16-bit buffers, to send and to receive, replace one fp32 buffer.
 
     Gradients that were accumulated over micro-batches without communication (``set_requires_gradient_sync(False)``) are
-    fp32 sums, and are sent in fp32, so that none of their bits is lost. Under HSDP the replicas' all-reduce of shards
-    stays in fp32.
+    fp32 sums, and are sent in fp32, so that none of their bits is lost. Under HSDP, shards are all-reduced over the
+    replicas in fp32 as before.
 
     Args:
-        model: a model to which, or to parts of which, ``fully_shard`` was applied with
+        model: a model that ``fully_shard`` was applied to, as a whole or in parts, with
             ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` and, unless its parameters have 16 bits, a 16-bit
             ``param_dtype``.
         round_accumulated: also send accumulated gradients in 16 bits, rounded to nearest.
 
     Raises:
         ValueError: FSDP2 shards no part of the model, or reduces 16-bit gradients of a part in another dtype, or there
-            are no 16-bit gradients. Nothing was changed.
-        RuntimeError: the FSDP2 of this version of torch has different internals.
+            are no 16-bit gradients. Nothing is changed.
+        RuntimeError: FSDP2 has different internals in this version of torch.
 
     Examples:
         >>> import torch.distributed as dist
@@ -102,7 +102,7 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
             reduces.append(_Reduce(group, dtype, round_accumulated))
     if not reduces:
         raise ValueError(
-            "Expected gradients of 16 bits in a part of model, but got none: shard it with "
+            "Expected 16-bit gradients in a part of model, but got none: shard it with "
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     for reduce in reduces:
@@ -115,12 +115,12 @@ class _Reduce(ReduceScatter):
     def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool) -> None:
         self.group, self.dtype, self.round_accumulated = group, dtype, round_accumulated
         self.reduce = group.post_backward
-        self.sent: torch.dtype | None = None  # the dtype of the next buffer, if it is that of the gradients to send
+        self.sent: torch.dtype | None = None  # the dtype of the next buffer, if it differs from FSDP2's
 
     def post_backward(self, *unused: Any) -> None:
-        """That of the group. FSDP2 asks for a buffer for the gradients first, and does not say what their dtype is."""
+        """Set the dtype, then call FSDP2's method, which allocates a buffer without telling the gradients' dtype."""
         grads = [unsharded_grad(param) for param in self.group.fsdp_params]
-        wide = any(grad.dtype.itemsize > 2 for grad in grads if grad is not None)  # they were accumulated
+        wide = any(grad.dtype.itemsize > 2 for grad in grads if grad is not None)  # accumulated gradients
         self.sent = None if wide and not self.round_accumulated else self.dtype
         self.reduce(*unused)
 
@@ -132,7 +132,7 @@ class _Reduce(ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         received = torch.empty_like(input_tensor)
-        # As bytes, because not all backends have 16-bit dtypes.
+        # As bytes, because not all backends support 16-bit dtypes.
         dist.all_to_all_single(received.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
         mean, divided = op == dist.ReduceOp.AVG, op == dist.ReduceOp.PREMUL_SUM
         divisor = group.size() if mean else self.group.gradient_divide_factor if divided else 1.0
@@ -140,20 +140,20 @@ class _Reduce(ReduceScatter):
 
 
 def parameter_groups(module: torch.nn.Module) -> list[Any]:
-    """The parameters that FSDP2 gathers and reduces together: one group per mesh of a module it shards."""
+    """The parameters that FSDP2 gathers and reduces together: one group per mesh of a sharded module."""
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
-    # Earlier versions of torch have at most one.
+    # Older versions of torch have at most one group.
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
 
 
 def unsharded_grad(param: Any) -> torch.Tensor | None:
-    """The gradient of a parameter of FSDP2 before its reduction."""
+    """The gradient of an FSDP2 parameter before its reduction."""
     if not hasattr(param, "_unsharded_param"):
         return None
-    accumulated: torch.Tensor | None = param.unsharded_accumulated_grad  # since torch 2.15, any
+    accumulated: torch.Tensor | None = param.unsharded_accumulated_grad  # since torch 2.15, every gradient
     return param.unsharded_param.grad if accumulated is None else accumulated
 
 
@@ -162,7 +162,7 @@ def _policy(group: Any, param: Any) -> Any:
 
 
 def _groups(model: torch.nn.Module, function: str) -> list[tuple[str, Any]]:
-    """The groups of parameters of a model, with the names of their modules."""
+    """The parameter groups of FSDP2 in a model, with the names of their modules."""
     groups = [(name, group) for name, module in model.named_modules() for group in parameter_groups(module)]
     if not groups:
         raise ValueError(
@@ -172,8 +172,8 @@ def _groups(model: torch.nn.Module, function: str) -> list[tuple[str, Any]]:
     for internal in ("_init_mp_dtypes", "_reduce_scatter_comm", "post_backward"):
         if not all(hasattr(group, internal) for _, group in groups):
             raise RuntimeError(
-                f"Expected torch from 2.11 to 2.15, but got {torch.__version__}, whose FSDP2 has no {internal}: do "
-                f"without {function}"
+                f"Expected torch 2.11 to 2.15, but got {torch.__version__}, whose FSDP2 has no {internal}: do not call "
+                f"{function}"
             )
     return groups
 
@@ -190,8 +190,8 @@ def _check(name: str, group: Any, param: Any, dtype: torch.dtype) -> None:
 
 def _keep(group: Any) -> None:
     determine = group._init_mp_dtypes
-    if hasattr(group, "_init_reduce_scatter_param_order"):  # since torch 2.15, FSDP2 rounds to the parameter's dtype
-        for param in group.fsdp_params:  # for gradients, which it otherwise reads before the first forward only
+    if hasattr(group, "_init_reduce_scatter_param_order"):  # since torch 2.15, FSDP2 rounds to `grad_dtype`
+        for param in group.fsdp_params:  # FSDP2 reads it before the first forward only, so make it read it again
             param.sharded_param.grad_dtype = torch.float32
             param._capture_grad_dtype_policy(param.sharded_param)
         determine()
@@ -200,10 +200,10 @@ def _keep(group: Any) -> None:
 
     def without_rounding() -> None:
         determine()
-        group._orig_dtype = None  # FSDP2 rounds to this dtype, if there is one
+        group._orig_dtype = None  # FSDP2 rounds to this dtype unless it is None
         for param in group.fsdp_params:
             param.sharded_param.grad_dtype = None  # allows gradients of any dtype
 
-    # FSDP2 determines the dtypes before the first forward, and again whenever parameters were moved or replaced.
+    # FSDP2 determines the dtypes before the first forward, and again after parameters were moved or replaced.
     group._init_mp_dtypes = without_rounding
     without_rounding()

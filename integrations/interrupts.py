@@ -1,17 +1,17 @@
 """Delay signals while an operation must not be interrupted, and deliver them at safe points.
 
-Python runs a signal handler between any two bytecodes of the main thread. This may be inside a callback from C++, where
-an exception aborts the process, between two collectives, after which the other ranks wait forever, or in a destructor,
-which ignores the exception. Inside `held`, signals are only recorded. `poll` and the end of `held` deliver them: they
-call the previous handlers, which may raise KeyboardInterrupt or another exception.
+Python may run a signal handler between any two bytecodes of the main thread: inside a callback from C++, where an
+exception aborts the process; between two collectives, which makes the other ranks wait forever; or in a destructor,
+which ignores the exception. Inside `held`, signals are only recorded. `poll` and the end of `held` deliver them by
+calling the previous handlers, which may raise KeyboardInterrupt or another exception.
 
-`apply` makes a sequence of prepared calls that must not be interrupted, such as a step over tensors of two dtypes, or
-the change of state and weights when a checkpoint is loaded. No bytecode runs between them.
+`apply` runs a sequence of prepared calls that must not be interrupted, such as a step over tensors of two dtypes, or
+the update of state and weights when a checkpoint is loaded. No bytecode runs between the calls.
 """
 
 from __future__ import annotations
 
-import _signal  # what `signal` wraps: without enumerations, which take longer than a launch
+import _signal  # `signal` wraps it with enums, which take longer than a launch
 import signal
 import sys
 import threading
@@ -23,7 +23,7 @@ from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
-# The signals that a step delays. Changing the handlers of all signals would take longer than a launch.
+# The signals that a step delays. Replacing the handlers of all signals would take longer than a launch.
 _USUAL = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
 
 # The handlers that `held` has replaced, and the signals received since. Only the main thread runs handlers.
@@ -36,7 +36,7 @@ def _note_signal(number: int, frame: Any) -> None:
 
 
 def poll() -> None:
-    """Deliver the signals received since `held` began. Their handlers may raise here."""
+    """Deliver the signals received since `held` was entered. Their handlers may raise."""
     if not _noted or threading.current_thread() is not threading.main_thread():
         return
     while _noted:
@@ -49,7 +49,7 @@ def poll() -> None:
 def held(numbers: Collection[int] | None = None) -> Iterator[None]:
     """Delay signals that have a Python handler until `poll` or the end of the block.
 
-    A nested `held`, and one in another thread than the main thread, has no effect.
+    It has no effect when nested, or outside the main thread.
 
     Args:
         numbers: the signals to delay; None for all.
@@ -73,7 +73,7 @@ def held(numbers: Collection[int] | None = None) -> Iterator[None]:
 def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
     raised: BaseException | None = None
     while True:
-        try:  # a handler may raise as soon as it is restored, before all of them are
+        try:  # a handler may raise as soon as it is restored, before the others are
             for number, handler in before.items():
                 _signal.signal(number, handler)
             _previous.clear()
@@ -92,11 +92,11 @@ _IN_PYTHON = {FunctionType, MethodType}
 
 
 def apply(calls: Sequence[partial[Any]]) -> None:
-    """Make calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
+    """Run calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
 
-    No Python code runs between the calls. If one of them is a function or method in Python, as the launches of Triton
-    and the reference are, Ctrl-C and SIGTERM are delayed too. Only exceptions that a debugger or another thread injects
-    into such a function (``PyThreadState_SetAsyncExc``), and errors of the calls themselves, interrupt the sequence.
+    No Python code runs between the calls. If any of them is a Python function or method, such as a Triton launch or the
+    reference, Ctrl-C and SIGTERM are delayed explicitly. Only errors of the calls themselves, and exceptions that a
+    debugger or another thread injects into such a function (``PyThreadState_SetAsyncExc``), interrupt the sequence.
     """
     if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
         with held(_USUAL):

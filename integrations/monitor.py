@@ -1,4 +1,4 @@
-"""Count the exponents of gradients during training, at a small cost every few steps."""
+"""Count the exponents of gradients during training, at a small cost once every few steps."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from halfstep.numerics.statistics.named_tensors import count_, countable, named_
 
 @dataclass(frozen=True)
 class AmpReport:
-    """The result of an `AmpMonitor`.
+    """The report of an `AmpMonitor`.
 
     Attributes:
-        steps, collected: number of steps so far, and of those in which gradients were counted.
-        scale: the present loss scale; 1 without a scaler.
-        statistics: statistics of the gradients of all these steps together, at that scale.
+        steps, collected: number of steps so far, and number of steps whose gradients were counted.
+        scale: the current loss scale; 1 without a scaler.
+        statistics: statistics of the gradients of all counted steps together, at that scale.
         advice: advice on the loss scale; None if all gradients were 0.
     """
 
@@ -40,7 +40,7 @@ class AmpReport:
     advice: ScaleAdvice | None
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """The report as plain values for JSON."""
         head = {name: getattr(self, name) for name in ("steps", "collected", "scale")}
         return {**head, "statistics": self.statistics.as_dict(), "advice": self.advice and self.advice.as_dict()}
 
@@ -52,15 +52,15 @@ class AmpReport:
 class AmpMonitor:
     """Count gradients every `every` steps, on their device and without synchronization.
 
-    `scalars` returns numbers for the log of each step, and `report` summarizes the counts of all steps. Call `step`
+    `scalars` returns metrics to log at each step, and `report` summarizes the counts of all steps. Call `step`
     after ``backward()`` and before ``optimizer.step()``, or call ``monitor.attach(optimizer)`` once. The current loss
-    scale is divided out of scaled gradients. The memory does not grow: 13.6 KB per parameter.
+    scale is divided out of scaled gradients. Memory is constant: 13.6 KB per parameter tensor.
 
     Args:
-        model_or_named_parameters: a module, whose parameters are those of the first step, or (name, parameter) pairs.
+        model_or_named_parameters: a module, whose parameters are read at the first step, or (name, parameter) pairs.
             Parameters that do not require a gradient are ignored.
-        scaler: `halfstep.GradScaler` or `torch.amp.GradScaler`; None if the loss is not scaled. `attach` may name it.
-        every: number of steps from one count to the next; the first step is counted.
+        scaler: a `halfstep.GradScaler` or `torch.amp.GradScaler`; None without one, or if `attach` gets it.
+        every: count every `every`-th step, starting with the first.
         format: the format of the gradients.
 
     Raises:
@@ -68,8 +68,8 @@ class AmpMonitor:
         ValueError: `every` is not an integer of at least 1, a name occurs twice, or the format cannot be counted.
 
     Note:
-        Gradients in fp16 are already rounded: values flushed in the backward pass count as zero. Each rank counts its
-        own shards of sharded parameters; statistics of ranks can be added. Nothing is counted while a CUDA graph is
+        Gradients in fp16 are already rounded: values flushed in the backward count as zero. Each rank counts its local
+        shards of sharded parameters; statistics of ranks can be added. Nothing is counted while a CUDA graph is being
         captured.
 
     Examples:
@@ -91,12 +91,12 @@ class AmpMonitor:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"Expected every to be an integer of at least 1, but got {every!r}")
-        self.format = formats[format]
+        self.format = formats.element(format)
         self.every = every
         self._grid = grid_of(self.format)
         self._parameters = _trained(model_or_named_parameters)
         module = isinstance(model_or_named_parameters, torch.nn.Module)
-        self._model = model_or_named_parameters if module else None  # until its parameters are those of a step
+        self._model = model_or_named_parameters if module else None  # until the first step
         self._scaler = scaler
         self._handles: list[Any] = []
         self.reset()
@@ -106,21 +106,21 @@ class AmpMonitor:
         self._steps = self._collected = 0
         self._counts: dict[torch.device, torch.Tensor] = {}
         self._latest: dict[torch.device, tuple[torch.Tensor, HostCopy]] = {}  # the counts of the last counted step
-        self._underflowing: set[str] = set()  # parameters whose underflow is among the scalars
+        self._underflowing: set[str] = set()  # parameters whose underflow `scalars` reports
         self._squares: torch.Tensor | None = None  # the sum of squares of the last step's gradients
         self._squares_copy = HostCopy()
 
     # -------------------------------------------------------------------------------------------------------- counting
 
     def attach(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> AmpMonitor:
-        """Call `step` before each step of an optimizer, or of the one in a wrapper, until `detach`.
+        """Call `step` before each step of an optimizer, or of the optimizer inside a wrapper, until `detach`.
 
-        Another optimizer replaces the first. Steps that the scaler skips without calling the optimizer are not counted.
-        Returns the monitor.
+        Attaching to another optimizer detaches from the first. Steps that the scaler skips without calling the
+        optimizer are not counted. Returns the monitor.
 
         Args:
-            optimizer: the optimizer. The norm of its gradients is among the `scalars` if it is of halfstep.
-            scaler: the scaler, if the monitor was made without.
+            optimizer: the optimizer. If it is a halfstep optimizer, `scalars` includes the norm of its gradients.
+            scaler: the scaler, if the monitor was created without one.
         """
         self.detach()
         self._scaler = scaler or self._scaler
@@ -132,7 +132,7 @@ class AmpMonitor:
         return self
 
     def detach(self) -> None:
-        """Undo `attach`."""
+        """Stop counting the steps of the optimizer that `attach` was called with."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -141,17 +141,17 @@ class AmpMonitor:
         """Count the current gradients, if this step is to be counted.
 
         Args:
-            optimizer: the optimizer that is about to step. If given, gradients that ``scaler.unscale_(optimizer)`` has
+            optimizer: the optimizer that is about to step. If passed, gradients that ``scaler.unscale_(optimizer)`` has
                 already unscaled are recognized; otherwise gradients are assumed to be scaled if there is a scaler.
         """
-        if self._model is not None:  # it may have been sharded since
+        if self._model is not None:  # it may have been sharded since the monitor was created
             self._parameters, self._model = _trained(self._model), None
         self._steps += 1
         if (self._steps - 1) % self.every == 0:
             self._collect(self._scale_of(optimizer))
 
     def _take_norm(self, optimizer: Any) -> None:
-        """Keep the sum of squares by which an optimizer of halfstep has just clipped, or a scaler has decided."""
+        """Keep the sum of squares with which a halfstep optimizer has just clipped, or its scaler has decided."""
         verdict = getattr(optimizer, "last_verdict", None)
         self._squares = None if verdict is None else verdict.sum_of_squares
         if self._squares is not None:
@@ -162,7 +162,7 @@ class AmpMonitor:
         scaler = self._scaler
         if scaler is None or not scaler.is_enabled():
             return None
-        # torch's scaler keys its states by the optimizer that it was given, ours by the one inside wrappers.
+        # torch's scaler keys its states by the optimizer passed to it, halfstep's by the innermost optimizer.
         for key in () if optimizer is None else (id(optimizer), id(unwrapped(optimizer))):
             if scaler._per_optimizer_states.get(key, {}).get("stage") is OptState.UNSCALED:
                 return None
@@ -192,7 +192,7 @@ class AmpMonitor:
         return torch.zeros(len(self._parameters), width(False), dtype=torch.int64, device=device)
 
     def _total(self, device: torch.device) -> torch.Tensor:
-        """A copy of the counts of all devices."""
+        """The sum of the counts of all devices."""
         return sum((to_device(counts, device) for counts in self._counts.values()), self._zeros(device))
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -204,16 +204,16 @@ class AmpMonitor:
         return {**head, "steps": self._steps, "collected": self._collected, "counts": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the counts that `state_dict` returned.
+        """Load the counts that `state_dict` returned.
 
         Raises:
-            ValueError: the counts are of another format or of other parameters.
+            ValueError: the counts belong to another format or other parameters.
         """
         for key, expected in (("format", self.format.name), ("names", list(self._parameters))):
-            if state_dict[key] != expected:
+            if state_dict.get(key) != expected:
                 raise ValueError(
                     f"Expected {key} in state_dict to be that of this monitor, {expected!r}, but got "
-                    f"{state_dict[key]!r}"
+                    f"{state_dict.get(key)!r}"
                 )
         self.reset()
         self._steps, self._collected = state_dict["steps"], state_dict["collected"]
@@ -223,7 +223,7 @@ class AmpMonitor:
     # ------------------------------------------------------------------------------------------------------- reporting
 
     def statistics(self) -> Statistics:
-        """The statistics of the unscaled gradients of all counted steps. Reading them waits for the device."""
+        """Statistics of the unscaled gradients of all counted steps. Reading them waits for the device."""
         return self._statistics(self._total(next(iter(self._counts), torch.device("cpu"))))  # usually one device
 
     def _statistics(self, counts: torch.Tensor) -> Statistics:
@@ -232,18 +232,18 @@ class AmpMonitor:
         return Statistics(names, dtypes, self.format, 1.0, [(counts, range(len(names)))])
 
     def scalars(self) -> dict[str, float]:
-        """Numbers for the log of a step, as TensorBoard and Weights & Biases take them.
+        """Metrics to log at a step, for TensorBoard or Weights & Biases.
 
         * ``halfstep/scale``: the loss scale. ``halfstep/skipped``: the number of skipped steps since the process
           started, with a `halfstep.GradScaler`.
         * ``halfstep/grad_norm``: the norm of the unscaled gradients before clipping, over all ranks, if the monitor is
-          attached to an optimizer of halfstep that clips, or that a `halfstep.GradScaler` steps.
-        * ``halfstep/underflow``: the share of all elements that the format flushes to zero, in the last counted step
-          and at the present scale. ``halfstep/underflow/<parameter>``: the same of one parameter, from its first
-          underflow on. Both are of this rank: of its shards where parameters are sharded.
+          attached to a halfstep optimizer that clips, or that a `halfstep.GradScaler` steps.
+        * ``halfstep/underflow``: the fraction of all elements that the format flushes to zero, in the last counted step
+          and at the current scale. ``halfstep/underflow/<parameter>``: the same for one parameter, from its first
+          underflow on. Both count the elements of this rank: local shards if parameters are sharded.
 
-        On a GPU only the first call waits for the device; later ones return what has arrived, usually of one or two
-        steps before. With torch's own scaler each call waits.
+        On a GPU only the first call waits for the device; later calls return what has arrived, usually from one or two
+        steps earlier. With torch's scaler each call waits.
         """
         scaler, squares = self._scaler, self._squares
         scalars: dict[str, float] = {}
@@ -283,5 +283,5 @@ def _trained(model_or_named_parameters: Any) -> dict[str, torch.Tensor]:
 
 
 def _power(scale: float) -> float:
-    """The largest power of two that is not above a scale; only growth factors other than 2 make a difference."""
+    """The largest power of two up to `scale`, which differs from it only with growth factors other than 2."""
     return 2.0 ** (math.frexp(scale)[1] - 1)

@@ -1,20 +1,20 @@
-"""Adam and AdamW whose masters and moments are in the memory of the host, and whose steps run there.
+"""Adam, AdamW and SGD that keep masters and moments in host memory, and step there.
 
-The device holds the weights and, during the backward, the gradients that are being copied. Each gradient is copied to
-the host as soon as it is complete, and freed. The C++ kernels step there, bucket by bucket in the order in which
-gradients arrive: a bucket waits for its own gradients only, and its weights return while the next one is stepped. The
-norm, where it is needed, waits for all gradients. Weights and state have the bits of a step on the device.
+The device has the weights and, during the backward, the gradients that are being copied. Each gradient is copied to the
+host as soon as it is complete, and freed. The C++ kernels step on the host, bucket by bucket in the order in which
+gradients arrive: a bucket waits only for its own gradients, and its weights are copied back while the next one steps.
+If the norm is needed, it waits for all gradients. Weights and state are bit-identical to those of a step on the device.
 
-All launches of a step are prepared before the first gradient is waited for. Waits, launches and copies are then one
-sequence of calls that nothing interrupts (interrupts.py), so that a step in buckets is made as a whole or not at all.
+All launches of a step are prepared before it waits for the first gradient. Waits, launches and copies are then one
+uninterruptible sequence of calls (interrupts.py), so that a step in buckets takes place completely or not at all.
 
-``param_groups`` and ``state`` are those of any optimizer of the parameters on the device. What is stepped are copies of
-them on the host, each pinned if its parameter is on a GPU. Gradients of several backwards are added on the host, in the
-dtype of the gradient, as autograd adds them. Clipping, scaling and skipping are therefore those of an optimizer on the
-CPU, for our scaler and torch's. The copy of a DTensor is a DTensor with the same placements whose local tensor is on
+``param_groups`` and ``state`` refer to the parameters on the device, as in any optimizer. The optimizer steps copies of
+them on the host, pinned if the parameter is on a GPU. Gradients of several backwards are accumulated on the host, in
+the dtype of the gradient, as in autograd. Clipping, scaling and skipping therefore work as for an optimizer on the CPU,
+with halfstep's scaler and torch's. The copy of a DTensor is a DTensor with the same placements and a local tensor on
 the host, as under FSDP2's ``CPUOffloadPolicy``: sharded gradients, states and checkpoints are those of `AdamW` there.
 
-Bytes per parameter in bf16 with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
+Bytes per bf16 parameter with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
 the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
 """
 
@@ -54,34 +54,34 @@ aten = torch.ops.aten
 
 IN_BACKWARD = ("copy", "step", None)
 CPU = torch.device("cpu")
-READ = "use in_backward='copy', with which clipping, scaling and other code find the gradients"
+READ = "use in_backward='copy', which keeps gradients for clipping, scaling and other code"
 INSTEAD = "use in_backward='copy'"
 ADD = f"to add, set or discard gradients, {INSTEAD}"
 
 
 class HostGradient(StandIn):
-    """Stands in for a gradient that is on the host, or for a view of it. Operations have the results of the gradient.
+    """Stands in for a gradient on the host, or for a view of it. Operations return what the gradient would give.
 
-    What an operation writes to the stand-in, it writes on the host; other results are on the device. The gradient is
-    that of the mirror `of`, or `of` itself.
+    Writes to the stand-in go to the gradient on the host; other results are on the device. The gradient is that of the
+    mirror `of`, or the tensor `of`.
     """
 
     def __init__(self, like: torch.Tensor, device: torch.device, *, of: weakref.ref[_Mirror] | torch.Tensor) -> None:
         self._of = of
 
     def _owner(self) -> tuple[_Offloaded, _Mirror]:
-        """The optimizer and the mirror that have the gradient."""
+        """The optimizer and the mirror that own the gradient."""
         mirror = None if isinstance(self._of, torch.Tensor) else self._of()
         optimizer = None if mirror is None else mirror.owner()
         if mirror is None or optimizer is None:
             raise RuntimeError(
-                f"Expected the optimizer that has the gradient of a parameter of shape {tuple(self.shape)} on the host "
-                "to exist, but it was deleted: set .grad to None"
+                f"Expected the optimizer that keeps the gradient of a parameter of shape {tuple(self.shape)} on the "
+                "host to exist, but it was deleted: set .grad to None"
             )
         return optimizer, mirror
 
     def gradient(self) -> torch.Tensor:
-        """The gradient on the host, after it has arrived."""
+        """The gradient on the host, once it has arrived."""
         if isinstance(self._of, torch.Tensor):
             return self._of
         optimizer, mirror = self._owner()
@@ -129,7 +129,7 @@ class HostGradient(StandIn):
 
 
 def _is_accumulation(grad: Any, added: Any) -> bool:
-    """Whether a gradient on the device is added to a whole one on the host, as autograd does."""
+    """Whether a gradient on the device is added to an entire gradient on the host, as autograd does."""
     whole = isinstance(grad, HostGradient) and not isinstance(grad._of, torch.Tensor)
     if not whole or type(added) is not torch.Tensor or added.layout != torch.strided:
         return False
@@ -150,9 +150,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 class _Mirror:
-    """A parameter and its copy on the host, which the optimizer steps. The copy has its gradient once that arrives.
+    """A parameter and its copy on the host, which the optimizer steps. The copy gets the gradient once it arrives.
 
-    The copy of a DTensor is one too, of this rank's shard, and so is the copy's gradient.
+    The copy of a DTensor is also a DTensor, of this rank's shard, and so is the copy's gradient.
     """
 
     def __init__(self, parameter: torch.Tensor, owner: weakref.ref[_Offloaded]) -> None:
@@ -160,19 +160,19 @@ class _Mirror:
         shard = local(parameter.detach())
         copy = like(parameter, _on_host(shard).copy_(shard))
         self.host = torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
-        self.host.grad_dtype = None  # any, as `keep_reduced_gradients` has it
-        self.bucket = 0  # the number of the parameters that are stepped together with it
+        self.host.grad_dtype = None  # allows any dtype, for `keep_reduced_gradients`
+        self.bucket = 0  # the number of the bucket that it is stepped with
         self.hooked = False  # whether autograd calls the optimizer when its gradient is complete
-        self.weight = local(self.host.detach()).data  # writes to it do not count as writes of the copy
-        self.staging: torch.Tensor | None = None  # the memory of the next gradient to arrive
-        self.arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient into `staging`
-        self.full = False  # whether there is such a gradient
+        self.weight = local(self.host.detach()).data  # writes to it do not increment the version of the copy
+        self.staging: torch.Tensor | None = None  # memory for the next gradient to arrive
+        self.arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient to `staging`
+        self.full = False  # whether `staging` has, or is receiving, a gradient
         self._stand_in: torch.Tensor | None = None
         self._seen = written_last(parameter)
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def stand_in(self) -> torch.Tensor:
-        """What replaces the gradient of the parameter, which is on the host."""
+        """The stand-in that replaces the gradient of the parameter while it is on the host."""
         assert self.staging is not None
         stand_in, device = self._stand_in, self.parameter.device
         if stand_in is None or stand_in.dtype != self.staging.dtype or stand_in.device != device:
@@ -181,36 +181,36 @@ class _Mirror:
         return stand_in
 
     def attach(self) -> None:
-        """Set the gradient of the copy to a gradient that is being copied, unless it has one of earlier backwards."""
+        """Make the gradient that is arriving that of the copy, unless it has one from earlier backwards."""
         if self.full and self.host.grad is None:
             self.host.grad = self.staging
 
     def forget(self) -> None:
-        """Drop the gradient on the host, also one that is being copied."""
+        """Drop the gradient on the host, even if it is still being copied."""
         if self.full and self.arriving is not None:
             self.arriving.synchronize()
         self.full, self.host.grad = False, None
 
     def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, in a way that autograd notices."""
+        """Whether the parameter was written since the last step, as far as its version, address and dtype tell."""
         return written_last(self.parameter) != self._seen
 
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
-    """Remove the gradient of a parameter whose optimizer was deleted, and the gradient with it."""
+    """Remove the stand-in of a parameter whose optimizer was deleted together with the gradient."""
     alive = parameter()
     if alive is not None:
         remove_stand_in(alive)
 
 
 def _sent(mirrors: Iterable[_Mirror]) -> None:
-    """Note that parameters have the weights of their copies."""
+    """Record that parameters now equal their copies."""
     for mirror in mirrors:
         mirror._seen = written_last(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
-    """The calls that wait for gradients that are being copied, and add them to those of earlier backwards."""
+    """Calls that wait for gradients that are being copied, and add them to those of earlier backwards."""
     full = [mirror for mirror in mirrors if mirror.full]
     for mirror in full:
         mirror.attach()
@@ -227,12 +227,12 @@ def _gpus(mirrors: Iterable[_Mirror]) -> set[torch.device]:
 
 
 def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
-    """One call without Python code of ours that calls a function with each row of some columns."""
+    """A call that applies a function to each row of some columns without running Python bytecode in between."""
     return partial(deque, map(function, *columns), 0)
 
 
 class _Streams(NamedTuple):
-    """The streams of a GPU on which gradients and weights leave, and weights return."""
+    """The streams of a GPU that copy gradients and weights to the host, and weights back."""
 
     gradients: torch.cuda.Stream
     weights: torch.cuda.Stream
@@ -248,7 +248,7 @@ def _on_host(values: torch.Tensor, dtype: torch.dtype | None = None, like: torch
 
 
 class _Offloaded(LayoutOptimizer):
-    """The common part of both optimizers: its targets are copies of the parameters on the host."""
+    """The common base of these optimizers, whose targets are copies of the parameters on the host."""
 
     def __init__(
         self,
@@ -266,26 +266,26 @@ class _Offloaded(LayoutOptimizer):
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._of_bucket: list[list[_Mirror]] = []
-        self._known: list[torch.Tensor] = []  # the parameters of which there are copies
+        self._known: list[torch.Tensor] = []  # the parameters that have copies
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
-        # When the copy of a gradient ends, and the gradient, which exists until then.
+        # Gradients that are being copied, each kept alive until the event that follows its copy.
         self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
         self._streams: dict[torch.device, _Streams] = {}
         self._weights_arriving: dict[int, list[torch.cuda.Event]] = {}  # by bucket
-        self._steps: list[Future[None]] = []  # of buckets, in a backward
+        self._steps: list[Future[None]] = []  # steps of buckets during a backward
         self._record = BackwardSteps(
             "a backward with in_backward='step'", (READ, ADD, INSTEAD), self._take, self._after_backward
         )
-        self._submit = ThreadPoolExecutor(1, "halfstep-offload").submit  # one call after the other
-        self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
-        self._began = False  # whether a backward was seen
+        self._submit = ThreadPoolExecutor(1, "halfstep-offload").submit  # one worker: steps run in order
+        self._lock = threading.RLock()  # autograd calls the hooks from one thread per device
+        self._began = False  # whether a backward has run
         super().__init__(params, *args, **options)  # type: ignore[arg-type]  # of the other base
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, of which the optimizer makes copies on the host.
+        """Add a parameter group, and make copies of its parameters on the host.
 
         Raises:
-            TypeError, ValueError: an option or a parameter is not allowed. The optimizer is unchanged.
+            TypeError, ValueError: an option or a parameter is invalid. The optimizer is unchanged.
         """
         if isinstance(param_group, dict) and "params" in param_group:
             params = param_group["params"]
@@ -293,7 +293,7 @@ class _Offloaded(LayoutOptimizer):
             for member in members:
                 self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
             param_group = {**param_group, "params": members}
-        self._finish_steps()  # which look for copies of all parameters
+        self._finish_steps()  # running steps need copies of all parameters in the groups
         super().add_param_group(param_group)
         self._follow_groups()
 
@@ -309,14 +309,14 @@ class _Offloaded(LayoutOptimizer):
         mesh = getattr(member, "device_mesh", None)
         if mesh is not None and mesh.device_type != "cpu" == member.device.type:
             raise TypeError(
-                f"Expected a shard on a {mesh.device_type} device, as its mesh, but got a parameter of shape "
+                f"Expected a shard on a {mesh.device_type} device, like its mesh, but got a parameter of shape "
                 f"{tuple(member.shape)} on {member.device}: with CPUOffloadPolicy use "
                 f"halfstep.{type(self).__name__.removeprefix('Offloaded')}, which steps on the host too"
             )
         if is_flat(member):
             raise TypeError(
-                "Expected a parameter that FullyShardedDataParallel has not flattened, but got one of shape "
-                f"{tuple(member.shape)}, whose memory it replaces in forward and backward: use fully_shard"
+                "Expected a parameter that is not flattened, but got a flat parameter of FullyShardedDataParallel of "
+                f"shape {tuple(member.shape)}, which replaces its memory in forward and backward: use fully_shard"
             )
         if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
             raise TypeError(
@@ -326,7 +326,7 @@ class _Offloaded(LayoutOptimizer):
             )
 
     def _follow_groups(self) -> None:
-        """Make copies of the parameters that are in the groups now. Other code may change these in place."""
+        """Update the copies if the parameters in the groups have changed: other code may edit the groups in place."""
         parameters = parameters_of(self)
         if len(parameters) == len(self._known) and all(map(is_, parameters, self._known)):
             return
@@ -340,7 +340,7 @@ class _Offloaded(LayoutOptimizer):
         self._fill_buckets()
 
     def _hook(self, mirror: _Mirror) -> None:
-        """Make autograd call `_take`, if the parameter is trained."""
+        """Make autograd call `_take` if the parameter requires a gradient."""
         if self.in_backward is None or mirror.hooked or not mirror.parameter.requires_grad:
             return
         mirror.hooked = True
@@ -351,7 +351,7 @@ class _Offloaded(LayoutOptimizer):
             mirror.parameter.register_post_accumulate_grad_hook(hook)
 
     def _fill_buckets(self) -> None:
-        """Divide the parameters among buckets, in the order in which their gradients usually arrive."""
+        """Assign the parameters to buckets, in the order in which their gradients usually arrive."""
         self._forget()
         self._of_bucket = []
         size = self.bucket_bytes
@@ -396,9 +396,9 @@ class _Offloaded(LayoutOptimizer):
                 self._follow_groups()
             self._record.refuse_second_gradient(parameter)
             grad = parameter.grad
-            if grad is None or is_freed(grad):  # a hook has dropped or set it
+            if grad is None or is_freed(grad):  # another hook has removed or replaced it
                 return
-            if not is_stand_in(grad):  # FSDP2 has added it to one on the host otherwise
+            if not is_stand_in(grad):  # otherwise FSDP2 has already added it to the gradient on the host
                 if not self._record.was_removed(parameter):
                     mirror.forget()
                 self._copy_out(mirror, grad)
@@ -408,7 +408,7 @@ class _Offloaded(LayoutOptimizer):
                 self._submit_bucket(mirror.bucket)
 
     def _submit_bucket(self, number: int) -> None:
-        """Step the parameters of a bucket whose gradients have arrived, in the thread of this optimizer."""
+        """Step the parameters of a bucket whose gradients have arrived, in this optimizer's thread."""
         mirrors = [member for member in self._of_bucket[number] if id(member.parameter) in self._arrived[number]]
         parameters = [member.parameter for member in mirrors]
         self._arrived[number] = set()
@@ -419,39 +419,39 @@ class _Offloaded(LayoutOptimizer):
 
     @torch.no_grad()
     def _step_bucket(self, number: int, mirrors: list[_Mirror]) -> None:
-        """Step the parameters of a bucket, and send their weights."""
+        """Step the parameters of a bucket, and copy their weights to the device."""
         apply(_arrivals(mirrors))
         self._read_weights(mirrors, last_step_returns=True)
         self.step_part(number, [mirror.parameter for mirror in mirrors])
         _sent(mirrors)
 
     def _after_backward(self, failed: bool) -> None:
-        """Called when a backward with steps has ended. Other code may read the weights then."""
+        """Called when a backward with steps has ended. Other code may read the weights afterwards."""
         with self._lock:
             for number, arrived in self._arrived.items():
                 if failed:
-                    arrived.clear()  # `step` takes these gradients
-                elif arrived:  # the others had no gradient
+                    arrived.clear()  # `step` uses these gradients
+                elif arrived:  # the other parameters got no gradient
                     self._submit_bucket(number)
         self._wait_for_steps()
 
     def _collect_from(self, mirror: _Mirror) -> None:
-        """Make the gradient on the host that of the parameter."""
+        """Make the gradient on the host that of the parameter: copy it, unless it is there, or drop it."""
         grad = mirror.parameter.grad
         if is_stand_in(grad) and not is_zeroed(grad):
             return
-        mirror.forget()  # other code has discarded it
+        mirror.forget()  # other code has discarded or replaced it
         if grad is not None:
             self._hook(mirror)
             self._copy_out(mirror, torch.zeros_like(mirror.parameter) if is_zeroed(grad) else grad)
 
     def _copy_out(self, mirror: _Mirror, grad: torch.Tensor) -> None:
-        """Begin to copy a gradient to the host, where it is added to that of earlier backwards, and free it.
+        """Start to copy a gradient to the host, where it is added to that of earlier backwards, and free it.
 
-        An interrupt before the end leaves it there, to be copied again.
+        If this is interrupted, the gradient stays on the device, and is copied again later.
         """
         parameter, grad = mirror.parameter, local(settled(mirror.parameter, grad))
-        if mirror.full:  # of an earlier backward
+        if mirror.full:  # `staging` has the gradient of an earlier backward
             apply(_arrivals([mirror]))
         if grad.layout != torch.strided:
             raise RuntimeError(
@@ -471,7 +471,7 @@ class _Offloaded(LayoutOptimizer):
         else:
             local(mirror.staging).copy_(grad)
         _each(setattr, (mirror, parameter), ("full", "grad"), (True, mirror.stand_in()))()
-        # At most two buckets of gradients are on their way.
+        # Limit the gradients that are being copied to two buckets.
         while self._in_flight and (
             sum(copied.nbytes for _, copied in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0][0].query()
         ):
@@ -479,14 +479,14 @@ class _Offloaded(LayoutOptimizer):
 
     @torch.no_grad()
     def _add(self, mirror: _Mirror, grad: torch.Tensor) -> None:
-        """Add a gradient to that on the host."""
+        """Add a gradient to the one on the host."""
         with self._lock:
-            # Other code than autograd may write the tensor while it is being copied.
+            # Code other than autograd may write to the tensor while it is being copied.
             self._copy_out(mirror, grad.clone() if grad.device.type == "cuda" else grad)
 
     @torch.no_grad()
     def _gradient_on_host(self, mirror: _Mirror) -> torch.Tensor:
-        """The gradient of a parameter on the host, after it has arrived."""
+        """The gradient of a parameter on the host, once it has arrived."""
         with self._lock:
             apply(_arrivals([mirror]))
         if mirror.host.grad is None:
@@ -499,9 +499,9 @@ class _Offloaded(LayoutOptimizer):
     # ---------------------------------------------------------------------------------------------------------- step
 
     def _read_weights(self, mirrors: list[_Mirror], last_step_returns: bool = False) -> None:
-        """Begin to copy weights to the host, in the order of their buckets, for `_commit` to wait for.
+        """Start to copy weights to the host, bucket by bucket; `_commit` waits for them.
 
-        `last_step_returns` says whether weights of the last step may still be returning.
+        `last_step_returns` says whether weights of the last step may still be on their way to the device.
         """
         self._weights_arriving = {}
         for device in {mirror.parameter.device for mirror in mirrors}:
@@ -517,7 +517,7 @@ class _Offloaded(LayoutOptimizer):
                         self._weights_arriving.setdefault(bucket, []).append(stream.record_event())
         written = [mirror.host for mirror in mirrors if mirror.is_written()]
         if written:
-            self._finish_reading()  # full masters are compared before the first launch
+            self._finish_reading()  # full masters are compared with them before the first launch
             torch.autograd.graph.increment_version(written)
 
     def _finish_reading(self) -> None:
@@ -535,7 +535,7 @@ class _Offloaded(LayoutOptimizer):
                 self._collect_from(mirror)
                 mirror.attach()
             if self._limit() is not None or not self.state:
-                # All gradients decide about the norm, and whether a first step with lr 0 is taken.
+                # The norm needs all gradients, and so does the decision whether to take a first step with lr 0.
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
         stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
@@ -549,11 +549,11 @@ class _Offloaded(LayoutOptimizer):
                 mirror.parameter.grad, mirror.host.grad = self._record.stand_in(mirror.parameter), None
 
     def _check_step(self, mirrors: list[_Mirror]) -> None:
-        """Wait for the steps of a backward, and raise if they are not those that `step` would have taken."""
+        """Wait for the steps of a backward, and raise if `step` would have had other results."""
         try:
             self._finish_steps()
         except BaseException:
-            self._record.clear()  # the gradients are still there
+            self._record.clear()  # the gradients still exist
             raise
         waiting = any(mirror.full or mirror.host.grad is not None for mirror in mirrors)
         self._record.check_step(self.param_groups, [] if waiting else parameters_of(self))
@@ -566,16 +566,16 @@ class _Offloaded(LayoutOptimizer):
 
     def _complete_state(self, parameter: torch.Tensor, group: Group) -> dict[str, Any]:
         self._finish_reading()  # a new master is a copy of the weight
-        if parameter in self.state:  # other code may have assigned tensors on the device
+        if parameter in self.state:  # other code may have put tensors on the device into it
             state = self.state[parameter]
             if any(isinstance(value, torch.Tensor) and value.device != CPU for value in state.values()):
                 self.state[parameter] = moved(state, CPU)
         return super()._complete_state(parameter, group)
 
     def _commit(self, part: int, writes: Writes) -> None:
-        """Write weights on the host and begin to copy them to the device, bucket by bucket.
+        """Step the weights on the host and start to copy them to the device, bucket by bucket.
 
-        The weights of a bucket leave before the gradients of the next one are waited for.
+        The copies of a bucket are issued before waiting for the gradients of the next one.
         """
         calls: list[partial[Any]] = []
         written: list[_Mirror] = []
@@ -589,7 +589,7 @@ class _Offloaded(LayoutOptimizer):
         with ExitStack() as stack:
             for device in _gpus(written):
                 back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
-                if part == WHOLE:  # in the backward, all that read the weights was complete before their gradient was
+                if part == WHOLE:  # in the backward, everything that reads a weight precedes its gradient
                     back.wait_stream(current)
                     calls.append(partial(type(current).wait_stream, current, back))
                 stack.enter_context(torch.cuda.stream(back))
@@ -597,7 +597,7 @@ class _Offloaded(LayoutOptimizer):
         self._weights_arriving = {}
 
     def _finish_steps(self) -> None:
-        """Wait for the steps of a backward, the device for their weights. Raise the error of one that failed."""
+        """Wait for the steps of a backward, make the device wait for their weights, and raise their errors."""
         self._wait_for_steps()
         steps, self._steps = self._steps, []
         for step in steps:
@@ -610,7 +610,7 @@ class _Offloaded(LayoutOptimizer):
                 torch.cuda.current_stream(device).wait_stream(self._streams_of(device).back)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients, those that are being copied too, or set them to 0."""
+        """Discard all gradients, including those that are being copied, or set them to 0."""
         if set_to_none:
             with self._lock:
                 wait(self._steps)
@@ -638,7 +638,7 @@ class _Offloaded(LayoutOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"Expected no copy or pickle of a {type(self).__name__}, which belongs to the parameters on the device: "
+            f"Expected no copy or pickle of a {type(self).__name__}, which is tied to the parameters on the device: "
             "save state_dict(), and load it into an optimizer of the copied model"
         )
 
@@ -653,24 +653,24 @@ def _refuse_limit(max_grad_norm: float | None) -> None:
 
 _DOCS = """
 
-    A drop-in for `halfstep.{name}`: the same arguments, bits and checkpoints. The parameters stay on the device, or on
-    several. ``param_groups`` holds these, as in every optimizer. `halfstep.GradScaler` and torch's work with it.
+    A drop-in for `halfstep.{name}`: the same arguments, bits and checkpoints. The parameters stay on one or several
+    devices, and ``param_groups`` has these, as in any optimizer. It works with `halfstep.GradScaler` and torch's.
 
     Args:
-        params: as for `halfstep.{name}`. Parameters must be on their device, and sharded by FSDP2, if at all, before.
+        params: as for `halfstep.{name}`. Parameters must already be on their device, and sharded if FSDP2 is used.
         in_backward: what happens to a gradient as soon as it is complete. ``"copy"``: it is copied to the host and
-            freed. ``"step"``: in addition, the parameters of a bucket are stepped when their gradients are complete,
-            while the backward goes on; without clipping and scaling, which need all gradients first. None: nothing,
-            `step` copies all gradients; for DistributedDataParallel, whose gradients are not reduced before.
-        bucket_bytes: parameters are stepped together whose gradients take so many bytes. Smaller buckets return
-            earlier, and cost a launch each. During the backward, gradients of at most two buckets and one more gradient
-            are on their way to the host.
+            freed. ``"step"``: in addition, a bucket of parameters is stepped once all of its gradients are complete,
+            while the backward continues; without clipping and scaling, which need all gradients first. None: nothing;
+            `step` copies all gradients. Use this with DistributedDataParallel, which reduces gradients later.
+        bucket_bytes: parameters whose gradients take this many bytes are stepped together. Smaller buckets are copied
+            back earlier, and cost a launch each. During the backward, gradients of at most two buckets plus one more
+            gradient are being copied to the host.
 
     Raises:
         TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not a
             leaf in fp32, fp16 or bf16.
-        ValueError: `in_backward` or `bucket_bytes` is not allowed, or ``in_backward="step"`` is combined with
-            ``max_grad_norm``; and as `halfstep.{name}`.
+        ValueError: `in_backward` or `bucket_bytes` is invalid, or ``in_backward="step"`` is combined with
+            ``max_grad_norm``; and as for `halfstep.{name}`.
 
     Examples:
         >>> from halfstep.integrations.offload import Offloaded{name}

@@ -1,8 +1,8 @@
-"""Pickles of torch as data: a table says what their names stand for, and memory and time are bounded by their size.
+"""Read torch's pickles as data: a table maps their names, and their size bounds the memory and time to read them.
 
-``torch.load(weights_only=True)`` imports only names that it knows, but builds what a pickle says: sparse tensors of any
-size, and keys that take years to hash. Therefore `load` first reads the pickle with nothing but stand-ins. The
-unpickler is the one in Python, because that in C allocates 2 GB for ten bytes (an index of its memo).
+``torch.load(weights_only=True)`` imports only allowed names, but builds whatever a pickle asks for: sparse tensors of
+any size, and keys that take years to hash. Therefore `load` first reads the pickle with stand-ins only. The unpickler
+is the one in Python, because the one in C allocates 2 GB for ten bytes (an index of its memo).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-DEEPEST = 100  # levels of containers
+DEEPEST = 100  # maximum nesting of containers
 # What torch's picklers write, in protocols 2 to 5.
 _OPCODES = (
     "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BINFLOAT BININT BININT1 BININT2 LONG1 LONG4 BINBYTES SHORT_BINBYTES "
@@ -36,11 +36,11 @@ class PickleError(ValueError):
 
 
 class Refused(PickleError):
-    """Objects of other code."""
+    """A pickle that contains objects of other code."""
 
 
 class Record:
-    """An object of some class; ``state`` is what the pickle gives it."""
+    """Stands in for an object of any class; ``state`` is the state that the pickle gives it."""
 
     state: Any = None
 
@@ -53,14 +53,14 @@ _Pickle: Any = pickle._Unpickler
 
 
 class _Unpickler(_Pickle):  # type: ignore[misc]
-    """Reads a pickle whose names are those of a table."""
+    """Reads a pickle, mapping its names by a table."""
 
     dispatch: ClassVar[dict[int, Any]] = {
         code[0]: _Pickle.dispatch[code[0]] for code in (getattr(pickle, name) for name in _OPCODES)
     }
 
     def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any]) -> None:
-        super().__init__(io.BytesIO(data))  # a length in the pickle reads no more than there is
+        super().__init__(io.BytesIO(data))  # reads no more than there is, whatever lengths the pickle claims
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
@@ -93,7 +93,7 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
         for key in keys:
             items = key if type(key) is tuple else (key,)
             if not all(isinstance(item, _KEYS) for item in items):
-                raise PickleError(f"it has a {type(key).__name__} of other containers for a key")
+                raise PickleError(f"it has a {type(key).__name__} that contains containers as a key")
         load()
 
     dispatch |= {pickle.BUILD[0]: _build, pickle.SETITEM[0]: _setitem}
@@ -101,15 +101,15 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """The content of a pickle that asks for dtypes and no other names than those of the table `names`.
+    """Unpickle `data`. `names` maps (module, name) pairs to the functions to call instead; dtypes are allowed too.
 
-    What these names are called with is given to the functions in the table. Raises PickleError if it is damaged.
+    Raises PickleError if the pickle is damaged, or asks for any other name.
     """
     try:
         return _Unpickler(data, names).load()
     except PickleError:
         raise
-    except Exception as error:  # of a damaged pickle, anything
+    except Exception as error:  # a damaged pickle may raise anything
         raise PickleError(f"it is not a pickle, or is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 
 
@@ -132,8 +132,8 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 
 
 def _check_expansion(content: Any, limit: int) -> None:
-    """Refuse containers that expand to more than `limit` values, contain themselves, or are nested too deep."""
-    counts: dict[int, float] = {}  # of the values in each container
+    """Refuse containers that expand to more than `limit` values, contain themselves, or are nested too deeply."""
+    counts: dict[int, float] = {}  # number of values in each container
 
     def count(value: Any, depth: int) -> float:
         if not isinstance(value, dict | list | tuple):
@@ -147,36 +147,36 @@ def _check_expansion(content: Any, limit: int) -> None:
         return counts[id(value)]
 
     if count(content, 0) > limit:
-        raise PickleError("it has containers that contain themselves, or one another too often")
+        raise PickleError("it has containers that contain themselves, or each other too often")
 
 
 def load(file: str | BinaryIO, size: int) -> Any:
-    """The content of an archive of `torch.save`, on the CPU; a path is mapped into memory.
+    """Load an archive of `torch.save` on the CPU; a path is memory-mapped.
 
     Args:
-        file: the path, or an open file.
+        file: a path, or an open file.
         size: its length in bytes.
 
     Raises:
-        PickleError: it is damaged, or not such an archive, or holds other objects than tensors and plain values.
+        PickleError: it is damaged, is not such an archive, or contains objects other than tensors and plain values.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
-                raise PickleError("it is compressed, or larger inside than outside")
+                raise PickleError("it is compressed, or its entries are larger than the file")
             pickled = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
             if len(pickled) != 1 or len({entry.filename for entry in entries}) != len(entries):
-                raise PickleError("it does not have one pickle")
+                raise PickleError("it does not have exactly one data.pkl, or has two entries of the same name")
             data = archive.read(pickled[0])
     except PickleError:
         raise
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+    except Exception as error:  # zipfile raises EOFError and others too
         raise PickleError(f"it is not an archive of torch.save, or is damaged ({error})") from error
     _check_expansion(read(data, _STAND_INS), 1000 + 16 * size)
     try:
         if not isinstance(file, str):
             file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
-    except Exception as error:  # of a damaged archive, anything
+    except Exception as error:  # a damaged archive may raise anything
         raise PickleError(f"it is damaged: {(str(error).splitlines() or [repr(error)])[0][:200]}") from error

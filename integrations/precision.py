@@ -12,22 +12,22 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 def cast_parameters(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
-    """Convert a model's floating-point parameters to `dtype`, in place, and leave its buffers as they are.
+    """Convert a model's floating-point parameters to `dtype` in place, without converting its buffers.
 
     ``model.to(torch.bfloat16)`` converts buffers too: running statistics of BatchNorm, and the frequencies of rotary
-    embeddings, which then have wrong angles from a few hundred positions on. The parameters remain the same objects, so
-    that tied ones stay tied; their gradients are set to None. Call it before an optimizer, DDP or ``fully_shard`` uses
-    the model.
+    embeddings, whose angles are then wrong beyond a few hundred positions. The parameters remain the same objects, so
+    tied parameters stay tied; their gradients are set to None. Call this before the model is passed to an optimizer,
+    DDP or ``fully_shard``.
 
     Args:
         model: a module.
-        dtype: ``torch.bfloat16`` or ``torch.float16``, or ``torch.float32`` to go back.
+        dtype: ``torch.bfloat16``, ``torch.float16``, or ``torch.float32`` to convert back.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: `dtype` is another one, or FSDP or tensor parallelism has sharded a parameter.
+        ValueError: `dtype` is not one of these, or FSDP or tensor parallelism has sharded a parameter.
 
     Examples:
         >>> model = halfstep.cast_parameters(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
@@ -39,7 +39,7 @@ def cast_parameters(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
     floating = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
     for name, parameter in floating:
         if isinstance(parameter, DTensor | FlatParameter):
-            raise ValueError(f"Expected parameters that are not sharded, but {name} is: call cast_parameters before")
+            raise ValueError(f"Expected unsharded parameters, but {name} is sharded: call cast_parameters first")
     for _, parameter in floating:
         parameter.grad = None
         parameter.data = parameter.data.to(dtype)

@@ -1,20 +1,20 @@
-"""Gradient release: the optimizer steps inside the backward, so that the gradients of a whole model never coexist.
+"""Gradient release: the optimizer steps inside the backward, so that the gradients of all parameters never coexist.
 
-Without it, a bf16 gradient takes 2 bytes per parameter until the backward has ended. `step_in_backward` collects
-complete gradients in buckets, updates the parameters of a bucket when its gradients are complete, and replaces these by
-`FreedGradient`, which raises an error if its numbers are needed. The bits are those of a step after the backward. At
-any time the gradients of one bucket exist, of at most ``bucket_bytes`` and one gradient; more if gradients become
-complete in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
+Without it, bf16 gradients take 2 bytes per parameter until the backward ends. `step_in_backward` collects complete
+gradients in buckets, updates the parameters of a bucket once all of its gradients are complete, and replaces these by
+`FreedGradient`, which raises an error if its values are read. Results are bit-identical to a step after the backward.
+At any time the gradients of one bucket exist: at most ``bucket_bytes`` plus one gradient, or more if gradients complete
+in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
-**Norms and overflows.** Clipping needs the norm of all gradients, and loss scaling must know whether all are finite,
-before the first parameter changes. With ``clipping="exact"`` or a scaler there are two backwards per step: one in which
-gradients are only checked and freed (`StepInBackward.check`), and one that steps, as LOMO does (Lv et al., 2023).
-``clipping="previous"`` takes the norm of the last step instead: when gradients grow, the first large ones are not
+**Norms and overflows.** Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling
+must know whether all of them are finite. With ``clipping="exact"`` or a scaler, each step takes two backwards, as in
+LOMO (Lv et al., 2023): one that only checks and frees gradients (`StepInBackward.check`), and one that steps.
+``clipping="previous"`` uses the norm of the previous step instead: when gradients grow, the first large ones are not
 clipped.
 
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as by
-DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one in the
-reduction, and one that is being filled.
+**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as in
+DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one being reduced,
+and one being filled.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ ADD = (
 )
 INSTEAD = "call remove() and step after the backward"
 DDP_KEEPS = (
-    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model in it "
+    "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the inner model "
     "and process_group=, which averages each bucket before its step"
 )
 
 
 class StepInBackward:
-    """What `step_in_backward` returns. The optimizer refers to it, so keep it only to call its methods.
+    """The handle returned by `step_in_backward`. The optimizer refers to it; keep it only to call its methods.
 
     Attributes:
-        bucket_bytes: the size from which a bucket takes no more gradients.
-        clipping: how the norm of all gradients is known: ``"exact"``, ``"previous"`` or None.
+        bucket_bytes: a bucket of at least this size takes no more gradients.
+        clipping: where the norm for clipping comes from: ``"exact"``, ``"previous"`` or None.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class StepInBackward:
         self._optimizer = optimizer
         self._model = weakref.ref(model)
         self._scaler = scaler
-        self._checker: Checker | None = None  # while a backward is checked, and between the steps of "previous"
-        # That of `check`, until a backward has stepped by it and `step` was called; with "previous", of the last step.
+        self._checker: Checker | None = None  # inside `check`; with "previous", while the norm of a step accumulates
+        # From `check` until `step` after the backward that used it; with "previous", from the previous step.
         self._verdict: Verdict | None = None
-        self._ended = False  # whether the norm of this step is known, with "previous"
-        self._stepped = False  # whether a backward has stepped by the verdict of `check`
+        self._ended = False  # with "previous", whether the norm of this step is complete
+        self._stepped = False  # whether a backward has used the verdict of `check`
         self._buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
-        self._last: dict[Any, Bucket] = {}  # the bucket that is being filled, by key
-        self._began = False  # whether a backward was seen
+        self._last: dict[Any, Bucket] = {}  # the bucket being filled, by key
+        self._began = False  # whether a backward has run
         self._accumulating = False
-        self._lock = threading.RLock()  # one thread of autograd per device calls the hooks
+        self._lock = threading.RLock()  # autograd calls the hooks from one thread per device
         self._steps = BackwardSteps("a backward that steps", (READ, ADD, INSTEAD), self._take, self._finish)
         self._hooks: list[Any] = []
         for parameter in parameters_of(optimizer):
@@ -120,23 +120,23 @@ class StepInBackward:
 
     @property
     def buckets(self) -> list[int]:
-        """Bytes of the gradients of each bucket. The first backward fills the buckets; before it there are none."""
+        """The bytes of gradients per bucket. Without a process group, the first backward creates the buckets."""
         return [bucket.size for bucket in self._buckets]
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A context in which backwards only add to ``.grad``: for all but the last micro-batch of a step.
+        """A context in which backwards only accumulate into ``.grad``: for all but the last micro-batch of a step.
 
-        The gradients of all parameters then exist until the last backward, in which each is stepped and freed. Under
-        FSDP2, ``set_requires_gradient_sync(False)`` has the same effect on the step, with unsharded gradients.
+        All gradients then exist until the last backward, which steps and frees them one by one. Under FSDP2,
+        ``set_requires_gradient_sync(False)`` has the same effect on the step, with unsharded gradients.
 
         Raises:
             RuntimeError: the step needs a backward in `check`, which would free the accumulated gradients.
         """
         if self._checks:
             raise RuntimeError(
-                "Expected no accumulation with clipping='exact' or a scaler, whose check frees the gradients that are "
-                "accumulated: all of them exist in any case, so call remove() and step after the backward"
+                "Expected no accumulation with clipping='exact' or a scaler, whose check frees the accumulated "
+                "gradients: accumulation keeps all of them in any case, so call remove() and step after the backward"
             )
         before, self._accumulating = self._accumulating, True
         try:
@@ -148,12 +148,12 @@ class StepInBackward:
     def check(self) -> Iterator[None]:
         """A context for the first backward of a step with ``clipping="exact"`` or a scaler.
 
-        Gradients are checked and freed in it, and no parameter changes. Then run the same backward once more, which
-        steps: keep the graph (``retain_graph=True``), or compute the same loss again, with the same random numbers.
-        On all ranks, since they combine their norms when the context ends.
+        Its gradients are checked and freed, and no parameter changes. Then run the same backward again, which steps:
+        keep the graph (``retain_graph=True``), or recompute the same loss with the same random numbers. All ranks must
+        enter the context, because they combine their norms when it ends.
 
         Raises:
-            RuntimeError: the steps need no check; gradients of an earlier backward exist; or no backward ran in the
+            RuntimeError: the steps need no check, gradients of an earlier backward exist, or no backward ran in the
                 context.
         """
         optimizer, scaler = self._optimizer, self._scaler
@@ -183,15 +183,15 @@ class StepInBackward:
         self._verdict = verdict
 
     def state_dict(self) -> dict[str, float | None]:
-        """What a resumed run needs with ``clipping="previous"``: the last sum of squares. Waits for the device."""
+        """State for resuming with ``clipping="previous"``: the last sum of squares. Waits for the device."""
         verdict = self._verdict if self.clipping == "previous" else None
         return {"sum_of_squares": None if verdict is None else verdict.sum_of_squares.item()}
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
-        """Continue from what `state_dict` returned.
+        """Load the result of `state_dict`.
 
         Raises:
-            ValueError: the state is not one of `state_dict`.
+            ValueError: `state` was not returned by `state_dict`.
         """
         squares = state.get("sum_of_squares")
         if "sum_of_squares" not in state or not (squares is None or type(squares) is float):
@@ -202,7 +202,7 @@ class StepInBackward:
             self._verdict.sum_of_squares.fill_(squares)
 
     def remove(self) -> None:
-        """Step no longer in the backward. Gradients that later backwards compute wait for ``optimizer.step()``."""
+        """Stop stepping in the backward. Gradients of later backwards are kept for ``optimizer.step()``."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -226,20 +226,20 @@ class StepInBackward:
             self._steps.refuse_second_gradient(parameter)
             mesh = getattr(parameter, "device_mesh", None)
             if mesh is not None and mesh.device_type == "cuda" and parameter.device.type == "cpu":
-                torch.cuda.current_stream().synchronize()  # on it, FSDP2's CPUOffloadPolicy still copies the gradient
+                torch.cuda.current_stream().synchronize()  # FSDP2's CPUOffloadPolicy is still copying the gradient
             bucket = self._bucket_of.get(id(parameter))
             if bucket is None:
                 assert parameter.grad is not None  # autograd calls the hook after it has stored the gradient
                 bucket = self._assign(parameter, local(parameter.grad))
             stream = torch.cuda.current_stream(parameter.device) if parameter.device.type == "cuda" else None
             bucket.arrived[id(parameter)] = parameter, stream
-            # While the first backward fills a bucket, all its members have arrived: it is then complete by its size.
+            # While the first backward fills a bucket, all members so far have arrived, so its size decides.
             filled = self._reduction is not None or bucket is not self._buckets[-1]
             if len(bucket.arrived) == len(bucket.members) and (filled or bucket.size >= self.bucket_bytes):
                 self._complete(bucket)
 
     def _assign(self, parameter: torch.Tensor, grad: torch.Tensor, key: Any = None) -> Bucket:
-        """Put a parameter into the last bucket with a key, or into a new one if that is full."""
+        """Add a parameter to the last bucket of this key, or to a new one if that is full."""
         bucket = self._last.get(key)
         if bucket is None or bucket.size >= self.bucket_bytes:
             bucket = self._last[key] = Bucket(len(self._buckets))
@@ -250,9 +250,9 @@ class StepInBackward:
         return bucket
 
     def _assign_all(self, model: torch.nn.Module, group: Any) -> None:
-        """Put all parameters into buckets, which all ranks must have alike, in the reverse order of the optimizer.
+        """Assign all parameters to buckets in reverse order of the optimizer, which makes them the same on all ranks.
 
-        Parameters and buffers become those of the first rank.
+        Also broadcasts parameters and buffers from the first rank.
         """
         for parameter in reversed(parameters_of(self._optimizer)):
             if parameter.requires_grad:
@@ -265,7 +265,7 @@ class StepInBackward:
                 tensor.copy_(values)
 
     def _complete(self, bucket: Bucket) -> None:
-        """Use the gradients of a complete bucket, or reduce them first, when those of the buckets before it are."""
+        """Use the gradients of a complete bucket. With a process group, reduce buckets in order before their use."""
         if self._reduction is None:
             with self._arrived(bucket) as ready:
                 self._use(bucket, ready)
@@ -275,7 +275,7 @@ class StepInBackward:
             self._reduce(self._reduction)
 
     def _reduce(self, reduction: BucketReduction) -> None:
-        """Use the gradients of the bucket that is being reduced, and begin with those of the next one."""
+        """Use the gradients of the bucket being reduced, and start to reduce the next bucket."""
         self._use_reduced(reduction)
         bucket = self._buckets[reduction.following]
         with self._arrived(bucket):
@@ -290,10 +290,10 @@ class StepInBackward:
 
     @contextmanager
     def _arrived(self, bucket: Bucket) -> Iterator[list[torch.Tensor]]:
-        """A context that uses the gradients of a bucket that have arrived, whose parameters it returns."""
+        """A context that uses the bucket's gradients that have arrived, and yields their parameters."""
         ready = [parameter for parameter in bucket.members if id(parameter) in bucket.arrived]
-        # Parts of the forward may have run on other streams, on which autograd then computes their gradients. Those
-        # streams also reuse the memory of the gradients, and read the parameters.
+        # Autograd computes gradients on the streams of the forward. Those streams will also reuse the memory of the
+        # gradients, and read the parameters.
         streams = {(stream, parameter.device) for parameter, stream in bucket.arrived.values() if stream is not None}
         waits = [(stream, torch.cuda.current_stream(device)) for stream, device in streams]
         bucket.arrived = {}
@@ -306,7 +306,7 @@ class StepInBackward:
                 stream.wait_stream(current)
 
     def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
-        """Check gradients of a bucket, or update their parameters, and free them."""
+        """Check the gradients of a bucket, or update its parameters, and free the gradients."""
         if self._checks and self._checker is not None:
             self._checker.add_part(ready, None if self._scaler is None else self._scaler.factor())
             for parameter in ready:
@@ -330,43 +330,43 @@ class StepInBackward:
             step() if decision is None else optimizer.apply(decision, step)
 
     def _decision(self) -> Decision | None:
-        """The decision about the present step; None if it neither unscales nor clips."""
+        """The decision about the current step; None if it neither unscales nor clips."""
         if self._scaler is not None:
             return self._scaler.decision(self._optimizer)
         limit = self._optimizer.max_grad_norm
         return None if self._verdict is None else Decision(self._verdict, None, limit, skips=False)
 
     def _refuse_without_check(self) -> None:
-        """Raise unless a backward may step, or is checked."""
+        """Raise if this backward would step without the check that it needs."""
         if not self._checks or self._checker is not None:
             return
         self._refuse_without_hook()
         optimizer, scaler = self._optimizer, self._scaler
         checked = self._verdict is not None and not self._stepped
-        # `update` or `unscale_` may have been called since.
+        # `update` or `unscale_` may have been called in the meantime.
         if not checked or (scaler is not None and scaler.verdict_of(optimizer) is not self._verdict):
             raise RuntimeError(
                 "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
                 "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
-                "then once more"
+                "then again"
             )
 
     def _refuse_without_hook(self) -> None:
-        """Raise if a parameter could get a gradient that no check finds."""
+        """Raise if a trained parameter has no hook, so that its gradient would escape the check."""
         for parameter in parameters_of(self._optimizer):
             if parameter.requires_grad and not self._steps.has_hook(parameter):
                 raise RuntimeError(
-                    "Expected the parameters that step_in_backward found to be all that are trained with "
-                    f"clipping='exact' or a scaler, but got another one of shape {tuple(parameter.shape)}: after "
-                    "requires_grad_() or add_param_group(), call remove() and step_in_backward again"
+                    "Expected no new trainable parameters after step_in_backward with clipping='exact' or a scaler, "
+                    f"but got one of shape {tuple(parameter.shape)}: after requires_grad_() or add_param_group(), call "
+                    "remove() and step_in_backward again"
                 )
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called by `optimizer.step()`, which steps the gradients that no backward has stepped."""
+        """Called before `optimizer.step()`, which steps all gradients that no backward has stepped."""
         optimizer = self._optimizer
         if self._checks:
             self._refuse_without_hook()
-        closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))  # which runs a backward
+        closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))  # it will run a backward
         self._steps.check_step(optimizer.param_groups, [] if closure else parameters_of(optimizer))
         if self._reduction is not None and any(gradient_of(p) is not None for p in parameters_of(optimizer)):
             raise RuntimeError(
@@ -374,14 +374,14 @@ class StepInBackward:
                 "its ranks: call zero_grad(); run the last backward outside of accumulate(); call step_in_backward "
                 "again after requires_grad_()"
             )
-        if self.clipping is None or self._scaler is not None:  # which decides
+        if self.clipping is None or self._scaler is not None:  # the scaler decides
             return
         if self.clipping == "previous" and not self._ended:
             self._end_norm()
         optimizer.decide(self._decision())
 
     def _end_norm(self) -> None:
-        """Combine the norm of the gradients of this step, to which the next one clips."""
+        """Complete the norm of the gradients of this step, which the next step clips by."""
         checker = self._norm_parts()
         left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
         if left:
@@ -390,7 +390,7 @@ class StepInBackward:
         self._ended = True
 
     def _norm_parts(self) -> Checker:
-        """The check of the gradients of this step with ``clipping="previous"``, begun if it was not."""
+        """The checker that accumulates the norm of this step with ``clipping="previous"``."""
         if self._checker is None:
             self._checker, self._ended = self._optimizer.checker, False
             self._checker.begin_parts()
@@ -400,11 +400,11 @@ class StepInBackward:
         """The 2-norm of the gradients of the backward that has stepped, for trainers. Call it on all ranks.
 
         Args:
-            max_norm: the norm to which the trainer clips, which must be ``max_grad_norm`` of the optimizer; None if it
-                does not clip.
+            max_norm: the norm to which the trainer clips, which must equal the optimizer's ``max_grad_norm``; None if
+                the trainer does not clip.
 
         Returns:
-            The norm, 0-dim fp32; NaN if it is not known, since nothing clips.
+            The norm, a 0-dim fp32 tensor; NaN if it was not computed, as without clipping and without a scaler.
 
         Raises:
             RuntimeError: the backward has clipped to another norm, or not at all.
@@ -412,9 +412,9 @@ class StepInBackward:
         limit = None if self.clipping is None else self._optimizer.max_grad_norm
         if max_norm is not None and max_norm != limit:
             raise RuntimeError(
-                "Expected a trainer to clip to the max_grad_norm of the optimizer, to which the backward has clipped, "
-                f"but got {max_norm} with max_grad_norm={limit}: make the optimizer with max_grad_norm={max_norm} and "
-                "call step_in_backward with clipping='previous', or let the trainer not clip"
+                "Expected a trainer to clip to the optimizer's max_grad_norm, to which the backward has clipped, "
+                f"but got {max_norm} with max_grad_norm={limit}: create the optimizer with max_grad_norm={max_norm} "
+                "and call step_in_backward with clipping='previous', or disable clipping in the trainer"
             )
         if self.clipping == "previous" and not self._ended:
             self._end_norm()
@@ -423,7 +423,7 @@ class StepInBackward:
         return norm_of(self._verdict)
 
     def _after_step(self) -> None:
-        self._steps.clear()  # a closure may have run a backward since the beginning
+        self._steps.clear()  # a closure may have run a backward
         if self.clipping is None:
             return
         self._ended = False
@@ -431,10 +431,10 @@ class StepInBackward:
             self._verdict = None
 
     def _finish(self, failed: bool) -> None:
-        """Called when a backward has ended: use the buckets of which some parameters had no gradient."""
+        """Called when a backward has ended: use incomplete buckets, in which some parameters got no gradient."""
         with self._lock:
             reduction = self._reduction
-            if failed:  # `step` takes the gradients that it left
+            if failed:  # `step` uses the gradients that remain
                 for bucket in self._buckets:
                     bucket.arrived = {}
             elif reduction is None:
@@ -451,14 +451,14 @@ class StepInBackward:
 
 
 def is_wrapped_by_ddp(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether DistributedDataParallel wraps any of the parameters: each rank would step with its own gradients."""
+    """Whether DistributedDataParallel wraps any of the parameters, so that ranks would step with local gradients."""
     ids = set(map(id, parameters))
     wrappers = wrapped_by("DistributedDataParallel")
     return any(id(parameter) in ids for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def _has_accumulated(model: torch.nn.Module | None) -> bool:
-    """Whether FSDP2 holds gradients of earlier backwards that it has not reduced yet."""
+    """Whether FSDP2 has accumulated gradients that it has not reduced yet."""
     if model is None or default_group() is None:
         return False
     from halfstep.integrations.fsdp import parameter_groups, unsharded_grad
@@ -482,38 +482,38 @@ def step_in_backward(
 ) -> StepInBackward:
     """Update parameters inside ``backward()``, as soon as their gradients are complete, and free the gradients.
 
-    The training loop stays as it is: ``optimizer.step()`` updates the parameters that still have a gradient, usually
-    none, and calls its hooks; schedulers follow it as before. The weights have the bits of a step after the backward.
-    Call this after the model is on its device and sharded, by FSDP2, HSDP or tensor parallelism.
+    The training loop stays the same: ``optimizer.step()`` updates the parameters that still have a gradient, usually
+    none, and calls its hooks; schedulers follow it as before. Weights are bit-identical to those of a step after the
+    backward. Call this once the model is on its device and sharded, by FSDP2, HSDP or tensor parallelism.
 
     Args:
         model: the model whose backward steps.
-        optimizer: a halfstep optimizer of parameters of `model`, or a wrapper as Accelerate's.
+        optimizer: a halfstep optimizer of parameters of `model`, or a wrapper of one, such as Accelerate's.
         bucket_bytes: gradients are collected until they take this many bytes on this rank, and then stepped by one
-            launch per dtype. A bucket is larger by up to one gradient.
-        clipping: how to clip to the ``max_grad_norm`` of the optimizer. ``"exact"`` computes the norm in a backward of
-            its own, see `StepInBackward.check`. ``"previous"`` takes the norm of the last step, and does not clip the
-            first one; it reads each gradient once more, and ``optimizer.step()`` must be called after each backward,
-            by all ranks. Save its norm with `StepInBackward.state_dict`. None for optimizers without a limit.
-        scaler: the scaler of the loss, needed for fp16 parameters. Each step then needs a `StepInBackward.check`, which
-            finds an overflow before a parameter changes. ``scaler.clip_grad_norm_`` follows the check; ``scaler.step``
-            and ``scaler.update`` follow the backward that steps.
-        process_group: a group of ranks that train replicas of `model`, which DistributedDataParallel must not wrap.
-            Parameters and buffers become those of its first rank, and each bucket of gradients is averaged over the
+            launch per dtype. A bucket may exceed it by up to one gradient.
+        clipping: how to clip to the optimizer's ``max_grad_norm``. ``"exact"`` computes the norm in an additional
+            backward, see `StepInBackward.check`. ``"previous"`` uses the norm of the previous step, and does not clip
+            the first step. It reads each gradient once more, and all ranks must call ``optimizer.step()`` after each
+            backward. Save its norm with `StepInBackward.state_dict`. None for optimizers without ``max_grad_norm``.
+        scaler: the loss scaler, required for fp16 parameters. Each step then needs a `StepInBackward.check`, which
+            detects an overflow before a parameter changes. Call ``scaler.clip_grad_norm_`` after the check, and
+            ``scaler.step`` and ``scaler.update`` after the backward that steps.
+        process_group: the ranks that train replicas of `model`, which must not be wrapped by DistributedDataParallel.
+            Parameters and buffers are broadcast from its first rank, and each bucket of gradients is averaged over the
             ranks before it is used, from the last parameter to the first. All ranks must run the same backwards.
-            Buffers, such as the statistics of batch norms, are not sent again.
+            Buffers, such as BatchNorm statistics, are not synchronized again.
 
     Returns:
         A handle with `StepInBackward.check`, `StepInBackward.accumulate` for gradient accumulation and
         `StepInBackward.remove`.
 
     Raises:
-        TypeError, ValueError: an argument is not allowed, or does not fit the others. Nothing was changed.
+        TypeError, ValueError: an argument is invalid, or does not fit the others. Nothing is changed.
 
     Note:
-        A step after each of several backwards of one iteration is rarely meant: use `StepInBackward.accumulate` for
-        all but the last. Reentrant activation checkpointing computes the gradient of a parameter that several segments
-        share in several parts, and each would be stepped: use ``use_reentrant=False``.
+        With several backwards per iteration, use `StepInBackward.accumulate` for all but the last; otherwise each of
+        them steps. Reentrant activation checkpointing computes the gradient of a parameter that several segments share
+        in several parts, and each part would be stepped: use ``use_reentrant=False``.
 
     Examples:
         >>> from halfstep.integrations.release import step_in_backward
@@ -530,9 +530,9 @@ def step_in_backward(
     _check(model, inner, bucket_bytes, clipping, scaler)
     if scaler is not None and inner is not optimizer:
         raise TypeError(
-            f"Expected optimizer to be an optimizer of halfstep with a scaler, but got a "
-            f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the optimizer "
-            "in it, also to scaler.step"
+            f"Expected optimizer to be a halfstep optimizer if there is a scaler, but got a "
+            f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the wrapped "
+            "optimizer, also to scaler.step"
         )
     process_group = _checked_group(model, inner, process_group)
     handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
@@ -541,7 +541,7 @@ def step_in_backward(
 
 
 def _checked_group(model: torch.nn.Module, optimizer: LayoutOptimizer, group: Any) -> Any:
-    """The process group, or that of a mesh, after checking that its ranks have the same parameters."""
+    """The process group, or the group of a mesh, after checking that its ranks have the same parameters."""
     group = checked_group(group)
     if group is None:
         return None
@@ -562,17 +562,17 @@ def _checked_group(model: torch.nn.Module, optimizer: LayoutOptimizer, group: An
             differing = next(pair for pair in zip_longest(of_ranks[0], of_rank) if pair[0] != pair[1])
             raise ValueError(
                 f"Expected the same parameters and buffers on all ranks of process_group, but rank {rank} has "
-                f"{differing[1]} where rank 0 has {differing[0]}: make the same model on all ranks"
+                f"{differing[1]} where rank 0 has {differing[0]}: create the same model on all ranks"
             )
     return group
 
 
 def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler: Any) -> None:
     if not isinstance(optimizer, LayoutOptimizer):
-        raise TypeError(f"Expected optimizer to be an optimizer of halfstep, but got a {type(optimizer).__name__}")
+        raise TypeError(f"Expected optimizer to be a halfstep optimizer, but got a {type(optimizer).__name__}")
     if hasattr(optimizer, "in_backward"):
         raise TypeError(
-            f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: make it with "
+            f"Expected optimizer to step on the device, but got a {type(optimizer).__name__}: create it with "
             "in_backward='step' instead"
         )
     check_bucket_bytes(bucket_bytes)
@@ -590,8 +590,8 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler:
     for index, parameter in enumerate(parameters_of(optimizer)):
         if id(parameter) not in of_model:
             raise ValueError(
-                f"Expected parameter {index} of the optimizer to be one of model, but it is not: make the optimizer of "
-                "the sharded model's parameters, and pass that model"
+                f"Expected parameter {index} of the optimizer to be one of model, but it is not: create the optimizer "
+                "with the parameters of the sharded model, and pass that model"
             )
         if parameter.requires_grad and parameter.dtype == torch.float16 and scaler is None:
             raise TypeError(
@@ -614,8 +614,8 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler:
         )
     if scaler is not None and clipping == "previous":
         raise ValueError(
-            "Expected clipping to be 'exact' with a scaler, but got 'previous': an overflow found after a step has "
-            "begun could not undo it"
+            "Expected clipping to be 'exact' with a scaler, but got 'previous': a step that has begun could not be "
+            "undone at an overflow"
         )
     if scaler is not None and scaler.write_back:
         raise ValueError(

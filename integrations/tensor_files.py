@@ -1,4 +1,4 @@
-"""Tensors in a file or a checkpoint, mapped into memory and not executed."""
+"""Read tensors from a file or a checkpoint, memory-mapped and without executing anything."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from halfstep.numerics.messages import printable
 
 LONGEST_NAME = 2000  # characters
 EXPECTED = "pass a checkpoint, a file of torch.save or a safetensors file"
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the files of a folder that are read
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")  # of the files to read in a folder
 
 
 class TensorFileError(ValueError):
-    """A file that cannot be read; the text says which, why, and what to do, in one line that can be printed."""
+    """A file that cannot be read; the message says which, why, and what to do, on one printable line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(printable(text))
 
 
 class TensorFiles(NamedTuple):
-    """Tensors by name, the paths that they are from, and why other files of a folder are not among these."""
+    """Tensors by name, the paths of the files read, and why other files of a folder were skipped."""
 
     tensors: dict[str, torch.Tensor]
     files: list[str]
@@ -40,7 +40,7 @@ class TensorFiles(NamedTuple):
         return {"files": self.files, "skipped": self.skipped}
 
     def lines(self) -> list[str]:
-        """What was read and what was not, in words; of files that were passed, nothing."""
+        """Lines that list the files read and skipped; none if there is only one file."""
         skipped = [f"not read: {path}: {why}" for path, why in self.skipped.items()]
         return [f"read: {', '.join(self.files)}", *skipped] if skipped or len(self.files) > 1 else []
 
@@ -49,11 +49,11 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
     """All tensors of the parts of one checkpoint.
 
     Args:
-        paths: what `read_tensors` reads, and other folders: of Hugging Face, whose index names the files, or with any
-            files of tensors.
+        paths: anything that `read_tensors` reads, and other folders of tensor files, such as Hugging Face's, whose
+            index lists the files.
 
     Raises:
-        TensorFileError: a file cannot be read or is damaged, or two that were passed have a tensor of the same name.
+        TensorFileError: a file cannot be read or is damaged, or two of `paths` have a tensor of the same name.
     """
     result = TensorFiles({}, [], {})
     for path in map(Path, paths):
@@ -66,7 +66,7 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
                 result.skipped[str(part)] = f"holds {error.__cause__}"
                 continue
             if repeated := result.tensors.keys() & tensors.keys():
-                why = f"has a tensor {min(repeated)!r}, and so has a file before it; inspect them one by one"
+                why = f"has a tensor {min(repeated)!r}, which a file before it also has; inspect them one by one"
                 if part == path:
                     raise TensorFileError(f"{path} {why}")
                 result.skipped[str(part)] = why
@@ -77,7 +77,7 @@ def read_all(paths: Sequence[str | Path]) -> TensorFiles:
 
 
 def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
-    """The files of a folder to read, or `path` if it is a file or a folder that `read_tensors` reads."""
+    """The files to read in a folder, or `path` itself if `read_tensors` reads it."""
     entries = {entry.name: entry for entry in sorted(path.iterdir())} if path.is_dir() else {}
     if not entries or {"manifest.json", ".metadata"} & entries.keys():
         return [path]
@@ -88,11 +88,11 @@ def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise TensorFileError(f"{index} is damaged: {error}; download it again, or pass the files") from error
     if missing := sorted(map(str, indexed - entries.keys())):
-        raise TensorFileError(f"{path} has an index, but not {missing[0]}, which it names; add it, or pass the files")
+        raise TensorFileError(f"{path} lacks {missing[0]}, which its index lists; add it, or pass the files")
     parts, folders = [], [str(entry) for entry in entries.values() if entry.is_dir()]
     for name, entry in entries.items():
         if entry.is_dir():
-            skipped[str(entry)] = "a folder; pass it by itself"
+            skipped[str(entry)] = "a folder; pass it separately"
         elif indexed and entry.suffix == ".safetensors" and name not in indexed:
             skipped[str(entry)] = "not in the index"
         elif entry.suffix in SUFFIXES:
@@ -105,17 +105,17 @@ def _parts(path: Path, skipped: dict[str, str]) -> list[Path]:
 
 
 def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors by name, those in nested dicts and lists with dotted names; on the CPU.
+    """All tensors on the CPU by name; tensors in nested dicts and lists have dotted names.
 
-    Their memory is the file's as long as nobody writes to them, except for tensors of which several ranks wrote parts.
-    An expanded tensor holds each value once.
+    They are memory-mapped until written to, except for tensors whose parts were written by several ranks. Expanded
+    dimensions are returned with size 1.
 
     Args:
-        path: a file that `torch.save` wrote, a safetensors file, or the folder of a checkpoint of halfstep or of
-            torch.distributed.checkpoint; which one is told from its content.
+        path: a file of `torch.save`, a safetensors file, or the folder of a checkpoint of halfstep or
+            torch.distributed.checkpoint; the content tells which.
 
     Raises:
-        TensorFileError: it cannot be read, is damaged, or holds objects that loading would have to execute.
+        TensorFileError: the file cannot be read, is damaged, or contains objects whose loading would execute code.
     """
     path = Path(path)
     try:
@@ -127,17 +127,17 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise TensorFileError(f"{path} cannot be read: {error.strerror or error}; {EXPECTED}") from error
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise TensorFileError(f"{path} is a pipe or a device; give a file of tensors, which can be mapped into memory")
+        raise TensorFileError(f"{path} is a pipe or a device; pass a file of tensors, which can be memory-mapped")
     if stat.S_ISREG(mode) and not start:
         raise TensorFileError(f"{path} is empty; {EXPECTED}")
-    if start[:1] == b"\x80" and start[8:] != b"{":  # where the header of safetensors begins
+    if start[:1] == b"\x80" and start[8:] != b"{":  # a safetensors header starts with { at byte 8
         raise TensorFileError(
             f"{path} is a pickle, as torch wrote files before 1.6; load it with torch.load(..., weights_only=True) and "
             "save it again with torch.save"
         )
     problem, read = "is not a safetensors file, is truncated or damaged", _from_safetensors
     if stat.S_ISDIR(mode):
-        problem, read = "is a folder, and no checkpoint, or is damaged", _from_folder
+        problem, read = "is a folder that is not a checkpoint, or is damaged", _from_folder
     elif start[:4] == b"PK\x03\x04" or path.suffix in (".pt", ".pth"):
         problem, read = "is not a file of torch.save, or is damaged", _from_torch
     try:
@@ -145,13 +145,13 @@ def read_tensors(path: str | Path) -> dict[str, torch.Tensor]:
     except TensorFileError:
         raise
     except Refused as error:
-        raise TensorFileError(f"{path} holds {error}; what is not a plain tensor or value is not read") from error
+        raise TensorFileError(f"{path} holds {error}; only plain tensors and values are read") from error
     except (SafetensorError, OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
         raise TensorFileError(f"{path} {problem}: {error}; {EXPECTED}") from error
 
 
 def _from_folder(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    # Imported here because torch.distributed.checkpoint takes as long to import as the rest of torch.
+    # Imported here, because torch.distributed.checkpoint takes as long to import as the rest of torch.
     from halfstep.integrations.checkpoint.importing import open_checkpoint
 
     reader = open_checkpoint(path)
@@ -175,14 +175,14 @@ def _from_torch(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, each once that an expanded one repeats."""
+    """A view of a tensor with its expanded dimensions reduced to size 1."""
     for dimension, step in enumerate(() if tensor.is_meta else tensor.stride()):
         if step == 0 and tensor.shape[dimension]:
             tensor = tensor.narrow(dimension, 0, 1)
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() > max(reach, 0):
         raise PickleError(
-            f"the strides of {name[:100]!r} make {tensor.numel():,} elements of {reach:,}: save a copy of it"
+            f"the strides of {name[:100]!r} turn {reach:,} elements into {tensor.numel():,}: save a copy of it"
         )
     return tensor
 
@@ -198,11 +198,11 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _check_name(name: str) -> None:
     if len(name) > LONGEST_NAME:
-        raise TensorFileError(f"a name in it is longer than {LONGEST_NAME:,} characters: {name[:100]}...")
+        raise TensorFileError(f"a tensor name is longer than {LONGEST_NAME:,} characters: {name[:100]}...")
 
 
 def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """By names that can be printed, with a number behind those that several tensors would have."""
+    """Tensors by printable names, with a number appended to names that would occur more than once."""
     result: dict[str, torch.Tensor] = {}
     times: Counter[str] = Counter()
     for name, tensor in tensors:

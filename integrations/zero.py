@@ -1,9 +1,9 @@
 """ZeRO-1: gather the state of a `ZeroRedundancyOptimizer`, and load it on any number of ranks.
 
-``ZeroRedundancyOptimizer.load_state_dict`` copies the entries of a checkpoint into the state of the local optimizer
-without calling the ``load_state_dict`` of that optimizer. The next step converts them to the optimizer's layout: until
-then they take the bytes that they have in the checkpoint, and nothing has checked them. The functions here pass each
-rank's part through the local optimizer's own methods.
+``ZeroRedundancyOptimizer.load_state_dict`` copies checkpoint entries into the state of the local optimizer without
+calling the local optimizer's ``load_state_dict``. The next step converts them to the optimizer's layout: until then
+they take as many bytes as in the checkpoint, and are not validated. The functions here pass each rank's part through
+the local optimizer's own methods.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from halfstep.numerics.scaling.verdict import parameters_of
 def state_dict(
     optimizer: ZeroRedundancyOptimizer, *, optimizer_state: Literal["held", "canonical"] = "held"
 ) -> dict[str, Any]:
-    """Gather what the local ``held_state_dict()`` would be if one process held all parameters.
+    """Gather the state dict that the local optimizer would return if one process had all parameters.
 
     All ranks of the optimizer's process group must call this.
 
     Args:
-        optimizer: an optimizer whose local optimizer is one of halfstep.
-        optimizer_state: ``"held"`` gathers the state in the bytes that it takes in memory, ``"canonical"`` in fp32.
+        optimizer: an optimizer whose local optimizer is a halfstep optimizer.
+        optimizer_state: ``"held"`` gathers the state as it is in memory, ``"canonical"`` in fp32.
 
     Returns:
         On the first rank of the process group, the state of all parameters, unsharded and on the CPU, numbered as in
@@ -52,7 +52,7 @@ def state_dict(
     group = optimizer.process_group
     number_of = {id(parameter): number for number, parameter in enumerate(parameters_of(optimizer))}
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
-        # A scheduler changes the outer groups.
+        # Schedulers update the outer groups only.
         inner.update({name: value for name, value in outer.items() if name != "params"})
     check_format(optimizer_state, "optimizer_state")
     with saving(optimizer.optim, optimizer_state):
@@ -79,7 +79,7 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
             same on every rank.
 
     Raises:
-        CheckpointError: the state has another number of parameters or groups, or is damaged. Nothing was changed.
+        CheckpointError: the number of parameters or groups differs, or the state is damaged. Nothing is changed.
 
     Examples:
         >>> import torch.distributed as dist
@@ -102,7 +102,7 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
     if len(numbers) != len(parameters) or len(state["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(numbers)} parameters in {len(state['param_groups'])} groups, this "
-            f"one {len(parameters)} in {len(optimizer.param_groups)}; use the same model and groups"
+            f"one {len(parameters)} in {len(optimizer.param_groups)}: use the same model and groups"
         )
     number_of = {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
     local_numbers = [number_of[id(parameter)] for parameter in parameters_of(optimizer.optim)]

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -30,7 +30,8 @@ from halfstep.kernels.backend import (
     resolve,
     tl,
 )
-from halfstep.kernels.formats import TABLE, format_of
+from halfstep.kernels.block_cast import cast_blocks
+from halfstep.kernels.formats import BLOCKS, TABLE, BlockRow, Blocks, block_row, format_of
 from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
@@ -46,7 +47,6 @@ from halfstep.kernels.rounding import (
     stochastic_float32,
     to_float32,
 )
-from halfstep.kernels.threads import threads
 
 CHUNK = 4096
 SLOW_BLOCK = 512  # elements per block if the alignment is unknown: few registers, scalar accesses
@@ -360,7 +360,7 @@ def _cast_into(
         return
     if implementation == "native":
         codes = format_of(pair[0]).code, format_of(pair[1]).code
-        native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, threads())
+        native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, native.threads())
         return
     options, seeds = _options(*pair, mode, saturate), (_unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32))
     if single:
@@ -445,6 +445,16 @@ _cast: Op = Op(
 # ------------------------------------------------------------------------------------------------------------- public
 
 
+def _block_of(dtype: object) -> tuple[BlockRow, str] | None:
+    """The row and the rule of the name of a format of blocks; None for what is no name."""
+    if not isinstance(dtype, str):
+        return None
+    if (found := block_row(dtype)) is None:
+        names = ", ".join(repr(row.name) for row in BLOCKS)
+        raise ValueError(f"Expected dtype to be a dtype or a format of blocks, such as {names}, but got {dtype!r}")
+    return found
+
+
 def _check_options(dtype: object, rounding: object, seed: object) -> None:
     if dtype not in DTYPES:
         raise TypeError(f"Expected dtype to be one of {', '.join(map(str, DTYPES))}, but got {dtype!r}")
@@ -484,16 +494,28 @@ def _drawn() -> torch.Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
 
 
+@overload
+def cast(
+    x: torch.Tensor, dtype: torch.dtype, *, rounding: str = ..., saturate: bool = ..., seed: int | None = ...,
+    out: torch.Tensor | None = ..., offset: int = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def cast(
+    x: torch.Tensor, dtype: str, *, rounding: str = ..., saturate: bool = ..., seed: int | None = ...,
+    offset: int = ..., axis: int | tuple[int, int] | None = ..., global_scale: torch.Tensor | float | None = ...,
+) -> Blocks: ...  # fmt: skip
 def cast(
     x: torch.Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     *,
     rounding: str = "nearest",
     saturate: bool = False,
     seed: int | None = None,
     out: torch.Tensor | None = None,
     offset: int = 0,
-) -> torch.Tensor:
+    axis: int | tuple[int, int] | None = None,
+    global_scale: torch.Tensor | float | None = None,
+) -> torch.Tensor | Blocks:
     """Cast a tensor to another format, rounding once. The bits are the same on every device.
 
     Differentiable: the gradient is cast back to ``x.dtype``, to nearest and without saturation, whatever the rounding
@@ -501,12 +523,14 @@ def cast(
 
     Args:
         x: any shape and strides; fp32, fp16, bf16, float8_e4m3fn or float8_e5m2.
-        dtype: one of the same dtypes.
+        dtype: one of the same dtypes, or the name of a format of blocks, such as ``"mxfp8_e4m3"`` or ``"nvfp4"``, for
+            which `x` is fp32, fp16 or bf16.
         rounding: ``"nearest"`` (ties to even), ``"toward_zero"``, or ``"stochastic"`` (up or down at random, with
             probabilities that make the expectation `x`, also for subnormal numbers; values that `dtype` represents
             never change).
         saturate: if True, overflow and infinities become the largest finite number. Otherwise overflow becomes
-            infinity, or NaN in float8_e4m3fn, which has no infinity. NaN stays NaN in both cases.
+            infinity, or NaN in float8_e4m3fn, which has no infinity. NaN stays NaN in both cases. In a format of blocks
+            it says what becomes of a scale that overflows, and of infinities; elements always saturate.
         seed: seed of stochastic rounding, 0 to 2^63 - 1. Default: drawn from torch's CPU generator, so that
             ``torch.manual_seed`` controls it. The noise of an element depends only on the seed and on its row-major
             index, not on strides, device or launch.
@@ -514,27 +538,50 @@ def cast(
             differentiable.
         offset: index of the first element of `x` in the tensor that it is part of, up to 2^60 - 1. With the same seed,
             ``cast(x[a:b], offset=a)`` equals ``cast(x)[a:b]`` for a flat `x`.
+        axis: of a format of blocks, the dimension in which elements are consecutive (default: the last one), or two for
+            square blocks. The last block may be short.
+        global_scale: of NVFP4, a number, or a tensor of one, from 2^-117 to 2^118, which is not checked. Default: the
+            largest finite magnitude over 2688.
 
     Returns:
-        A new tensor, even if `x` already has `dtype`, with the strides of `x` if those are dense; or `out`.
+        A new tensor, even if `x` already has `dtype`, with the strides of `x` if those are dense; or `out`. For a
+        format of blocks, `halfstep.kernels.formats.Blocks` of contiguous tensors, in plain torch and not
+        differentiable; `halfstep.decode` decodes them.
 
     Raises:
         TypeError: `x`, `dtype`, `seed` or `offset` is not of the types above.
-        ValueError: `rounding` is unknown, `seed` is out of range or given without stochastic rounding, `offset` is out
-            of range, or `out` has another shape, dtype or device.
+        ValueError: `rounding` or the name of a format is unknown, `axis`, `global_scale` or `out` does not fit, `seed`
+            is out of range or given without stochastic rounding, or `offset` is out of range.
 
     Examples:
         >>> halfstep.cast(torch.tensor([1.0, 65519.0, 65520.0]), torch.float16)
         tensor([1.0000e+00, 6.5504e+04,        inf], dtype=torch.float16)
         >>> halfstep.cast(torch.tensor([500.0]), torch.float8_e4m3fn, saturate=True)
         tensor([448.], dtype=torch.float8_e4m3fn)
+        >>> halfstep.cast(torch.tensor([0.1, 3.0, -100.0, 500.0]), "mxfp8_rceil").scales
+        tensor([2.], dtype=torch.float8_e8m0fnu)
         >>> x = torch.full((10_000,), 1 + 2.0**-9)  # a quarter of the way from 1 to the next bf16 number
         >>> halfstep.cast(x, torch.bfloat16, rounding="stochastic", seed=0).float().mean()
         tensor(1.0020)
     """
-    _check_options(dtype, rounding, seed)
+    block = _block_of(dtype)
+    _check_options(DTYPES[0] if block else dtype, rounding, seed)
     _check_offset(offset, "offset")
-    multi_tensor.check_tensor(x, "x", DTYPES)
+    multi_tensor.check_tensor(x, "x", multi_tensor.FLOATS if block else DTYPES)
+    if block:
+        if out is not None:
+            raise ValueError("Expected out to be None for a format of blocks, but got a tensor: leave it out")
+        words = None
+        if rounding == "stochastic":
+            index = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
+            words = reference_words(index, int(_drawn()) if seed is None else seed).view(x.shape)
+        return cast_blocks(x, *block, axis, ROUNDINGS.index(rounding), saturate, words, global_scale)
+    assert isinstance(dtype, torch.dtype)
+    if axis is not None or global_scale is not None:
+        raise ValueError(
+            f"Expected axis and global_scale to be None for {dtype}, which has no blocks: leave them out, or name a "
+            "format of blocks"
+        )
     if out is None:
         token = None
         if rounding == "stochastic":

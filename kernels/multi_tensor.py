@@ -130,6 +130,7 @@ class TensorTable:
         chunk_tensor: int32 of shape ``(chunks,)``, the index of the tensor of each chunk.
         tensors, chunks, chunk: numbers of tensors in each list, of chunks, and of elements per chunk.
         operands, addresses: the first arguments of kernels, and of functions of C++.
+        scratch: memory of the family, which calls with this table reuse.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class TensorTable:
             owner = torch.arange(self.tensors, dtype=torch.int32, device="cpu")
             self.chunk_tensor = torch.repeat_interleave(owner, counts).to(device)
         self.operands = self.rows, self.chunk_tensor, self.tensors
+        self.scratch: Any = None
         self.written: list[list[int] | None] = [*contents, *[None] * (operands - len(contents))]
         self.addresses = address(self.rows), address(self.chunk_tensor), self.tensors, self.chunks
 

@@ -27,6 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfstep.kernels.compiler import EXACT, compiler, prebuilt
 
 _HERE = Path(__file__).resolve().parent
@@ -145,11 +147,8 @@ def _add(folder: Path | None, name: str, source: Path, command: list[str]) -> ct
 
 
 def _compiled(family: str, source: Path) -> ctypes.CDLL | str:
-    if brought := prebuilt(source):
-        import torch  # noqa: F401  # which brings the functions of OpenMP
-
-        if (library := _loaded(brought)) is not None:
-            return library
+    if (library := _loaded(prebuilt(source))) is not None:  # with the functions of OpenMP that torch has brought
+        return library
     if sys.platform == "win32":
         return "compiled CPU kernels are not supported on Windows"
     command = compiler()
@@ -213,3 +212,31 @@ def library(family: str) -> Any:
         )
         return None
     return declare(result, source.read_text())
+
+
+_in_parallel = False  # whether OpenMP may have started threads in this process
+_without_threads = False  # whether this process was forked from one with such threads
+
+
+def threads() -> int:
+    """For kernels: as many as torch uses, or 1 in a process that was forked after kernels had run in parallel."""
+    global _in_parallel
+    if _without_threads:
+        return 1
+    count = torch.get_num_threads()
+    _in_parallel = _in_parallel or count > 1
+    return count
+
+
+def _after_fork() -> None:
+    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has. This
+    concerns our kernels and torch, whose operations build the tables.
+    """
+    global _without_threads
+    if _in_parallel:
+        _without_threads = True
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -79,7 +79,14 @@ def reference_round(
     Returns:
         A tensor of the shape of `x` and dtype `dtype`.
     """
-    form = FORMATS[dtype]
+    code = reference_codes(x, FORMATS[dtype], rounding, saturate, words)
+    return code.to(torch.int16 if FORMATS[dtype].bits == 16 else torch.uint8).view(dtype)
+
+
+def reference_codes(
+    x: torch.Tensor, form: Format, rounding: int, saturate: bool, words: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The codes of `reference_round` in int32, also of formats without a dtype, in which numbers must `saturate`."""
     dropped = 23 - form.mantissa
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -106,8 +113,7 @@ def reference_round(
     if rounding == TOWARD_ZERO and not saturate:
         code = torch.where(magnitude == 0x7F800000, form.overflow, code)
     code = torch.where(magnitude > 0x7F800000, form.nan, code)
-    code = code | ((bits >> (32 - form.bits)) & (1 << (form.bits - 1)))
-    return code.to(torch.int16 if form.bits == 16 else torch.uint8).view(dtype)
+    return code | ((bits >> (32 - form.bits)) & (1 << (form.bits - 1)))
 
 
 def round_to_24_bits(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:

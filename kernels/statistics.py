@@ -16,23 +16,28 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels import cells, multi_tensor, native
+from halfstep.kernels import cells, multi_tensor
 from halfstep.kernels.backend import EXACT, jit, launch_kernel, resolve, tl
 from halfstep.kernels.cells import CELLS, CLASSES, ZERO, Grid
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, address, alignments, locate, own_operations
+from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, alignments, locate, own_operations
 from halfstep.kernels.rounding import to_float32
-from halfstep.kernels.threads import threads
 
 CHUNK = 16384  # elements of one program
 BLOCK = 2048  # elements that it adds up together
+PATTERNS = 2**15  # of 16 bits, without the sign
 
 # --------------------------------------------------------------------------------------------------------- reference
 
 
 def reference(
-    x: torch.Tensor, counts: torch.Tensor, grid: Grid, scale: torch.Tensor | None = None, inverted: bool = False
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    grid: Grid,
+    scale: torch.Tensor | None = None,
+    inverted: bool = False,
+    weights: torch.Tensor | None = None,
 ) -> None:
     """Add the elements of one tensor to its counts.
 
@@ -44,10 +49,13 @@ def reference(
         bin[r] += 1
 
     Args:
-        x: (n,) fp32.
+        x: (n,) fp32, fp16 or bf16.
         counts: (`width(errors)`,) int64: the cells and, if it is as long, the bins and the largest error.
         grid, scale, inverted: the format, and a 0-dim fp32 number to multiply or divide by; None for 1.
+        weights: (n,) int64, how often each element occurs; None for once.
     """
+    if weights is None:
+        weights = torch.ones((), dtype=torch.int64, device=x.device).expand_as(x)
     factor: Any = 1.0
     shift: Any = 0
     if scale is not None:
@@ -56,6 +64,7 @@ def reference(
         exponent = (bits >> 23) - 127
         shift = torch.where(is_power, -exponent if inverted else exponent, 0)
         factor = torch.where(is_power, 1.0, inverse(scale) if inverted else scale)
+    x = x.float()
     unscaled = x.view(torch.int32) & 0x7FFFFFFF
     magnitude = (x * factor).view(torch.int32) & 0x7FFFFFFF
     small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
@@ -67,7 +76,7 @@ def reference(
     cell = torch.where(unscaled >= 0x7F800000, cells.INFINITE * CLASSES, cell)
     cell = torch.where(unscaled > 0x7F800000, cells.NOT_A_NUMBER * CLASSES, cell)
     cell = torch.where(unscaled == 0, ZERO * CLASSES, cell)
-    counts.scatter_add_(0, cell.long(), torch.ones((), dtype=torch.int64, device=x.device).expand_as(cell))
+    counts.scatter_add_(0, cell.long(), weights)
     if counts.numel() == CELLS:
         return
     significand = fraction | 0x800000
@@ -77,13 +86,30 @@ def reference(
     remainder = significand & (unit - 1)
     error = torch.minimum(remainder, unit - remainder)
     relative = (error.float() / significand.float()).view(torch.int32)
-    counted = (cell < ZERO * CLASSES) & (
-        (exponent < grid.emax) | ((exponent == grid.emax) & (fraction < grid.overflow))
-    )
+    inside = (exponent < grid.emax) | ((exponent == grid.emax) & (fraction < grid.overflow))
+    counted = inside & (cell < ZERO * CLASSES) & (weights > 0)
     error_bin = torch.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
-    counts[CELLS:].scatter_add_(0, torch.where(counted, error_bin, 0).long(), counted.long())
+    counts[CELLS:].scatter_add_(0, torch.where(counted, error_bin, 0).long(), counted * weights)
     if x.numel():
         counts[-1].clamp_(min=torch.where(counted, relative, 0).amax().long())
+
+
+def count_on_cpu(
+    x: torch.Tensor, counts: torch.Tensor, grid: Grid, scale: torch.Tensor | None = None, inverted: bool = False
+) -> None:
+    """What `reference` counts of a flat fp32, fp16 or bf16 tensor, with temporaries that fit into the caches.
+
+    Each pattern of a long 16-bit tensor is examined once, with the number of its elements; signs do not count.
+    """
+    if x.element_size() == 4 or x.numel() < PATTERNS:
+        for part in x.split(CHUNK):
+            reference(part, counts, grid, scale, inverted)
+        return
+    patterns = torch.arange(PATTERNS, dtype=torch.int32, device=x.device).to(torch.int16).view(x.dtype)
+    weights = torch.zeros(PATTERNS, dtype=torch.int64, device=x.device)
+    for part in x.view(torch.int16).split(2**20):
+        weights += torch.bincount(part & 0x7FFF, minlength=PATTERNS)
+    reference(patterns, counts, grid, scale, inverted, weights)
 
 
 # ----------------------------------------------------------------------------------------------------------- kernels
@@ -213,22 +239,17 @@ def foreach_count_(
     rows = range(len(listed)) if rows is None else rows
     flat, device, errors = multi_tensor.all_flattened(listed), listed[0].device, counts.shape[1] > CELLS
     implementation = resolve(device, "statistics") if in_memory else "reference"
+    count = count_on_cpu if in_memory and device.type == "cpu" else reference
     number = None if scale is None else scale.detach().reshape(())
-    with nullcontext() if in_memory else own_operations(listed):
+    with own_operations(listed) if implementation == "reference" else nullcontext():
         for dtype, indices in multi_tensor.by_dtype(flat).items():
             group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
             if implementation == "reference":
                 for tensor, row in zip(group, group_rows, strict=True):
-                    reference(tensor.reshape(-1).float(), counts[row], grid, number, inverted)
+                    count(tensor.reshape(-1), counts[row], grid, number, inverted)
                 continue
             table = _tables[dtype].table(group, numbers=[group_rows])
             if not table.chunks:
-                continue
-            if implementation == "native":
-                native.library("statistics").halfstep_count(
-                    *(*table.addresses, None if number is None else address(number), inverted, *grid, errors),
-                    *(format_of(dtype).code, address(counts), counts.shape[1], threads()),
-                )
                 continue
             number = torch.ones((), dtype=torch.float32, device=device) if number is None else number
             operands = *table.operands, number, counts, *grid

@@ -4,17 +4,16 @@
 (2 or 4 B); unscaling in place also writes it (4 or 8 B).
 
 A call needs one launch per dtype, and one that combines the sums of the chunks and the flags of the tensors. These
-intermediate results, one fp64 number per chunk and one int32 per tensor, are stored in buffers that each thread and
-stream reuses. The last launch sets the flags to zero for the next call.
+intermediate results, one fp64 number per chunk and one int32 per tensor, are stored in buffers that calls with the
+same table reuse. The last launch sets the flags to zero for the next call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -25,8 +24,7 @@ from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
 from halfstep.kernels.rounding import from_float32, to_float32
-from halfstep.kernels.streams import current_stream, to_device, upload
-from halfstep.kernels.threads import threads
+from halfstep.kernels.streams import to_device, upload
 
 CHUNK = 4096
 LANES = 1024
@@ -337,39 +335,15 @@ _tables = {dtype: TableCache(operands=2, chunk=CHUNK) for dtype in FLOATS}
 class _Scratch:
     """Buffers between the launches of a call: the sum of each chunk, and the flag of each tensor, 0 between calls."""
 
-    def __init__(self, device: torch.device, chunks: int, tensors: int) -> None:
-        self.sums = torch.empty(chunks, dtype=torch.float64, device=device)
-        self.flags = torch.zeros(tensors, dtype=torch.int32, device=device)
-        self.norm = torch.empty((), dtype=torch.float32, device=device)  # for calls that do not return it
+    def __init__(self, sums: torch.Tensor, tensors: int) -> None:
+        self.sums = sums
+        self.flags = torch.zeros(tensors, dtype=torch.int32, device=sums.device)
+        self.norm = torch.empty((), dtype=torch.float32, device=sums.device)  # for calls that do not return it
+        self.addresses = multi_tensor.checked_addresses((sums, self.flags))
 
-
-class _Scratches(threading.local):
-    """One `_Scratch` per thread and stream, which is reused."""
-
-    def __init__(self) -> None:
-        self.by_stream: dict[tuple[torch.device, int], _Scratch] = {}
-
-    def take(self, device: torch.device, chunks: int, tensors: int) -> _Scratch:
-        """At least so long; a graph's own while one is captured."""
-        stream = current_stream(device)
-        if stream is None:
-            return _Scratch(device, chunks, tensors)
-        key = (device, stream)
-        scratch = self.by_stream.get(key)
-        if scratch is None:
-            scratch = self.by_stream[key] = _Scratch(device, chunks, tensors)
-        elif scratch.sums.numel() < chunks or scratch.flags.numel() < tensors:
-            # Half as much again, so that lists that grow by one tensor do not allocate every time.
-            room = max(chunks, scratch.sums.numel() * 3 // 2), max(tensors, scratch.flags.numel() * 3 // 2)
-            scratch = self.by_stream[key] = _Scratch(device, *room)
-        return scratch
-
-    def drop(self) -> None:
-        """Discard all buffers, because a call that failed may have left flags in them."""
-        self.by_stream.clear()
-
-
-_scratches = _Scratches()
+    @classmethod
+    def of_size(cls, chunks: int, tensors: int, device: torch.device) -> _Scratch:
+        return cls(torch.empty(chunks, dtype=torch.float64, device=device), tensors)
 
 
 class _Group(NamedTuple):
@@ -417,10 +391,10 @@ def _check_groups(
         else:
             number = ctypes.c_float(value) if isinstance(value, float) else value  # lives as long as the call
             at = address(number) if isinstance(number, torch.Tensor) else ctypes.addressof(number)
-            buffers = multi_tensor.checked_addresses((scratch.flags, scratch.sums))
+            to_sums, to_flags = scratch.addresses
             native.library("unscale").halfstep_check(
                 *(*table.addresses, None if factor is None else at, inverted, write, format_of(dtype).code),
-                *(buffers[0], buffers[1] + 8 * first, threads()),
+                *(to_flags, to_sums + 8 * first, native.threads()),
             )
         first += table.chunks
 
@@ -449,9 +423,9 @@ def _combine(
         misaligned = multi_tensor.alignments((scratch.sums, scratch.flags, *tensors))
         launch_kernel(finish_kernel, device, 1, operands, constants, chunks < 2**31, misaligned)
         return
-    sums, flags, *addresses = multi_tensor.checked_addresses((scratch.sums, scratch.flags, *results, *(tally or ())))
+    (to_sums, to_flags), addresses = scratch.addresses, multi_tensor.checked_addresses((*results, *(tally or ())))
     native.library("unscale").halfstep_check_finish(
-        sums, chunks, flags, slots, *addresses, *(() if tally else (None, None))
+        to_sums, chunks, to_flags, slots, *addresses, *(() if tally else (None, None))
     )
 
 
@@ -496,13 +470,15 @@ def check(
     flat = multi_tensor.all_flattened(tensors)
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
-    chunks = sum(group.table.chunks for group in groups)
-    scratch = _scratches.take(device, chunks, out.flags.numel())
+    chunks, first = sum(map(attrgetter("table.chunks"), groups)), groups[0].table
+    scratch = first.scratch
+    if scratch is None or scratch.sums.numel() < chunks or scratch.flags.numel() < out.flags.numel():
+        scratch = first.scratch = _Scratch.of_size(chunks, out.flags.numel(), device)
     try:
         _check_groups(implementation, groups, factor, write, scratch)
         _combine(implementation, scratch, chunks, out, norm, tally)
     except BaseException:
-        _scratches.drop()
+        first.scratch = None  # which may hold flags
         raise
     if write and flat is not tensors:
         with torch.no_grad():
@@ -529,7 +505,7 @@ def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_
         return PartialCheck(dtypes, totals, marks, False)
     groups = _grouped(multi_tensor.all_flattened(tensors), range(len(tensors)))
     sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
-    scratch = _Scratch(device, sum(sizes), len(tensors))
+    scratch = _Scratch.of_size(sum(sizes), len(tensors), device)
     _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
     order = [slot for _, _, slots, _ in groups for slot in slots]
     sums = dict(zip(order, scratch.sums.split(sizes), strict=True))
@@ -543,16 +519,16 @@ def finish_parts(parts: PartialCheck, slots: Sequence[int], out: Verdict, tally:
     `parts` has the entries of all tensors, in the order in which `check` would be given them; the others are as there.
     """
     device = out.flags.device
-    scratch = _Scratch(device, 0, out.flags.numel())
     index = upload(torch.tensor(slots, dtype=torch.int64, device="cpu"), device)
-    scratch.flags[index] = torch.stack([flag.reshape(()) for flag in parts.flags])
+    flags = torch.stack([flag.reshape(()) for flag in parts.flags])
     if not parts.in_memory:
-        out.flags.copy_(scratch.flags)
+        out.flags.zero_()[index] = flags
         _finish_by_operations(functools.reduce(torch.add, parts.sums), out, None, tally)
         return out
     rank = {dtype: number for number, dtype in enumerate(dict.fromkeys(parts.dtypes))}  # as `check` groups them
     ordered = sorted(zip(map(rank.__getitem__, parts.dtypes), parts.sums, strict=True), key=itemgetter(0))
-    scratch.sums = torch.cat([sums for _, sums in ordered])
+    scratch = _Scratch(torch.cat([sums for _, sums in ordered]), out.flags.numel())
+    scratch.flags[index] = flags
     _combine(resolve(device, "unscale"), scratch, scratch.sums.numel(), out, None, tally)
     return out
 

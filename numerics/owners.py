@@ -1,6 +1,6 @@
-"""Which parameters are matrices of Muon, which ranks orthogonalize them, and in how much memory and how many messages.
+"""Which parameters Muon steps, which rank orthogonalizes each of their matrices, and the memory and messages needed.
 
-The optimizer allocates and sends by this, and the planner counts it. Importing this module needs no torch.
+The optimizer and the planner share these rules. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-MOST = 1 << 25  # elements of the matrices that are in scratch memory together, if they are not a single one
-ALIGNMENT = 64  # elements that matrices there begin at multiples of
+MOST = 1 << 25  # maximum elements of the matrices that share scratch memory; a single matrix may be larger
+ALIGNMENT = 64  # elements; matrices in scratch memory start at multiples of it
 FOR_ADAMW = ("embed", "head")
 
 Ranges = Sequence[tuple[int, int]]
 
 
 def is_matrix(name: str, shape: Sequence[int], adamw: Sequence[str] = FOR_ADAMW) -> bool:
-    """Whether Muon steps a parameter of this name and shape: not vectors, and no word of `adamw` is in the name."""
+    """Whether Muon steps a parameter of this name and shape: not a vector, and no word of its name is in `adamw`."""
     words = rf"(?:^|[._])(?:{'|'.join(map(re.escape, adamw)) or '(?!)'})(?:[._]|$)"
     return len(shape) > 1 and prod(shape[1:]) > 1 and re.search(words, name) is None
 
 
 @lru_cache(maxsize=1024)
 def cut(size: int, ranks: int) -> Ranges:
-    """Where the part of each rank begins and ends in a dimension, as DTensors and `torch.chunk` cut it."""
+    """Where the part of each rank starts and ends in a dimension, chunked as by DTensor and `torch.chunk`."""
     chunk = -(-size // ranks)
     return list(pairwise(min(rank * chunk, size) for rank in range(ranks + 1)))
 
 
 def cuts_matrices(shape: Sequence[int], dim: int, ranges: Ranges, blocks: int = 1) -> bool:
-    """Whether ranks have parts of matrices: of a batch for three dimensions, else of `blocks` of rows."""
+    """Whether a shard boundary is inside a matrix. Three dimensions are a batch; otherwise `blocks` divide the rows."""
     rows = 1 if len(shape) == 3 else max(shape[0] // blocks, 1)
     return dim > 0 or any(begin % rows for begin, _ in ranges)
 
 
 def padded(elements: int) -> int:
-    """The elements that a matrix, or a part of it, takes in scratch memory."""
+    """The elements that a matrix or a part of one takes in scratch memory, including padding."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def in_parts(sizes: Sequence[int], most: float, least: int = 1) -> Iterator[range]:
-    """The indices of matrices that are updated together: of up to `most` elements, or of `least` matrices."""
+    """Ranges of matrices that are updated together: up to `most` elements, or `least` matrices if these have more."""
     start, elements = 0, 0
     for index, size in enumerate(sizes):
         if index - start >= least and elements + size > most:
@@ -55,7 +55,7 @@ def in_parts(sizes: Sequence[int], most: float, least: int = 1) -> Iterator[rang
 
 
 def assigned(work: Sequence[int], ranks: int) -> list[int]:
-    """A rank for each item: the largest one first, each to the rank with the least work so far."""
+    """A rank for each item, assigned greedily: the largest item first, each to the rank with the least work so far."""
     loads, owners = [(0, rank) for rank in range(min(ranks, len(work)))], [0] * len(work)
     for index in sorted(range(len(work)), key=lambda index: -work[index]):
         load, owners[index] = loads[0]
@@ -69,18 +69,18 @@ def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
 
 
 class Ownership:
-    """Matrices whose parts are on several ranks, and their owners, which follow from shapes and number of ranks.
+    """Sharded matrices and their owners, which depend only on the shapes and the number of ranks.
 
     Args:
-        shapes: those of the whole matrices.
-        cuts: for each, the dimension that is cut, and where the parts of the ranks begin and end in it.
+        shapes: shapes of the full matrices.
+        cuts: for each matrix, the sharded dimension, and where the part of each rank starts and ends in it.
         rank: this rank.
 
     Attributes:
         order: the indices of the matrices in the order of their parts in memory.
-        owned: those that this rank orthogonalizes.
-        sent: the elements that this rank sends to each rank, itself included, before the iteration.
-        received: those that it receives from each rank. After the iteration, they go back.
+        owned: the indices of the matrices that this rank orthogonalizes.
+        sent: the elements that this rank sends to each rank, including itself, before the iteration.
+        received: the elements that it receives from each rank, and sends back after the iteration.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], cuts: Sequence[tuple[int, Ranges]], rank: int) -> None:
@@ -94,12 +94,12 @@ class Ownership:
         self.received = [sum(self.elements(index, origin) for index in self.owned) for origin in range(ranks)]
 
     def elements(self, index: int, rank: int) -> int:
-        """Those that the part of a rank takes in memory."""
+        """The elements of scratch memory for the part of a rank."""
         dim, ranges = self.cuts[index]
         begin, end = ranges[rank]
         return padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank sends to others in a step, in bf16: parts to their owners, and results back."""
+        """Bytes that this rank sends to others per step, in bf16: parts to their owners, and results back."""
         return 2 * (sum(self.sent) + sum(self.received) - 2 * self.sent[self.rank])

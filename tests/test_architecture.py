@@ -1,4 +1,4 @@
-"""House rules that no linter knows: imports point one way, memory is allocated carefully, names have one home."""
+"""Rules that no linter checks: import order of the layers, allocations, and where public names are defined."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_imports_point_one_way() -> None:
     ],
     ids=["allocations", "copies", "addresses"],
 )
-def test_memory_is_handled_carefully(check: Callable[[str], list[int]], allowed: set[str], wrong: str) -> None:
+def test_sources_follow_the_rules_for_memory(check: Callable[[str], list[int]], allowed: set[str], wrong: str) -> None:
     found = {name: lines for name, (_, source) in SOURCES.items() if (lines := check(source)) and name not in allowed}
     assert found == {}
     for line in wrong.split("; "):

@@ -1,4 +1,4 @@
-"""The command itself: which sub-command is chosen, and what it does with a stranger's words."""
+"""The command itself: subcommands, exit status, interrupts, closed pipes, and help."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from halfstep.__main__ import main
 from halfstep.cli import plan
@@ -75,7 +73,7 @@ def test_help_is_legible(
 
 
 @pytest.mark.parametrize("words", ["format", "--version"])
-def test_a_closed_standard_output_is_said_at_once(words: str, tmp_path: Path) -> None:
+def test_a_closed_standard_output_is_reported_at_once(words: str, tmp_path: Path) -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "halfstep", words]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1
@@ -87,7 +85,7 @@ def test_a_closed_standard_output_is_said_at_once(words: str, tmp_path: Path) ->
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
 @pytest.mark.parametrize("words", ["encode 2.5", "encode 2.5 --json"])
-def test_output_that_nobody_takes_is_said_of_every_command(words: str) -> None:
+def test_every_command_reports_output_that_cannot_be_written(words: str) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "halfstep", *words.split()]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -96,14 +94,10 @@ def test_output_that_nobody_takes_is_said_of_every_command(words: str) -> None:
     assert done.stderr == f"halfstep {words.split()[0]}: {error}"
 
 
-@pytest.mark.parametrize(
-    "words", ["why 1.0001 fp16 e4m3", "compare fp16 bf16", "plan --params 7e9", "--version", "inspect x.safetensors"]
-)
+@pytest.mark.parametrize("words", ["why 1.0001 fp16 e4m3", "compare fp16 bf16", "plan --params 7e9", "--version"])
 def test_answers_that_need_no_torch_do_not_import_it(words: str, tmp_path: Path) -> None:
-    save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors")
     heavy = {"torch", "numpy", "ml_dtypes", "matplotlib", "triton", "halfstep.numerics.formats.codec"}
     heavy |= {"rich"} if words == "--version" else set()
-    heavy -= {"numpy"} if "inspect" in words else set()
     code = f"import sys; from halfstep.__main__ import main; main({words.split()}); print({heavy} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "set()")

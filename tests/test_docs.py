@@ -1,4 +1,4 @@
-"""The pages: links lead somewhere, what they name exists, tables agree with what they are made of, and code runs."""
+"""The documentation: links and names resolve, tables equal their sources, and code runs."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_script_of_the_readme_trains(capsys: pytest.CaptureFixture[str]) -> 
 # ------------------------------------------------------------------------------------------------ errors and tables
 
 
-def test_errors_that_are_explained_exist() -> None:
+def test_explained_errors_exist() -> None:
     sources = [path for folder in ("kernels", "numerics", "integrations") for path in (ROOT / folder).rglob("*.py")]
     trees = (ast.walk(ast.parse(path.read_text(encoding="utf-8"))) for path in sources)
     texts = [
@@ -185,7 +185,7 @@ TYPED = commands("sh", r"^halfstep (plan (?:.*\\\n)*.*)$")
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN)
-def test_commands_print_what_is_shown(command: str, output: str) -> None:
+def test_commands_print_the_output_shown(command: str, output: str) -> None:
     status, out, errors = said(*shlex.split(command.replace("\\\n", " ")), COLUMNS="80")
     printed = "\n".join(map(str.rstrip, (out + errors).splitlines()))
     assert status == (2 if errors else 0)

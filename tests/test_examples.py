@@ -1,4 +1,4 @@
-"""Each script in examples/ is run as its first lines say, in two processes, and its training must have worked."""
+"""Each script in examples/ runs as its docstring says, in two processes, and its training must work."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _forked(script: Path, ranks: int, one_in: int) -> str:
     return said
 
 
-def test_there_is_one_for_each_way_to_train_on_several_gpus() -> None:
+def test_each_way_to_train_on_several_gpus_has_an_example() -> None:
     assert {path.stem for path in EXAMPLES} >= {"ddp", "fsdp2", "zero1", "pipeline"}
 
 
 @pytest.mark.parametrize("one_in", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_it_runs_as_it_says_and_the_loss_falls(script: Path, one_in: int) -> None:
+def test_each_example_runs_as_documented_and_its_loss_falls(script: Path, one_in: int) -> None:
     assert f"\ntorchrun --nproc-per-node 2 examples/{script.name}\n" in script.read_text().partition('"""\n')[0]
     # With the variables that torchrun sets; examples/test_elastic.py runs it. One rank prints, one line.
     said = _forked(script, 2, one_in)

@@ -1,4 +1,4 @@
-"""Every implementation gives the digests of tests/golden, which `python tests/support/golden.py --write` records."""
+"""Every implementation gives the digests in tests/golden, which `python tests/support/golden.py --write` records."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def groups() -> list[object]:
     parameters = []
     exact = [(subject, names) for subject, (_, names, _) in golden.CASES.items() if subject != "softmax"]
     for implementation, (subject, names), chosen in product(ALL, exact, (True, False)):
+        if (implementation, subject) == ("native", "statistics"):  # has no C++
+            continue
         one_in = ONE_IN.get((implementation, subject), 1)
         part = [name for number, name in enumerate(names) if (number % one_in == 0) is chosen]
 
@@ -40,7 +42,7 @@ def groups() -> list[object]:
 
 
 @pytest.mark.parametrize(("subject", "names", "implementation"), groups())
-def test_bits(subject: str, names: list[str], implementation: str) -> None:
+def test_results_have_the_recorded_digests(subject: str, names: list[str], implementation: str) -> None:
     run, _, family = golden.CASES[subject]
     recorded = golden.recorded(subject)
     with using(implementation, family) as device:
@@ -48,7 +50,7 @@ def test_bits(subject: str, names: list[str], implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_softmax(implementation: str, request: pytest.FixtureRequest) -> None:
+def test_softmax_has_the_recorded_digests(implementation: str, request: pytest.FixtureRequest) -> None:
     target = request.config.getoption("--software-gpu") if implementation == "triton" else None
     key = golden.implementation_of_softmax(implementation, target)
     digests = golden.recorded("softmax").get(key)
@@ -58,7 +60,7 @@ def test_softmax(implementation: str, request: pytest.FixtureRequest) -> None:
         assert {name: golden.digest(golden.softmax(name)) for name in golden.CASES["softmax"][1]} == digests
 
 
-def test_subjects_are_recorded_whole() -> None:
+def test_every_case_of_a_subject_is_recorded() -> None:
     for subject, (_, names, _) in golden.CASES.items():
         digests = golden.recorded(subject)
         for recorded in digests.values() if subject == "softmax" else [digests]:

@@ -1,4 +1,4 @@
-"""What users install: the wheel, a regular and an editable install, each in an environment of its own.
+"""What users install: the wheel, a regular and an editable install, each in its own environment.
 
 Nothing is downloaded: the new environments see this one's packages, torch among them, through a path file.
 """

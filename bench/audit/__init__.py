@@ -1,1 +1,1 @@
-"""The compile audit, `halfstep bench audit`: what the machine code of every kernel moves and takes, with no GPU."""
+"""The compile audit, `halfstep bench audit`: memory traffic and resources of all compiled kernels, without a GPU."""

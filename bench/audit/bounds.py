@@ -1,8 +1,8 @@
-"""Recorded bounds of the compiled kernels, so that no change makes them worse unnoticed.
+"""Recorded bounds of the compiled kernels, so that no regression goes unnoticed.
 
 Bytes, spills, shared memory, barriers and layout conversions may not increase, access widths may not decrease, and
-registers may increase by one unit of their allocation. With another version of Triton, only bytes and spills are
-compared, since the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
+registers may increase by one allocation unit. With another version of Triton, only bytes and spills are compared,
+since the others depend on the compiler: Triton 3.9 counts layout conversions that exchange nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MEASURES = (
     *("bytes_read", "bytes_written", "access_bits", "registers", "spills", "shared_bytes", "barriers"),
     "layout_conversions",
 )
-# The measures that are compared with every version of the compiler.
+# The measures to compare whatever the version of Triton.
 EVERYWHERE = ("bytes_read", "bytes_written", "spills")
 # NVIDIA GPUs allocate registers to a thread in units of 8. An unrelated edit can change the count within a unit.
 REGISTER_SLACK = 8
@@ -25,7 +25,7 @@ Entry = dict[str, float | None]
 
 
 class Bounds(NamedTuple):
-    """The version of Triton that compiled the recorded kernels, and the measures of each row, by `key`."""
+    """The Triton version that compiled the recorded kernels, and the measures of each row, by `key`."""
 
     triton: str
     entries: dict[str, Entry]
@@ -36,13 +36,13 @@ def key(row: dict[str, Any]) -> str:
 
 
 def entry(row: dict[str, Any]) -> Entry:
-    """The measures of a row that the file contains. Integral numbers of bytes are written without a fraction."""
+    """The measures of a row to record. Integral values become ints, so that they are written without a fraction."""
     values = ((measure, row[measure]) for measure in MEASURES)
     return {name: int(value) if value is not None and value == int(value) else value for name, value in values}
 
 
 def load(path: Path) -> Bounds:
-    """Read the file. A ValueError if it is missing, or was not written by `save`."""
+    """Read bounds from a file. Raises a ValueError if it is missing, or was not written by `save`."""
     try:
         content = json.loads(path.read_text())
         return Bounds(content["triton"], content["bounds"])
@@ -53,14 +53,14 @@ def load(path: Path) -> Bounds:
 
 
 def save(bounds: Bounds, path: Path) -> None:
-    """Write the file: one line per entry, sorted."""
+    """Write bounds to a file: one line per entry, sorted."""
     lines = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in sorted(bounds.entries.items())]
     body = ",\n".join(lines)
     path.write_text(f'{{"triton": {json.dumps(bounds.triton)}, "bounds": {{\n{body}\n}}}}\n')
 
 
 def _covers(name: str, families: Collection[str] | None, targets: Collection[str]) -> bool:
-    """Whether an audit of `families` (None: of all) for `targets` includes the entry `name`."""
+    """Whether an audit of `families` (None: all) for `targets` includes the entry `name`."""
     kernel, _, target = name.split(" | ")
     return target in targets and (families is None or kernel.partition(".")[0] in families)
 
@@ -84,7 +84,7 @@ def departures(
 ) -> list[str]:
     """One sentence for each violation of `bounds`, and for each row or entry without a counterpart.
 
-    `triton` is the version that compiled the rows, of the kernels of `families` (None: of all) for `targets`.
+    `triton` is the version that compiled the rows; the audit covered `families` (None: all) and `targets`.
     """
     measures = MEASURES if triton == bounds.triton else EVERYWHERE
     audited = {key(row): row for row in rows}
@@ -109,15 +109,15 @@ def record(
     families: Collection[str] | None,
     targets: Collection[str],
 ) -> str:
-    """Write the bounds of `rows` to `path`, where entries that this audit does not cover stay. Returns a summary in one
-    line. A ValueError if such entries were recorded with another version of Triton.
+    """Write the bounds of `rows` to `path`, keeping entries that this audit does not cover. Returns a one-line summary.
+    Raises a ValueError if such entries were recorded with another version of Triton.
     """
     old = load(path) if path.exists() else Bounds(triton, {})
     kept = {name: values for name, values in old.entries.items() if not _covers(name, families, targets)}
     if kept and old.triton != triton:
         raise ValueError(
             f"Expected all kernels and targets for {path}, which was recorded with Triton {old.triton} and not "
-            f"{triton}, but got a part: leave out --module and --target"
+            f"{triton}, but got only some: leave out --module and --target"
         )
     entries = kept | {key(row): entry(row) for row in rows}
     save(Bounds(triton, entries), path)

@@ -1,8 +1,8 @@
 """``halfstep bench audit``: compile every kernel variant for every target, without a GPU, and analyze the code.
 
-It fails (status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
-promises the bits of the reference but contains a fused multiply-add, an approximation or flushed subnormals, and with
-``--bounds`` if a row is worse than recorded. A module lists its `launches.Variant`s in a function ``variants()``.
+It fails (exit status 1) if a variant does not compile, spills, exceeds the threads or the shared memory of a block, or
+must be bit-identical to the reference but contains a fused multiply-add, an approximation or flushed subnormals; and
+with ``--bounds``, if a row is worse than recorded. Modules list their `launches.Variant`s in a function ``variants()``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from halfstep.cli.command_line import Parser, UsageError, a_path, answer, output
 from halfstep.cli.numbers import whole
 from halfstep.cli.terminal import Progress, Table, joined, say, text
 
-# The heading of a column, and the measures of a row that it shows.
+# The measures of a row that each column shows, by the column's heading.
 COLUMNS = {
     "read + written": ("bytes_read", "bytes_written"),
     "least": ("floor_read", "floor_written"),
@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def _number(value: float | None, measure: str) -> str:
-    """At most five digits; a dash for None."""
+    """A value with at most five digits; a dash for None."""
     return "-" if value is None else f"{value:.0%}" if measure == "occupancy" else f"{value:.5g}"
 
 
@@ -48,7 +48,7 @@ def _name(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def shown(rows: list[dict[str, Any]], seconds: float) -> list[Any]:
-    """A table with one line per variant, with the values of all targets where they differ; problems; and a summary."""
+    """A table with one line per variant, and one value per target where they differ; the problems; and a summary."""
     lines, before = [], ""
     for (kernel, variant), group in groupby(sorted(rows, key=_name), _name):
         of_targets = list(group)
@@ -107,12 +107,12 @@ def _parser() -> Parser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Audit, print, compare and record. Returns the exit status. A module or file that cannot be used: ValueError."""
+    """Audit, print, compare and record. Returns the exit status. Raises ValueError for an unusable module or file."""
     bounds = audit_bounds.load(options.bounds) if options.bounds else None  # before the audit, which takes minutes
     if os.environ.get("TRITON_INTERPRET"):
-        raise UsageError("TRITON_INTERPRET is set, and what is interpreted cannot be compiled; unset it")
+        raise UsageError("TRITON_INTERPRET is set, which replaces the compiler by an interpreter; unset it")
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("it compiles Triton kernels, and triton is not installed: pip install triton")
+        raise UsageError("it compiles Triton kernels, but triton is not installed: pip install triton")
     import triton
 
     modules = list(dict.fromkeys(options.module or FAMILIES))

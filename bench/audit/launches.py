@@ -1,7 +1,7 @@
-"""Record the launches of Triton kernels, and what Triton would compile for each, instead of running them.
+"""Record launches of Triton kernels, and what Triton would compile for each, instead of running them.
 
-A call that launches kernels runs on CPU or meta tensors. Triton's binder specializes the arguments for a target that
-need not exist here, and its decisions are recorded, so that the audit needs no copy of a launcher's decisions.
+Launchers run on CPU or meta tensors. Triton's binder specializes their arguments for any target, whether or not such a
+GPU is present, and the result is recorded, so that the audit does not have to replicate what a launcher decides.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled form of a kernel: how to launch it, and the bytes that it needs to move.
+    """One compiled form of a kernel: how to launch it, and the minimum bytes that it must move.
 
-    A module that is audited lists its variants in a function ``variants()``.
+    A module to audit lists its variants in a function ``variants()``.
     """
 
     kernel: Any  # the ``@triton.jit`` function
     name: str  # unique among the variants of the kernel, for example "bf16 to fp32"
-    launch: Callable[[], object]  # on CPU or meta tensors of any contents. It may launch other kernels too
-    bytes_read: float = 0.0  # the least number per element
+    launch: Callable[[], object]  # launches it on CPU or meta tensors with any contents; may launch other kernels too
+    bytes_read: float = 0.0  # the minimum per element
     bytes_written: float = 0.0
-    exact: bool = True  # whether it promises the bits of the reference, and so must not contain fused multiply-adds
-    # Constants of the kernel whose product is the number of elements that the bulk path handles per program, or per
-    # iteration of its loop. If empty, the largest tile that the kernel loads or stores is used, which is wrong only if
-    # a tile is moved in parts.
+    exact: bool = True  # whether it must be bit-identical to the reference, and so contain no fused multiply-adds
+    # Constants of the kernel, or fields of them ("form.TILE"), whose product is the number of elements that the bulk
+    # path handles per program, or per iteration of its loop. If empty, the size of the largest tile that the kernel
+    # loads or stores, which is wrong only if a tile is moved in parts.
     tile: tuple[str, ...] = ()
-    copies: int = 1  # of the bulk path, of which one runs. All must have the same accesses
-    copies_on: Mapping[str, int] = field(default_factory=dict)  # targets on which there are more or fewer of them
-    index: int = 0  # among the launches of `kernel` by `launch`; -1 is the last
+    copies: int = 1  # number of copies of the bulk path in the code, one of which runs; all have the same accesses
+    copies_on: Mapping[str, int] = field(default_factory=dict)  # the same, for targets where it differs
+    index: int = 0  # which of the launches of `kernel` by `launch`; -1 is the last
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,20 @@ class Launch:
     """The input of Triton's compiler for one launch."""
 
     kernel: Any  # the ``@triton.jit`` function
-    key: str  # of the compiled form in Triton's cache
+    key: str  # the key of the compiled kernel in Triton's cache
     signature: dict[str, str]  # type of each argument, for example "*i64"; "constexpr" for constants
-    constants: dict[tuple[int, ...], Any]  # values of the constants, by position of the argument
-    attributes: dict[tuple[int, ...], Any]  # of other arguments by position, for example [["tt.divisibility", 16]]
-    options: dict[str, Any]  # all options of the compiler
+    constants: dict[tuple[int, ...], Any]  # values of constants, by position of the argument
+    attributes: dict[tuple[int, ...], Any]  # those of other arguments, for example [["tt.divisibility", 16]]
+    options: dict[str, Any]  # all compiler options
 
     def constant(self, name: str) -> Any:
-        return self.constants[(self.kernel.arg_names.index(name),)]
+        """The value of a constant, or of a field of it: "form.TILE"."""
+        name, *field = name.split(".")
+        value = self.constants[(self.kernel.arg_names.index(name),)]
+        return getattr(value, *field) if field else value
 
     def compile(self, target: str) -> Any:
-        """Compile the kernel, without loading it. `target` must be the target of the recording."""
+        """Compile the kernel without loading it. `target` must be the one that it was recorded for."""
         import triton
         from triton.compiler import ASTSource
 
@@ -66,18 +69,18 @@ def gpu_target(name: str) -> Any:
 
     if name.startswith("sm_"):
         return GPUTarget("cuda", int(name[3:]), 32)
-    # A wavefront has 64 lanes on AMD's data center GPUs (gfx9), and 32 on its graphics GPUs (gfx10 and later).
+    # A wavefront has 64 lanes on AMD's data center GPUs (gfx9), and 32 on its consumer GPUs (gfx10 and later).
     return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
 
 
 @contextmanager
 def _active(target: str) -> Iterator[None]:
-    """A context in which Triton takes `target` for the GPU of this machine, as kernels that ask for it do."""
+    """A context in which Triton, and kernels that query it, take `target` for the GPU of this machine."""
     import triton
 
-    methods = {  # of a driver, that Triton calls before it compiles
+    methods = {  # the driver methods that Triton calls before it compiles
         "get_current_target": lambda: gpu_target(target),
-        "get_current_device": lambda: f"recorded for {target}",  # no real device: no compiled kernels exist for it
+        "get_current_device": lambda: f"recorded for {target}",  # not a real device, so no kernels are cached for it
         "get_current_stream": lambda device: 0,
     }
     driver = triton.runtime.driver
@@ -91,7 +94,7 @@ def _active(target: str) -> Iterator[None]:
 
 @contextmanager
 def recording(target: str) -> Iterator[list[Launch]]:
-    """A context in which launches of kernels, also for CPU tensors, are recorded instead of compiled and run.
+    """A context in which kernel launches, even on CPU tensors, are recorded instead of compiled and run.
 
     The kernels must not have been imported under TRITON_INTERPRET. `target` is an architecture, such as ``"sm_90"``.
     """
@@ -120,7 +123,7 @@ def recording(target: str) -> Iterator[list[Launch]]:
 
 
 def recorded(variant: Variant, target: str) -> Launch:
-    """The recorded launch of a variant. A RuntimeError if `variant.launch` does not launch the kernel."""
+    """The recorded launch of a variant. Raises a RuntimeError if `variant.launch` does not launch the kernel."""
     with recording(target) as launches:
         variant.launch()
     of_kernel = [launch for launch in launches if launch.kernel is variant.kernel]

@@ -1,12 +1,12 @@
 """Analyze the code of a compiled kernel: global memory accesses, registers, spills, barriers, contractions.
 
-The input is the text that Triton keeps of a compiled kernel: PTX on NVIDIA, assembly on AMD, and the TTGIR of both.
+The input is the text that Triton keeps for a compiled kernel: PTX on NVIDIA, assembly on AMD, and TTGIR on both.
 
 **Bulk path.** A kernel has a few uniform loads (pointers, sizes, scalars), a wide path for aligned tensors, and narrow
-code for tails. Debug information gives the source line of every access, and the TTGIR whether the line moves a single
-value or a tile. Of the accesses of tiles, the bulk path has those of at least 64 bits or 4 elements, or else the
-widest. Atomic operations are ignored, since kernels use them only for flags; so are accesses without a line (line 0),
-which the compiler made from several uniform ones.
+code for tails. Debug information gives the source line of every access, and TTGIR tells whether the line moves a single
+value or a tile. The bulk path consists of the tile accesses of at least 64 bits or 4 elements, or else of the widest
+ones. Atomic operations are ignored, since kernels use them only for flags; so are accesses without a line (line 0),
+which the compiler merged from several uniform ones.
 
 **Limits.** Each instruction counts once, even if it is predicated or in a loop. Loads that a software pipeline issues
 before its loop are counted in addition to those in the loop.
@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from halfstep.kernels.block_instructions import EXACT
 
-# The narrowest access that counts as wide. Where 4 fp32 elements take 128 bits, 4 elements of 16 or 8 bits take fewer.
+# The narrowest accesses that count as wide. Where 4 fp32 elements take 128 bits, 4 elements of 16 or 8 bits take fewer.
 WIDE_BITS, WIDE_ELEMENTS = 64, 4
 
-Site = tuple[str, int]  # file name and line of the source
+Site = tuple[str, int]  # source file name and line
 
 
 class Access(NamedTuple):
@@ -38,14 +38,14 @@ class Access(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """The resources of a compiled kernel, without shared memory, whose size is an argument of the launch."""
+    """The resources of a compiled kernel, except shared memory, whose size is a launch argument."""
 
     registers: int  # per thread
     spills: int  # bytes per thread
     barriers: int
 
 
-# Debug lines, in PTX and in AMD assembly. The line of inlined code is the innermost one.
+# Debug lines in PTX and AMD assembly. For inlined code, the line is the innermost one.
 _LINE = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
 _FILE = re.compile(r'^\s*\.file\s+(\d+) (?:"[^"]*" )?"([^"]+)"', re.MULTILINE)
 
@@ -75,7 +75,7 @@ def _locations(ttgir: str) -> dict[str, Site]:
 
 
 def _operations(ttgir: str) -> Iterator[tuple[Site | None, bool, str]]:
-    """Source line, whether it writes, and the type of what it moves, of each memory operation."""
+    """For each memory operation: source line, whether it writes, and the type of the value."""
     sites = _locations(ttgir)
     for match in filter(None, map(_MEMORY_OP.search, ttgir.splitlines())):
         yield sites.get(match[4]), match[2] == "store", match[3]
@@ -90,7 +90,7 @@ def uniform_sites(ttgir: str) -> set[Site]:
 
 
 def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
-    """The widths in bits of the elements of tiles, by source line and whether the line writes."""
+    """The widths in bits of tile elements, by source line and whether the line writes."""
     widths: dict[tuple[Site, bool], set[int]] = {}
     for site, writes, moved in _operations(ttgir):
         if site is not None and (element := _ELEMENT.search(moved)):
@@ -99,13 +99,13 @@ def element_bits(ttgir: str) -> dict[tuple[Site, bool], set[int]]:
 
 
 def tile_elements(ttgir: str) -> int:
-    """Elements of the largest tile that the kernel loads or stores, 0 if it moves single values only."""
+    """Elements of the largest tile that the kernel loads or stores; 0 if it moves single values only."""
     shapes = (re.search(r"tensor<((?:\d+x)+)", moved) for _, _, moved in _operations(ttgir))
     return max((math.prod(map(int, shape[1].split("x")[:-1])) for shape in shapes if shape), default=0)
 
 
 def layout_conversions(ttgir: str) -> int:
-    """The number of times the kernel moves a tile between threads to change its layout."""
+    """The number of operations that move a tile between threads to change its layout."""
     return len(re.findall(r"\bttg\.convert_layout\b", ttgir))
 
 
@@ -119,12 +119,12 @@ _PTX_BARRIER = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bar|barrier)(?:\.cta)?\.(?:sy
 def ptx_accesses(text: str) -> Iterator[Access]:
     """Every global memory instruction in PTX, including asynchronous copies to shared memory.
 
-    Since Triton 3.9, each line of inline assembly has a debug line, numbered consecutively, of which the first is the
-    line of the source.
+    Since Triton 3.9, each line of inline assembly has a debug line, numbered consecutively; the first one is the source
+    line.
     """
     files = dict(_FILE.findall(text))
     site: Site = ("", 0)
-    lines = None  # number of debug lines so far in a block of inline assembly; None outside of one
+    lines = None  # number of debug lines so far in a block of inline assembly; None outside of blocks
     for line in text.splitlines():
         if "begin inline asm" in line:
             lines = 0
@@ -145,7 +145,7 @@ def ptx_resources(text: str, usage: str) -> Resources:
     """Registers and spills from ``cuobjdump --dump-resource-usage``, barriers from PTX."""
     numbers = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     if "REG" not in numbers:
-        raise ValueError(f"cuobjdump names no registers: {usage.strip()!r}")
+        raise ValueError(f"cuobjdump reports no registers: {usage.strip()!r}")
     return Resources(numbers["REG"], numbers["STACK"] + numbers["LOCAL"], len(_PTX_BARRIER.findall(text)))
 
 
@@ -157,11 +157,11 @@ _PTX_EXACT = re.compile(rf"// begin inline asm\s*\{{\s*{re.escape(EXACT)}\n.*?//
 
 
 def ptx_inexact(ptx: str) -> list[str]:
-    """Instructions that change the bits of the reference: fused multiply-adds, approximations, flushed subnormals.
+    """Instructions whose results differ from the reference: fused multiply-adds, approximations, flushed subnormals.
 
-    In PTX, ``div.rn`` and ``sqrt.rn`` are single instructions. In SASS, they are expanded and correctly use fused
-    multiply-adds, which could not be told from contractions. Inline assembly that begins with the comment `EXACT` says
-    that it has the bits of separate operations although it contains such instructions; tests of its results prove it.
+    In PTX, ``div.rn`` and ``sqrt.rn`` are single instructions. In SASS, they are expanded and legitimately use fused
+    multiply-adds, which could not be told from contractions. Inline assembly that begins with the comment `EXACT` has
+    the results of separate operations although it contains such instructions; tests of its results verify that.
     """
     ptx = _PTX_EXACT.sub("", ptx)
     counts = Counter(match.group(0) for pattern in (_PTX_FUSED, _PTX_INEXACT) for match in pattern.finditer(ptx))
@@ -207,7 +207,7 @@ _AMD_EXPANSIONS = {
     "f64": ("double", "v_rsq_f64", 7),
     "f16": ("half", "v_sqrt_f16", 0),
 }
-# The required modes of a launch: keep subnormals (3), round to nearest even (0), keep the infinities of fp16 (0).
+# The required modes of a launch: keep subnormals (3), round to nearest even (0), keep fp16 infinities (0).
 _AMD_MODES = dict.fromkeys(("float_denorm_mode_32", "float_denorm_mode_16_64"), 3)
 _AMD_MODES |= dict.fromkeys(("float_round_mode_32", "float_round_mode_16_64", "fp16_overflow"), 0)
 _AMD_MODE = re.compile(rf"^\s*\.amdhsa_({'|'.join(_AMD_MODES)}) (\d+)", re.MULTILINE)
@@ -220,14 +220,14 @@ _LLVM_INEXACT = re.compile(
 
 
 def amd_inexact(llir: str, text: str) -> list[str]:
-    """Instructions that change the bits of the reference on AMD, from LLVM IR and the assembly; see `ptx_inexact`.
+    """Instructions whose results differ from the reference on AMD, from LLVM IR and assembly; see `ptx_inexact`.
 
-    The modes that a launch has, or a kernel sets, determine the rounding and whether subnormals are kept. LLVM IR shows
-    explicit fused multiply-adds, flags that permit them, and approximations. Contraction happens later, in the
-    translation to assembly, where the expansion of correctly rounded operations has fused multiply-adds too. In the
-    output of Triton 3.7, these are 5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a
-    64-bit integer, and 2 (fp32) for a division of 64-bit integers. More are contractions; divisions that share a
-    denominator need fewer, so that a contraction may go unnoticed.
+    The modes of a launch, or those that a kernel sets, determine the rounding and whether subnormals are kept. LLVM IR
+    shows explicit fused multiply-adds, flags that permit them, and approximations. Contraction happens later, in the
+    translation to assembly, where correctly rounded operations are also expanded to fused multiply-adds. In the output
+    of Triton 3.7, these are 5 for a division, 2 (fp32) or 7 (fp64) for a square root, 1 for a conversion to a 64-bit
+    integer, and 2 (fp32) for a division of 64-bit integers. Any beyond these are contractions; divisions that share a
+    denominator need fewer, so a contraction may go unnoticed.
     """
     counts: Counter[str] = Counter()
     for line in llir.splitlines():
@@ -273,7 +273,7 @@ def bulk(accesses: list[Access], ttgir: str) -> list[Access]:
 
 
 def operand_bits(chosen: list[Access], ttgir: str) -> dict[int, int]:
-    """The narrowest of the `chosen` accesses, by the width of the elements that it moves, both in bits."""
+    """The width of the narrowest of the `chosen` accesses, by the width of the elements it moves, both in bits."""
     widths = element_bits(ttgir)
     narrowest: dict[int, int] = {}
     for access in chosen:

@@ -1,4 +1,4 @@
-"""The rows of the audit, one per variant and target: compile a kernel without a GPU and analyze its machine code."""
+"""The rows of the audit, one per variant and target: kernels are compiled without a GPU, and their code analyzed."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class AuditRow:
     kernel: str
     variant: str
     target: str
-    bytes_read: float | None = None  # that the bulk path moves
+    bytes_read: float | None = None  # by the bulk path
     bytes_written: float | None = None
-    floor_read: float = 0.0  # the least possible bytes
+    floor_read: float = 0.0  # the minimum possible
     floor_written: float = 0.0
     access_bits: int | None = None  # width of the narrowest access of the bulk path, per thread
     operand_bits: dict[str, int] = field(default_factory=dict)  # the same, by the width of the elements
-    registers: int | None = None
+    registers: int | None = None  # per thread
     spills: int | None = None  # bytes per thread
     shared_bytes: int | None = None  # per block, without the bytes that the driver reserves
     barriers: int | None = None
     layout_conversions: int | None = None
-    occupancy: float | None = None  # share of the warps that registers, shared memory and block limits allow
+    occupancy: float | None = None  # fraction of the warps that registers, shared memory and block limits allow
     problems: list[str] = field(default_factory=list)  # why the variant fails the audit
 
 
 def resident(target: str, threads: int, registers: int, shared_bytes: int) -> int:
-    """The number of blocks of `threads` that a multiprocessor of `target` holds at a time.
+    """The number of blocks of `threads` that are resident on a multiprocessor of `target` at a time.
 
     Registers are allocated to warps in units of 256, from four partitions of the register file.
     """
@@ -67,12 +67,12 @@ def resident(target: str, threads: int, registers: int, shared_bytes: int) -> in
 
 
 def most_shared(target: str) -> int:
-    """The largest shared memory of a block, in bytes: 64 KiB on AMD's gfx9."""
+    """The maximum shared memory of a block, in bytes: 64 KiB on AMD's gfx9."""
     return SHARED[target] - SHARED_RESERVED if target.startswith("sm_") and target in SHARED else 64 << 10
 
 
 def occupancy(target: str, registers: int, shared_bytes: int, num_warps: int) -> float | None:
-    """The share of the warps of a multiprocessor that can be resident; None for a target that is not in `TARGETS`."""
+    """The fraction of a multiprocessor's warps that can be resident; None for a target that is not in `TARGETS`."""
     if target not in SHARED:
         return None
     max_warps, lanes = (64, 32) if target.startswith("sm_") else (32, 64)
@@ -130,7 +130,7 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
     if row.spills:
         row.problems.append(f"spills {row.spills} bytes per thread")
     if variant.exact and inexact:
-        row.problems.append(f"promises the reference's bits, but contains {', '.join(inexact)}")
+        row.problems.append(f"must be bit-identical to the reference, but contains {', '.join(inexact)}")
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def audit(
         (module, index, target) for module in modules for index in range(len(_listed(module))) for target in targets
     ]
     processes = min(jobs, len(work))
-    # spawn, not fork: importing torch starts threads, and forking a process with threads may hang.
+    # spawn, not fork: importing torch starts threads, and forking a multithreaded process may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) if processes > 1 else contextlib.nullcontext() as pool:
         rows = []

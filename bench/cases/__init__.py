@@ -1,6 +1,6 @@
 """The cases of `halfstep bench run`: one module per group, with a function ``cases(sizes)``.
 
-Needs no torch, so that the command refuses wrong arguments quickly.
+This module does not import torch, so that the command rejects wrong arguments quickly.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ GROUPS = ("softmax", "cast", "unscale", "adam", "sgd", "muon", "step")
 class Sizes:
     """The sizes of all cases."""
 
-    elements: int  # of the input of a softmax, and of all tensors together in the other groups
-    columns: tuple[int, ...]  # of a softmax
-    cast_elements: tuple[int, ...]  # of a single tensor that is cast
-    tensors: tuple[int, ...]  # numbers of tensors into which `elements` are divided
-    large: int  # elements of the large tensor of the Adam cases; 0 for none
+    elements: int  # elements of a softmax input; in the other groups, of all tensors together
+    columns: tuple[int, ...]  # columns of a softmax
+    cast_elements: tuple[int, ...]  # elements of a single tensor to cast
+    tensors: tuple[int, ...]  # numbers of tensors to split `elements` into
+    large: int  # elements of the large tensor of the optimizer cases; 0 for none
     slow: bool = True  # whether to include providers that take seconds to compile
-    looped: int = 1_000  # the most tensors for providers that call many operations for each tensor
-    compiled: int = 1  # the most tensors of a list that is compiled, which takes about a second per tensor on a CPU
+    looped: int = 1_000  # maximum number of tensors for providers that call many operations per tensor
+    compiled: int = 1  # maximum length of a list to compile, which takes about a second per tensor on a CPU
 
 
 FULL_COLUMNS = tuple(2**power for power in range(8, 21, 2))
@@ -38,7 +38,7 @@ QUICK_COLUMNS, QUICK_TENSORS = (256, 2**14, 2**20), (1, 1_000)
 
 
 def sizes_for(device_type: str, quick: bool) -> Sizes:
-    """The sizes of `halfstep bench run` on ``"cpu"`` or ``"cuda"``. On a GPU, tensors are larger than its caches."""
+    """The sizes of `halfstep bench run` on ``"cpu"`` or ``"cuda"``. On a GPU, tensors exceed the caches."""
     if device_type == "cuda":
         if quick:
             return Sizes(2**24, QUICK_COLUMNS, (2**20, 2**24), QUICK_TENSORS, 0, looped=100)
@@ -50,7 +50,7 @@ def sizes_for(device_type: str, quick: bool) -> Sizes:
 
 
 def listed(module: str, function: str, *arguments: object) -> list[Any]:
-    """What a function of a module lists, both by name: what to measure or to audit. A UsageError if there is none."""
+    """The items that a function of a module returns: cases or variants. Raises a UsageError if there are none."""
     try:
         items = list(getattr(importlib.import_module(module), function)(*arguments))
     except ModuleNotFoundError as error:
@@ -65,6 +65,6 @@ def listed(module: str, function: str, *arguments: object) -> list[Any]:
 
 
 def cases(groups: Sequence[str], sizes: Sizes, modules: Sequence[str] = ()) -> list[Case]:
-    """All cases of `groups`, then of other `modules`. One may need several times the memory of the bytes it moves."""
+    """All cases of `groups`, then of other `modules`. A case may need several times as much memory as it moves."""
     homes = [*(f"halfstep.bench.cases.{group}" for group in groups), *modules]
     return [case for home in homes for case in listed(home, "cases", sizes)]

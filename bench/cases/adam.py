@@ -6,14 +6,14 @@ job                        weights, masters and moments                         
 fp32                       fp32 weights, gradients and moments                   28
 bf16, fp32 master          bf16 weights with exact fp32 masters, fp32 moments    26
 bf16, bf16 moments         the same, with bf16 moments                           18
-bf16, 8-bit moments        the same, with moments in 8 bits                      14.19
-bf16, 8-bit, no master     bf16 weights, moments in 8 bits                       10.19
+bf16, 8-bit moments        the same, with 8-bit moments                          14.19
+bf16, 8-bit, no master     bf16 weights, 8-bit moments                           10.19
 =========================  ====================================================  ================
 
-Bytes are those of halfstep's layout in `halfstep.numerics.planning`, or of a provider's other layout. torch has fp32
-masters and moments, without masters bf16 moments, and copies between masters and bf16 tensors. The error is that of the
-exact weights (masters) after three steps against float64: the 2-norm of the error over that of the update, of the worst
-tensor. eps is as large as the gradients, since Adam otherwise hides errors in their scale.
+Bytes are those of halfstep's layout in `halfstep.numerics.planning`, or of the provider's if that differs. torch has
+fp32 masters and moments, with copies between masters and bf16 tensors, or bf16 moments in the job without masters. The
+error is that of the exact weights (masters) after three steps against float64: the 2-norm of the error over that of the
+update, of the worst tensor. eps is as large as the gradients, because Adam otherwise hides errors in their scale.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from halfstep.bench.harness import Case, Prepared, normal
 from halfstep.numerics.planning import layout
 
 TYPICAL = 1e-2  # root mean square of weights and gradients
-FACTORS = (1.0, -0.5, 2.0)  # factors of the gradients in the checked steps; powers of two, which do not round
+FACTORS = (1.0, -0.5, 2.0)  # multiples of the gradients in the checked steps; powers of two, which do not round
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.1}
 EXACT, ROUNDED = 1e-4, 0.1
 OF_FULL = "halfstep full master"
-CODED_FROM = 4096  # elements of the smallest tensor whose moments all providers keep in 8 bits
+CODED_FROM = 4096  # number of elements from which all providers keep moments in 8 bits
 RULE = partial(torch.optim.AdamW, **HYPER)
 
 Parameters = list[torch.nn.Parameter]
-Optimizer = Callable[[Parameters], Any]  # makes one of parameters
+Optimizer = Callable[[Parameters], Any]  # creates an optimizer
 
 
 @dataclass
 class OptimizerInputs:
-    """Weights and gradients of all tensors, of shape (tensors, rows, columns), and torch's optimizer for the job."""
+    """Weights and gradients of all tensors, of shape (tensors, rows, columns), and torch's optimizer as reference."""
 
     weights: torch.Tensor
     grads: torch.Tensor
     rule: Optimizer
 
     def exact(self, factors: Sequence[float]) -> torch.Tensor:
-        """The weights after a step in float64 with each multiple of the gradients."""
+        """The weights after steps in float64, one with each multiple of the gradients."""
         weights: Parameters = [torch.nn.Parameter(weight.double()) for weight in self.weights]
         optimizer = self.rule(weights)
         for factor in factors:
@@ -88,7 +88,7 @@ class OptimizerInputs:
 
 
 def rows_and_columns(numel: int) -> tuple[int, int]:
-    """The shape of a matrix of at most `numel` elements, as layers have: moments in 8 bits need rows."""
+    """The shape of a matrix of at most `numel` elements, like a layer's, because 8-bit moments need rows."""
     columns = 1024 if numel >= CODED_FROM else 32
     return numel // columns, columns
 
@@ -113,9 +113,9 @@ def update_error(inputs: OptimizerInputs, got: list[torch.Tensor]) -> float:
 
 
 class Weights:
-    """The parameters that a provider steps, and its gradients.
+    """The parameters that a provider steps, and their gradients.
 
-    With `masters`, the parameters of bf16 weights are fp32 copies, for optimizers that keep none.
+    With `masters`, the parameters are fp32 copies of bf16 weights, for optimizers that keep no masters.
     """
 
     def __init__(self, inputs: OptimizerInputs, masters: bool = False) -> None:
@@ -126,7 +126,7 @@ class Weights:
         self._visible = [weight.clone() for weight in inputs.weights] if self._copied else []
 
     def around(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """`step`, with copies of the gradients to the masters before it, and of the masters to the weights after."""
+        """`step`, preceded by copies of the gradients to the masters, and followed by copies back to the weights."""
         if not self._copied:
             return step
         masters = [parameter.detach() for parameter in self.parameters]
@@ -146,7 +146,7 @@ Providers = Mapping[str, Callable[[OptimizerInputs], Prepared]]
 
 
 def exact_weights(optimizer: Any, parameters: Parameters) -> list[torch.Tensor]:
-    """The weights with all digits that an optimizer keeps: in masters, in remainders, or in the parameters alone."""
+    """The weights at the full precision that an optimizer keeps: in masters, remainders, or the parameters alone."""
     if hasattr(optimizer, "masters"):  # halfstep
         masters = optimizer.masters()
         return [masters[parameter] for parameter in parameters]
@@ -165,7 +165,7 @@ def _exact(parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> torch.Ten
 def stepping(
     make: Optimizer, inputs: OptimizerInputs, masters: bool = False, wrap: Callable[..., Any] = lambda step: step
 ) -> Prepared:
-    """The job of an optimizer that `make` creates, with masters around it where it keeps none."""
+    """The job of an optimizer that `make` creates, with external masters if requested."""
     weights = Weights(inputs, masters)
     optimizer = make(weights.parameters)
     step = wrap(weights.around(optimizer.step))
@@ -184,7 +184,7 @@ def _halfstep(inputs: OptimizerInputs, **options: Any) -> Prepared:
 
 
 def torch_adamw(parameters: Parameters, **options: Any) -> torch.optim.AdamW:
-    """torch's AdamW; on a GPU, with its step counts there."""
+    """torch's AdamW; on a GPU, with step counts on the device."""
     capturable = parameters[0].device.type == "cuda"
     return torch.optim.AdamW(parameters, **HYPER, capturable=capturable, **options)
 
@@ -201,7 +201,7 @@ def _compiled(sizes: Sizes, inputs: OptimizerInputs) -> Prepared:
 def _peer(
     module: str, name: str, inputs: OptimizerInputs, masters: bool = False, gpu: bool = False, **options: Any
 ) -> Prepared:
-    """The AdamW of another library: where it is, what it is called, and its options."""
+    """The AdamW of another library, by module, name and options."""
     if gpu:
         needs_gpu(inputs.weights.device)
     return stepping(partial(getattr(needs(module), name), **HYPER, **options), inputs, masters)
@@ -210,12 +210,12 @@ def _peer(
 def _optimi(inputs: OptimizerInputs) -> Prepared:
     on_gpu = inputs.weights.device.type == "cuda"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # optimi deprecates foreach in favor of Triton, which does not run on CPUs
+        warnings.simplefilter("ignore")  # optimi deprecates foreach for Triton, which does not run on CPUs
         return _peer("optimi", "AdamW", inputs, kahan_sum=inputs.low, triton=on_gpu, foreach=not on_gpu)
 
 
 def _torchao(sizes: Sizes, name: str, inputs: OptimizerInputs, masters: bool = True, **options: Any) -> Prepared:
-    compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; this checks whether that takes too long
+    compiled(len, sizes, len(inputs.weights))  # torchao compiles its step; raise if that would take too long
     return _peer("torchao.optim", name, inputs, masters, **options)
 
 
@@ -229,7 +229,7 @@ def _bitsandbytes(sizes: Sizes, inputs: OptimizerInputs, masters: bool = True) -
 
 
 class Job(NamedTuple):
-    """A job of an optimizer: bytes that its step moves per element, and those of providers with another layout."""
+    """A job of an optimizer: the bytes that a step moves per element, and those of providers with other layouts."""
 
     name: str
     dtype: torch.dtype
@@ -237,11 +237,11 @@ class Job(NamedTuple):
     bound: float
     providers: Providers
     other_layouts: Mapping[str, Fraction | int] = {}
-    smallest: int = 1  # elements of the smallest tensor
+    smallest: int = 1  # minimum elements per tensor
 
 
 def _moved(name: str, precision: str = "bf16") -> Fraction:
-    """The bytes per element that a step of a layout of `halfstep.numerics.planning` reads and writes."""
+    """The bytes per element that a step reads and writes with a layout of `halfstep.numerics.planning`."""
     return Fraction(layout(name, precision).moved_per_step())
 
 
@@ -283,7 +283,7 @@ def _jobs(sizes: Sizes) -> tuple[Job, ...]:
         "torchao": partial(_torchao, sizes, "AdamW8bit", masters=False, bf16_stochastic_round=True),
         "bitsandbytes": partial(_bitsandbytes, sizes, masters=False),
     }
-    # flashoptim's, too, has a byte of remainder and bf16 moments.
+    # flashoptim's layout also has a one-byte remainder and bf16 moments.
     of_24 = dict.fromkeys(("halfstep split24", "flashoptim"), _moved("halfstep-split24-bf16"))
     of_24_coded = {"halfstep split24": _moved("halfstep-split24-8bit"), "flashoptim": _moved("flashoptim-24")}
     rows = {"torch fused": "torch-fused", "torchao": "torchao-8bit", "bitsandbytes": "bitsandbytes-8bit"}
@@ -308,7 +308,7 @@ def optimizer_cases(
     sides: Callable[[int], tuple[int, int]] = rows_and_columns,
     inputs: type[OptimizerInputs] = OptimizerInputs,
 ) -> Iterator[Case]:
-    """Every job with each number of tensors, then with the large tensor."""
+    """Each job with every number of tensors, then with the large tensor."""
     for job in jobs:
         numbers = [(tensors, sizes.elements // tensors) for tensors in sizes.tensors]
         for tensors, numel in [*numbers, *[(1, sizes.large)] * bool(sizes.large)]:

@@ -1,7 +1,7 @@
-"""Casts of one tensor to a new one, and of a list of tensors to given tensors.
+"""Casts of one tensor to a new one, and of a list of tensors to existing ones.
 
-Bytes: the source is read once and the target written once. Errors are relative to each value, or to the smallest normal
-number for smaller values, in units of the target's eps. Only rounding to nearest has errors of at most 0.5.
+Bytes: the source is read once and the target written once. Errors are relative to each value, or for smaller values to
+the smallest normal number, in units of the target's eps. Only rounding to nearest has errors of at most 0.5.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEAREST = 0.5
 
 
 def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Normally distributed numbers in `tensors` tensors of `numel` elements, rounded to `dtype`."""
+    """`tensors` tensors of `numel` normally distributed values, rounded to `dtype`."""
     return [row.clone() for row in normal(device, tensors, numel).to(dtype)]
 
 
@@ -88,7 +88,7 @@ def _case(
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """Every pair of dtypes with each number of elements, and a list of gradients with each number of tensors."""
+    """Every pair of dtypes with each number of elements, and a list with each number of tensors."""
     for source, target in PAIRS:
         to = partial(_to, DTYPES[target])
         providers: dict[str, Callable[[Any], Prepared]] = {

@@ -1,4 +1,4 @@
-"""The installed peers, and the reasons why a peer cannot do a job."""
+"""Access to installed peers, and the reasons why a peer cannot do a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def needs(module: str) -> Any:
 
 
 def compiled(function: Callable[..., Any], sizes: Sizes, tensors: int = 1) -> Callable[..., Any]:
-    """`torch.compile` with fixed shapes, after a reset of everything that earlier cases compiled."""
+    """`torch.compile` with static shapes, after discarding everything that earlier cases compiled."""
     if not sizes.slow:
         raise Unavailable("compiles for seconds: run without --quick")
     if tensors > sizes.compiled:

@@ -1,8 +1,8 @@
-"""Muon over square matrices, many and one large, for two jobs, checked as the Adam cases.
+"""Muon over many square matrices and over one large matrix, for two jobs, checked like the Adam cases.
 
-Both kernels of a step move 22 bytes per weight with bf16 weights, exact fp32 masters and fp32 momentum, and 16.06 with
-momentum in 8 bits; most of the time is that of the matrix products between them. The error is relative to torch's step
-in float64, whose products are in bf16 all the same.
+Together, both kernels of a step move 22 bytes per weight with bf16 weights, exact fp32 masters and fp32 momentum, and
+16.06 with 8-bit momentum; most of the time is spent in the matrix products between them. The error is relative to
+torch's step in float64, whose products are nevertheless in bf16.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RULE = partial(torch.optim.Muon, **HYPER)
 
 
 def _square(numel: int) -> tuple[int, int]:
-    """The sides of a square of at most `numel` elements, a multiple of 8 where it is not smaller."""
+    """The sides of a square of at most `numel` elements, rounded down to a multiple of 8 unless below 8."""
     side = math.isqrt(numel)
     return (side // 8 * 8 or side,) * 2
 
 
 class _Inputs(OptimizerInputs):
-    """Gradients that differ by more than a factor between steps, which is lost in the norm."""
+    """Gradients that differ between steps by more than a factor, which Muon's normalization would cancel."""
 
     def scaled(self, grads: torch.Tensor, factor: float) -> torch.Tensor:
         return grads.roll(1 + int(factor), 1) * factor
@@ -49,5 +49,5 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         Job("bf16, fp32 master", bf16, 22, ROUNDED, {"halfstep": _halfstep, **theirs}),
         Job("bf16, 8-bit momentum", bf16, 16 + Fraction(2, 32), ROUNDED, coded, smallest=CODED_FROM),
     )
-    sizes = replace(sizes, tensors=(1, 16))  # each is some twenty launches
+    sizes = replace(sizes, tensors=(1, 16))  # each tensor takes some twenty launches
     return optimizer_cases("muon", "muon", jobs, RULE, sizes, _square, _Inputs)

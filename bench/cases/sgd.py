@@ -1,7 +1,7 @@
-"""SGD with momentum over many tensors and over one large tensor, for three jobs, checked as the Adam cases.
+"""SGD with momentum over many tensors and over one large tensor, for three jobs, checked like the Adam cases.
 
 Bytes per weight: 20 with fp32 weights and momentum buffer, 18 with bf16 weights and exact fp32 masters, 14 with a bf16
-buffer too. torch does the jobs with fp32 masters and buffer, and copies as in the Adam cases.
+buffer too. torch does all jobs with fp32 masters and an fp32 buffer, and with copies as in the Adam cases.
 """
 
 from __future__ import annotations

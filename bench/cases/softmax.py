@@ -65,7 +65,7 @@ def _backward(function: Callable[[torch.Tensor], torch.Tensor], inputs: SoftmaxI
 
 
 def _compiled(prepare: Callable[..., Prepared], sizes: Sizes, inputs: SoftmaxInputs) -> Prepared:
-    # Otherwise the compiled backward frees or reuses the tensors that it saved, and cannot be called again.
+    # Without this, the compiled backward frees or reuses its saved tensors, and cannot be called again.
     with torch._functorch.config.patch(donated_buffer=False):
         return prepare(compiled(_torch, sizes), inputs)
 

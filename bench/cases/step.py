@@ -1,11 +1,11 @@
-"""The whole step of mixed-precision training: check, norm, clipping, update of weights and of the loss scale.
+"""The entire step of mixed-precision training: check, norm, clipping, update of weights and of the loss scale.
 
-Bytes: each gradient is read twice, because no weight may change before all gradients are checked; the others are those
-of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28 with fp32 weights. torch's step consists of
+Bytes: each gradient is read twice, because no weight may change before all gradients are checked; the other bytes are
+those of AdamW: 2 + 26 with bf16 weights and fp32 masters, 4 + 28 with fp32 weights. torch's step consists of
 `torch.amp.GradScaler`, `torch.nn.utils.clip_grad_norm_` and AdamW, with copies to and from the masters.
 
 Errors are those of the Adam cases, after four steps. Two are clipped, one is not, and one has an infinite gradient: it
-must halve the scale and change nothing else, otherwise the error is infinite. The bound allows for torch's norm.
+must halve the scale and change nothing else, or the error is infinite. The bound allows for the error of torch's norm.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
 FACTORS = (1.0, math.inf, -0.5, 2.0)
-CLIPPED_AT = 0.7  # share of the norm of all gradients
+CLIPPED_AT = 0.7  # fraction of the norm of all gradients
 BOUND = 1e-3
-NEVER = 2**30  # steps until the scale grows, so that it is the same in all timed steps
+NEVER = 2**30  # a growth interval that keeps the scale the same in all timed steps
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StepInputs(OptimizerInputs):
 
     @property
     def max_norm(self) -> float:
-        """The norm to which all providers clip, in proportion to the expected norm of the gradients."""
+        """The norm to which all providers clip, proportional to the expected norm of the gradients."""
         return CLIPPED_AT * adam.TYPICAL * math.sqrt(self.grads.numel())
 
     @cached_property
@@ -65,7 +65,7 @@ def _stepping(
             step()
         exact = adam.exact_weights(optimizer, weights.parameters)
         answer = [weight.detach().clone() for weight in exact], scaler.get_scale()
-        # Unscaling in place would otherwise shrink the gradients further in every timed call.
+        # With another scale, unscaling in place would shrink the gradients further in every timed call.
         scaler.update(1.0)
         inputs.load(grads, 1.0)
         return answer

@@ -1,8 +1,8 @@
-"""Checks of gradients before a step: non-finite numbers and the norm, read-only or with unscaling in place.
+"""Checks of gradients before a step: non-finite values and the norm, read-only or with unscaling in place.
 
 Bytes: ``check`` reads each gradient once, ``unscale`` also writes it; torch needs a second pass for the norm. The error
-is that of the sum of squares or the norm, relative. It is infinite if an Inf or a NaN is missed, if a check writes, or
-if an unscaled gradient is not the exact product. The bounds allow for a norm in bf16, and for torch's fp32 sum.
+is the relative error of the sum of squares or the norm. It is infinite if an Inf or a NaN is missed, if a check writes,
+or if an unscaled gradient is not the exact product. The bounds allow for a norm in bf16, and for torch's fp32 sum.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BOUNDS = {"bf16": 2.0**-7, "fp32": 2.0**-12}
 SCALE = 2.0**10
 
 Grads = list[torch.Tensor]
-Summary = tuple[torch.Tensor, torch.Tensor]  # the flag, and the sum of squares or the norm; of one element each
-Function = Callable[[Grads, torch.Tensor], Summary]  # of the gradients and the inverse scale, which a check leaves out
-Answer = tuple[tuple[bool, bool, bool], float, Grads]  # flags: finite, with an Inf, with a NaN; and what is left
+Summary = tuple[torch.Tensor, torch.Tensor]  # the flag, and the sum of squares or the norm, with one element each
+Function = Callable[[Grads, torch.Tensor], Summary]  # takes the gradients and the inverse scale, which checks ignore
+Answer = tuple[tuple[bool, bool, bool], float, Grads]  # flags (finite, Inf, NaN), sum or norm, gradients afterwards
 
 
 def _prepared(function: Function, grads: Grads) -> Prepared:
@@ -35,7 +35,7 @@ def _prepared(function: Function, grads: Grads) -> Prepared:
     inverse = torch.tensor(1 / SCALE, dtype=torch.float32, device=grads[0].device)
 
     def flag_of(planted: float) -> bool:
-        """The flag for gradients with a non-finite number, the last element of the tensor in the middle."""
+        """The flag for gradients with a non-finite last element in the middle tensor."""
         copies = [grad.clone() for grad in grads]
         copies[len(copies) // 2][-1] = planted
         return bool(function(copies, inverse)[0])
@@ -54,7 +54,7 @@ def _compiled(function: Function, sizes: Sizes, grads: Grads) -> Prepared:
 
 
 def _error(scale: float, power: float, grads: Grads, answer: Answer) -> float:
-    """`power` is that of the sum of squares which was asked for."""
+    """The relative error of the sum of squares raised to `power`: 1, or 0.5 for the norm."""
     flags, size, after = answer
     want = float(torch.cat(grads).double().div(scale).square().sum()) ** power
     exact = torch.equal(torch.cat(after), torch.cat(grads) / scale)

@@ -1,14 +1,14 @@
 """Checkpoints that are atomic, verified and independent of the topology that wrote them.
 
-A checkpoint is a folder, ``step-00000120/``, that appears by one rename when all ranks have written:
+A checkpoint is a folder, ``step-00000120/``, which appears by one rename once all ranks have written their files:
 
-    model-00001-of-00004.safetensors       each rank's parts of the model, under the model's own names
-    optimizer-00001-of-00004.safetensors   ... of the optimizer's state
-    state-00001-of-00004.safetensors       tensors of the scaler and of the run's own state
-    state.json                             everything that is not a tensor, and which tensor belongs where
-    manifest.json                          size and SHA-256 of these files; which part of which tensor is in which
+    model-00001-of-00004.safetensors       this rank's shards of the model, under the names in its state dict
+    optimizer-00001-of-00004.safetensors   this rank's shards of the optimizer state
+    state-00001-of-00004.safetensors       tensors of the scaler and of the user's state
+    state.json                             all other values, and where each tensor belongs among them
+    manifest.json                          size and SHA-256 of every file, and which file holds which shard
 
-Tensors are divided as torch.distributed.checkpoint plans it (storage.py), the rest is JSON (tree.py).
+Tensors are sharded as torch.distributed.checkpoint (DCP) plans it (storage.py); everything else is JSON (tree.py).
 Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power failure), every folder with the name of
 a checkpoint is complete, and earlier checkpoints still exist (atomic.py). See docs/checkpoints.md.
 """

@@ -1,7 +1,7 @@
 """`save` and `load`: all ranks write and read their shards in parallel, whatever the topology.
 
-A tensor is identified by the name of its parameter and its position in the whole parameter. The optimizer's state is
-read into new tensors of the dtype in the file, and loaded only when all ranks have read everything.
+A shard is identified by the name of its parameter and its offsets in the full parameter. The optimizer state is read
+into new tensors with the dtype of the file, and loaded only after all ranks have read everything.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
 UNTOUCHED = "; earlier checkpoints are untouched"
-# The default group, and a group of all ranks for checkpoints only. These are weak references, because torch aborts at
-# exit if a group is alive after destroy_process_group.
+# The default process group, and a group of all ranks for checkpoints only. Weak references, because torch aborts at
+# exit if a group outlives destroy_process_group.
 _groups: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def _group_for_checkpoints() -> Any:
-    """A gloo group of all ranks, so that collectives of a save in a thread do not mix with those of training."""
+    """A gloo group of all ranks, which keeps the collectives of an asynchronous save apart from those of training."""
     global _groups
     default = dist.group.WORLD
     group = _groups[1]() if _groups is not None and _groups[0]() is default else None
@@ -55,17 +55,17 @@ def _group_for_checkpoints() -> Any:
 
 
 class Ranks:
-    """The ranks that save or load together. They exchange small objects over gloo."""
+    """The ranks that save or load together, which exchange small objects over gloo."""
 
     def __init__(self, process_group: Any = None, alone: bool = False) -> None:
-        self.members, self.number, self.group = [0], 0, None  # the ranks, and which of them this one is
+        self.members, self.number, self.group = [0], 0, None  # global ranks, and the index of this one among them
         base = None if alone else checked_group(process_group) or default_group()
         if base is None:
             return
         self.members, self.number = dist.get_process_group_ranks(base), dist.get_rank(base)
         if len(self.members) == 1:
             return
-        # A new group of some ranks would need the other ranks to take part, so the given group is used.
+        # Creating a group of a subset of the ranks requires all ranks to call new_group, so use the one passed in.
         self.group = _group_for_checkpoints() if base is dist.group.WORLD else base
         if "cpu:" not in dist.get_backend_config(self.group):
             raise ValueError(
@@ -74,9 +74,9 @@ class Ranks:
             )
 
     def together(self, function: Callable[[], T]) -> list[T]:
-        """The results of `function` on all ranks. If it raises on one rank, all ranks raise, so that none waits.
+        """Run `function` on every rank and return all results. If it raises on one rank, all raise, so that none hangs.
 
-        Exceptions that end a program are raised again on their rank, after the other ranks know of them.
+        Exceptions that end the program are reraised on their own rank, after the other ranks have been told.
         """
         result: Any = None
         error: BaseException | None = None
@@ -84,14 +84,14 @@ class Ranks:
             result = function()
         except BaseException as failed:
             error = failed
-        # Errors are sent as text: ranks would wait forever for one that cannot be unpickled.
+        # Errors are sent as text: an exception that cannot be unpickled would hang the other ranks.
         answers: list[Any] = [(result, None if error is None else error_text(error))]
         try:
             if self.group is not None:
                 (mine,), answers = answers, [None] * len(self.members)
                 dist.all_gather_object(answers, mine, group=self.group)
         except RuntimeError as lost:  # a rank was killed
-            raise CheckpointError(error_text(error) if error else f"a rank does not answer: {lost}") from lost
+            raise CheckpointError(error_text(error) if error else f"a rank does not respond: {lost}") from lost
         if error is not None and not isinstance(error, Exception):
             raise error
         for rank, (_, text) in enumerate(answers):
@@ -102,7 +102,7 @@ class Ranks:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warnings that FSDP1 is deprecated."""
+    """Disable autograd, and suppress torch's warnings that FSDP1 is deprecated."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", category=FutureWarning)
         yield
@@ -111,11 +111,11 @@ def _quiet() -> Iterator[None]:
 def _only_with_model(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"Expected model to be given together with {name}, but got None: pass model=")
+            raise ValueError(f"Expected a model together with {name}, but got model=None: pass model=")
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, form: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters. Collective under FSDP1, whose state is always canonical."""
+    """The optimizer state keyed by parameter name. Collective under FSDP1, where it is always canonical."""
     with saving(optimizer, form):
         return torch_state.get_optimizer_state_dict(model, optimizer)
 
@@ -126,13 +126,13 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, f
 class PendingSave:
     """A checkpoint that is being written in the background."""
 
-    _latest: ClassVar[PendingSave | None] = None  # unless its end is known
+    _latest: ClassVar[PendingSave | None] = None  # None once its outcome has been collected
 
     def __init__(self, future: Future[Path], path: Path) -> None:
         self._future, self.path = future, path
 
     def done(self) -> bool:
-        """Whether writing has ended, with or without an error."""
+        """Whether the save has finished, successfully or not."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -155,7 +155,7 @@ _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
 
 
 def _finish_pending() -> None:
-    """Wait for a save in the background, and raise its error unless `result` has already raised it."""
+    """Wait for the asynchronous save, if any, and raise its error unless `result` has already raised it."""
     if PendingSave._latest is not None:
         PendingSave._latest.result()
 
@@ -205,32 +205,32 @@ def save(
     asynchronous: bool = False,
     process_group: Any = None,
 ) -> Path | PendingSave:
-    """Write the checkpoint of `step`, then remove all but the newest `keep` up to this step.
+    """Write the checkpoint of `step`, then delete all but the newest `keep` checkpoints up to this step.
 
     Args:
         folder: folder of the run's checkpoints, created if missing. With `model`, all ranks must see the same folder.
         step: number of completed steps, ≥ 0.
-        state: tensors, numbers, strings, bytes, numpy arrays, and lists, tuples, sets and dicts of these; with `model`,
-            those of the first rank. Without `model`, only rank 0 calls `save`.
+        state: tensors, numbers, strings, bytes, numpy arrays, and lists, tuples, sets and dicts of these. With `model`,
+            the first rank's state is saved; without, only rank 0 may call `save`.
         keep: number of checkpoints to keep, including this one, ≥ 1.
-        model: a plain model, or one under DDP, FSDP1, FSDP2, tensor parallelism or several of these. All ranks call
+        model: a plain model, or one wrapped in DDP, FSDP1, FSDP2, tensor parallelism or a combination. All ranks call
             `save`, and each writes its shards.
-        optimizer: optimizer of the model's parameters.
-        scaler: an object with a ``state_dict()``, which is stored.
-        optimizer_state: ``"held"`` stores masters and moments in the bytes that they take in memory: codes and scales,
-            bf16 moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, and so does ``"held"``
-            with other optimizers and under FSDP1. `load` loads both into every layout.
+        optimizer: the optimizer of the model's parameters.
+        scaler: any object with a ``state_dict()``, such as a loss scaler.
+        optimizer_state: ``"held"`` stores masters and moments as they are in memory: 8-bit codes and scales, bf16
+            moments, and remainders instead of masters. ``"canonical"`` stores them in fp32, as ``"held"`` also does for
+            other optimizers and under FSDP1. `load` reads both into every layout.
         asynchronous: copy everything to the CPU, return, and write the files in a thread while training continues. Only
             one save runs at a time: the next `save` or `load` waits for it, and raises if it failed.
-        process_group: the ranks that save together; all have the same parameters. Default: all.
+        process_group: the ranks that save together, all with the same parameters. Default: all ranks.
 
     Returns:
-        The `Path` of the checkpoint, which is on disk. If `asynchronous`, a `PendingSave`, whose ``result()`` waits for
-        the save; call it before ``destroy_process_group``.
+        The `Path` of the checkpoint, which is on disk. With `asynchronous`, a `PendingSave` whose ``result()`` waits
+        for the save; call it before ``destroy_process_group``.
 
     Raises:
-        CheckpointError: it could not be written, on all ranks alike. Earlier checkpoints are untouched.
-        ValueError: an argument is out of range, or goes together with `model` only.
+        CheckpointError: the checkpoint could not be written; all ranks raise. Earlier checkpoints are untouched.
+        ValueError: an argument is out of range, or requires `model`.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -240,10 +240,12 @@ def save(
         >>> checkpoint.load(path, model=model, optimizer=optimizer)
         {'tokens': 3000}
     """
-    if step < 0:
-        raise ValueError(f"Expected step to be at least 0, but got {step}")
-    if keep < 1:
-        raise ValueError(f"Expected keep to be at least 1, but got {keep}: a save never leaves the folder empty")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"Expected step to be an integer of at least 0, but got {step!r}")
+    if type(keep) is not int or keep < 1:
+        raise ValueError(
+            f"Expected keep to be an integer of at least 1, but got {keep!r}: a save never leaves the folder empty"
+        )
     check_format(optimizer_state, "optimizer_state")
     if model is None:
         _only_with_model(
@@ -292,7 +294,7 @@ def save(
 
 
 def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None, ranks: Ranks) -> Path:
-    """Write a checkpoint, all `ranks` together: `tree` is that of the first, `parts` are each rank's."""
+    """Write a checkpoint from all `ranks`: the first rank's `tree`, and the `parts` of every rank."""
     step, size = tree["step"], len(ranks.members)
     advice = f"{UNTOUCHED}; free space or fix permissions, and restart ranks that were killed"
     with ExitStack() as stack, explained(f"cannot write checkpoint {path}", advice):
@@ -328,26 +330,26 @@ def load(
     scaler: Any = None,
     process_group: Any = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint, after verifying that it is complete and unchanged.
+    """Load a checkpoint, after verifying that it is complete and unmodified.
 
-    All ranks together read it into `model`, `optimizer` and `scaler`, whatever topology saved it; masters and moments
-    have the saved bits. Everything is read into new memory and compared before anything changes. Folders of earlier
-    versions load too, and those that torch wrote by ``dcp.save({"model": ..., "optimizer": ...})``, without checksums.
+    All ranks load `model`, `optimizer` and `scaler` together, whatever topology saved them; masters and moments are
+    bit-identical to those saved. Everything is read into new memory and checked before anything is modified. Folders of
+    earlier versions load too, as do those of ``dcp.save({"model": ..., "optimizer": ...})``, which have no checksums.
 
     Args:
-        path: path of the checkpoint; ``newest(folder)`` finds the latest.
-        model, optimizer, scaler: with the same names, shapes and groups as those saved. The options of the optimizer
-            that describe the layout in memory are not changed.
-        process_group: the ranks that load together. Default: all.
+        path: path of the checkpoint; ``newest(folder)`` returns the latest.
+        model, optimizer, scaler: the objects to load, with the same names, shapes and groups as those saved. Optimizer
+            options that determine the layout in memory are not changed.
+        process_group: the ranks that load together. Default: all ranks.
 
     Returns:
-        The ``state`` that was saved; {} if there was none.
+        The saved ``state``, or {} if there was none.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete or damaged, even by one bit, or is of another model or
-            optimizer. All ranks raise, and nothing is changed. The message names the file and the newest other good
-            checkpoint there.
-        ValueError: the checkpoint was saved with `model`, and is loaded without.
+        CheckpointError: the checkpoint is missing, incomplete or corrupted, even by one bit, or belongs to another
+            model or optimizer. All ranks raise, and nothing is modified. The message names the file and the newest
+            intact checkpoint of that folder.
+        ValueError: the checkpoint was saved with `model`, but is loaded without.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -377,7 +379,7 @@ def load(
 
 
 def open_verified(path: Path, ranks: Ranks) -> Reader:
-    """A reader of a checkpoint of which every byte is as it was saved. Each rank reads a part of the files."""
+    """A reader of a checkpoint after verifying every byte of it. Each rank verifies some of the files."""
     if not path.is_dir():
         raise atomic.missing(path)
     readers: list[Reader] = []
@@ -402,16 +404,16 @@ _ABSENT = {
 
 
 class _Load:
-    """One load: the content of the checkpoint, what model and optimizer need, and the tensors that are read."""
+    """One call of `load`: the checkpoint, the objects to load, and the tensors that are read."""
 
     def __init__(self, reader: Reader, model: Any, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
         self.reader, self.model, self.optimizer, self.scaler = reader, model, optimizer, scaler
         modules = () if model is None else model.modules()
-        self.flat = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # FSDP1's parameters
+        self.flat = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # FSDP1's flat parameters
         self.targets: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Compare the checkpoint with model and optimizer, and make tensors to read it into. Collective under FSDP1."""
+        """Check the checkpoint against the model and optimizer, and allocate its tensors. Collective under FSDP1."""
         tree = self.reader.tree
         self.state = unpack(tree.get("state"), self.reader.copy) or {}
         if not isinstance(self.state, dict):
@@ -445,18 +447,18 @@ class _Load:
                         self.targets[name] = target
 
     def _target(self, label: str, key: str, saved: torch.Tensor, parameter: Any, present: Any) -> Any:
-        """Memory for an entry of the optimizer's state: sharded like its parameter, in the dtype of the file.
+        """An empty tensor for an entry of the optimizer state, sharded like its parameter, with the dtype of the file.
 
-        None if it is to be read whole.
+        None if the entry is to be read unsharded.
         """
         size, dtype = saved.shape, saved.dtype
         ours = isinstance(self.optimizer, LayoutOptimizer) and not self.flat
         if (key in HELD and not ours) or (dtype == torch.bfloat16 and self.flat):
             unable = "FullyShardedDataParallel" if self.flat else type(self.optimizer).__name__
             raise CheckpointError(
-                f"its optimizer's state is as it was held, such as {label}, which {unable} cannot load: "
-                "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there "
-                "with optimizer_state='canonical'"
+                f"its optimizer state is in the held format, such as {label}, which {unable} cannot load: "
+                "load it into a halfstep optimizer, in one process or under fully_shard, and save it again with "
+                "optimizer_state='canonical'"
             )
         if self.flat and isinstance(present, torch.Tensor | ShardedTensor):
             if (present.size(), present.dtype) != (size, dtype):
@@ -464,7 +466,7 @@ class _Load:
                     f"{label} is {tuple(size)} {dtype} in the checkpoint and {tuple(present.size())} {present.dtype} "
                     "in the optimizer; use the same model and optimizer"
                 )
-            return present  # the tensor that FSDP1 made for this purpose
+            return present  # FSDP1 allocated it for loading
         if parameter is None:
             return None
         if isinstance(self.optimizer, LayoutOptimizer):
@@ -474,8 +476,8 @@ class _Load:
     def load_into_live(self, undo: ExitStack) -> None:
         """Load the model, then the optimizer, whose masters set the parameters, then the scaler.
 
-        `undo` restores all of them with the same bits. Old and new values of the model are swapped, so that the old
-        ones need no more memory. Only FSDP1, which writes its flat parameters itself, requires a copy.
+        `undo` restores all of them bit for bit. The model's old and new values are swapped, so keeping the old ones
+        takes no extra memory. Only FSDP1, which writes its flat parameters itself, requires a copy.
         """
         if self.model is None:
             return
@@ -505,7 +507,7 @@ class _Load:
             self.scaler.load_state_dict(saved["scaler"])
 
     def _read(self, name: str) -> torch.Tensor:
-        """A tensor that was read into memory made for it, or a whole one."""
+        """A tensor that `prepare` allocated and `read_into` filled, or an unsharded copy from the file."""
         return self.targets[name] if name in self.targets else self.reader.copy(name)
 
 
@@ -517,7 +519,7 @@ def _exchange(live: torch.Tensor, new: torch.Tensor, undo: ExitStack) -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Memory on the CPU for a tensor of a model, sharded like it."""
+    """An empty tensor on the CPU, sharded like `value`."""
     if isinstance(value, ShardedTensor):
-        return value  # FSDP1 made it for this purpose
+        return value  # FSDP1 allocated it for loading
     return Sharding(value).like(torch.empty_like(local(value), device="cpu"))

@@ -1,12 +1,12 @@
-"""The folder of a checkpoint: its name and manifest, detection of damage, and saves that appear complete or not at all.
+"""The folder of a checkpoint: its name, its manifest, detection of corruption, and saves that appear all or nothing.
 
-``manifest.json`` lists the size and SHA-256 of every other file, and has its own SHA-256. A save writes into a folder
-of a unique name, which is renamed when it is complete, and keeps a file in it locked until then. The system releases
-the lock when the process ends for any reason, also on another machine: a process that can take the lock knows that the
-save has ended. If the file system has no locks, nothing is removed. Other files in the folder are never changed.
+``manifest.json`` lists the size and SHA-256 of every other file, and its own SHA-256. A save writes into a folder with
+a unique name, which is renamed once complete, and holds a lock on a file in it until then. The operating system
+releases the lock however the process ends, even on another machine: whoever can acquire the lock knows that the save
+has ended. On file systems without locks, nothing is removed. Other files in the folder are never touched.
 
     .halfstep-TOKEN                     a checkpoint that is being written or removed
-    .halfstep-TOKEN/lock                locked by the process that does so
+    .halfstep-TOKEN/lock                locked by the process that is doing so
     .halfstep-TOKEN.replaced-NAME       the previous checkpoint NAME, which is valid until NAME exists again
 """
 
@@ -35,25 +35,25 @@ except ImportError:  # Windows
 
 MANIFEST, STATE, SHARDS, LOCK = "manifest.json", "state.json", ".safetensors", "lock"
 FORMAT = "halfstep checkpoint 2"
-FORMAT_1 = "halfstep checkpoint 1"  # folders of torch.distributed.checkpoint, which importing.py reads
-CHUNK = 16 << 20  # bytes between two checks for an interrupt
+FORMAT_1 = "halfstep checkpoint 1"  # torch.distributed.checkpoint folders, which importing.py reads
+CHUNK = 16 << 20  # bytes written between two checks for an interrupt
 LONGEST_MESSAGE = 4000
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"(?P<save>\.halfstep-[0-9a-f]{16})(?:\.replaced-(?P<name>.+))?")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or trusted. The message names the file and what to do, in one line."""
+    """A checkpoint cannot be written, found or trusted. The message names the file and the remedy, on one line."""
 
     def __init__(self, message: str) -> None:
-        # The message may quote a file, which may contain control characters of a terminal.
+        # The message may quote a file, which may contain terminal control characters.
         if len(message) > LONGEST_MESSAGE:
             message = f"{message[: LONGEST_MESSAGE // 2]} … {message[-LONGEST_MESSAGE // 2 :]}"
         super().__init__(printable(message))
 
 
 def error_text(error: BaseException) -> str:
-    """An error in one line, including its type where its text alone says too little."""
+    """An error on one line, with its type if its text alone says too little."""
     if isinstance(error, KeyboardInterrupt):
         return "it was interrupted"
     if isinstance(error, Exception) and not isinstance(error, LookupError) and str(error):
@@ -63,7 +63,7 @@ def error_text(error: BaseException) -> str:
 
 @contextmanager
 def explained(subject: str, advice: str = "") -> Iterator[None]:
-    """Put what could not be done in front of the text of a CheckpointError, and advice behind it."""
+    """Prefix a CheckpointError with what failed, and append advice."""
     try:
         yield
     except CheckpointError as error:
@@ -93,7 +93,7 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
 
 
 def newest(folder: str | Path) -> Path | None:
-    """The newest checkpoint in `folder` whose files all exist in full length, or None. Loading checks the bytes.
+    """The newest checkpoint in `folder` whose files all exist with the right size, or None. Only `load` verifies bytes.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -104,13 +104,13 @@ def newest(folder: str | Path) -> Path | None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Remove all checkpoints up to `step` except the newest `keep`. Later ones are kept."""
+    """Delete all checkpoints up to `step` except the newest `keep`. Later ones are left alone."""
     for path in [path for number, path in checkpoints(folder) if number <= step][:-keep]:
         _remove(path)
 
 
 def remedy(path: Path) -> str:
-    """The remedy for a checkpoint that cannot be used, for a message."""
+    """What to do about an unusable checkpoint, for its error message."""
     for _, candidate in reversed(checkpoints(path.parent)):
         if candidate != path and is_good(candidate):
             return f"{candidate} is good: continue from that, or delete the damaged one"
@@ -121,29 +121,29 @@ def missing(path: Path) -> CheckpointError:
     """The error for a checkpoint that does not exist."""
     if path.is_file():
         return CheckpointError(
-            f"{path} is a file, as halfstep wrote checkpoints before, or of other code: make a folder of it with "
+            f"{path} is a file, not a folder: if an early version of halfstep wrote it, convert it with "
             f"python -m halfstep convert {path} FOLDER"
         )
     present = ", ".join(str(present) for _, present in checkpoints(path.parent)) or "none"
-    return CheckpointError(f"no checkpoint {path}; in that folder there are: {present}")
+    return CheckpointError(f"no checkpoint {path}; that folder has: {present}")
 
 
 # ----------------------------------------------------------------------------------------------------------- manifests
 
 
 def sealed(content: Any) -> bytes:
-    """The bytes of a manifest with this content."""
+    """The bytes of a manifest with this content and its checksum."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps({"content": content, "sha256": digest}, indent=1).encode()
 
 
 def is_name(name: Any) -> bool:
-    """Whether it is the name of a file directly in a folder."""
+    """Whether `name` is a file name without a path."""
     return type(name) is str and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint, which is intact and whose ``files`` are names in the folder."""
+    """The content of a checkpoint's manifest, after checking its checksum, its format and the names in ``files``."""
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"its {MANIFEST} is missing")
     content: Any = None
@@ -152,10 +152,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         content = json.loads(data)["content"]
         content = content if data == sealed(content) else None
     if not isinstance(content, dict):
-        raise CheckpointError(f"its {MANIFEST} does not have its own checksum: it was changed or damaged")
+        raise CheckpointError(f"its {MANIFEST} does not match its own checksum: it was changed or damaged")
     if content.get("format") not in (FORMAT, FORMAT_1):
         form = str(content.get("format"))[:100]
-        raise CheckpointError(f"expected its format to be {FORMAT!r}, but got {form!r}: use a later halfstep")
+        raise CheckpointError(f"expected its format to be {FORMAT!r}, but got {form!r}: upgrade halfstep")
     files = content.get("files")
     if not isinstance(files, dict) or not all(
         is_name(name)
@@ -168,9 +168,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
-    """The content of the manifest of a checkpoint. Raises CheckpointError unless its files are as it says.
+    """The content of a checkpoint's manifest. Raises CheckpointError unless the files match it.
 
-    The sizes of all files are checked, and the bytes of every `shares`-th, beginning with `share`; of none for 0.
+    Checks the sizes of all files, and the bytes of every `shares`-th file from `share` on; of no file if `shares` is 0.
     """
     content = read_manifest(path)
     files = content["files"]
@@ -189,16 +189,16 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> dict[str, Any]:
         for name in sorted(files)[share::shares] if shares else ():
             if _digest_of_file(path / name) != files[name]["sha256"]:
                 raise CheckpointError(
-                    f"its file {name} does not have the checksum in {MANIFEST}: it was changed or damaged, or is of "
-                    "another checkpoint"
+                    f"its file {name} does not have the checksum in {MANIFEST}: it was changed or damaged, or belongs "
+                    "to another checkpoint"
                 )
-    except (OSError, ValueError) as error:  # ValueError: names that no file system has
+    except (OSError, ValueError) as error:  # ValueError: a name that is invalid on every file system
         raise CheckpointError(str(error)) from error
     return content
 
 
 def is_good(path: Path, shares: int = 1) -> bool:
-    """Whether `verify` finds nothing wrong; with ``shares=0``, by the sizes of the files alone."""
+    """Whether `verify` passes; ``shares=0`` checks only the sizes of the files."""
     try:
         verify(path, shares=shares)
     except CheckpointError:
@@ -216,7 +216,7 @@ def _digest_of_file(path: Path) -> str:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a new file to disk. Returns its entry in a manifest; the file need not be read again to compute it."""
+    """Write a new file to disk. Returns its manifest entry, which is computed while writing."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for piece in pieces:
@@ -235,7 +235,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, An
 
 @contextmanager
 def unfinished_save(folder: Path) -> Iterator[Path]:
-    """A new folder of a unique name for a save, which is removed at the end unless it was put in place."""
+    """A new folder with a unique name for a save, which is removed on exit unless it was put in place."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".halfstep-*"):
         _clear(leftover)
@@ -252,7 +252,7 @@ def unfinished_save(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:
-    """Rename a complete save to `path`, which may exist. At any time, either the old or the new one is valid."""
+    """Rename a complete save to `path`, which may exist. At any time, either the old or the new save is valid."""
     replaced = unfinished.with_name(f"{unfinished.name}.replaced-{path.name}")
     _sync_folder(unfinished)
     while True:
@@ -263,7 +263,7 @@ def put_in_place(unfinished: Path, path: Path) -> None:
         try:
             os.replace(unfinished, path)
             break
-        except OSError as error:  # another process has created `path` since
+        except OSError as error:  # another process has created `path` in the meantime
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     _sync_folder(path.parent)
@@ -272,7 +272,7 @@ def put_in_place(unfinished: Path, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Windows cannot open folders and does this by itself."""
+    """Make a rename durable. Windows cannot open folders, and does this by itself."""
     if os.name != "nt":
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -286,11 +286,11 @@ def _temporary(folder: Path) -> Path:
 
 
 def _locked(path: Path, required: bool = True) -> Any:
-    """The lock of a temporary folder, an open file, which this process holds until it is closed.
+    """Acquire the lock of a temporary folder; closing the returned file releases it.
 
-    None if another process holds or has removed it. Where there are no locks, None if one is `required`.
+    None if another process holds or has removed it, and on file systems without locks if one is `required`.
     """
-    if fcntl is None:  # Windows, which does not rename a folder with an open file
+    if fcntl is None:  # Windows, which cannot rename a folder that contains an open file
         return None if required else contextlib.nullcontext()
     try:
         file = os.fdopen(os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o666))
@@ -310,7 +310,7 @@ def _locked(path: Path, required: bool = True) -> Any:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that no partly removed one is read as a checkpoint."""
+    """Remove a folder. It is renamed first, so that a partly removed one is never taken for a checkpoint."""
     if path.is_dir():
         nameless = _temporary(path.parent)
         with contextlib.suppress(FileNotFoundError):  # another process was faster
@@ -319,7 +319,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove what a killed save has left, and restore the checkpoint that it was about to replace."""
+    """Remove what a killed save left behind, and restore the checkpoint that it was about to replace."""
     match = _TEMPORARY.fullmatch(path.name)
     if match is None or not path.is_dir():
         return

@@ -1,4 +1,4 @@
-"""Conversions: a checkpoint of an earlier version to the present format, and a model to one file for other programs."""
+"""Conversion of checkpoints of earlier versions to the current format, and export of a model to a single file."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from halfstep.integrations.pickles import PickleError
 
 
 def convert(old: str | Path, new: str | Path) -> Path:
-    """Write a checkpoint of an earlier version, or of torch.distributed.checkpoint, as one of this version.
+    """Convert a checkpoint of an earlier version, or of torch.distributed.checkpoint, to the current format.
 
     Args:
-        old: ``step-00000120.pt`` or a folder of shards, which are not changed.
+        old: a file such as ``step-00000120.pt``, or a folder of shards. It is not modified.
         new: the folder to create, such as ``run/step-00000120``.
 
     Returns:
         `new`.
 
     Raises:
-        CheckpointError: `old` is damaged or is no checkpoint, or `new` exists or cannot be written.
+        CheckpointError: `old` is damaged or is not a checkpoint, or `new` exists or cannot be written.
     """
     old, new = Path(old), Path(new)
     if not old.exists():
@@ -36,7 +36,7 @@ def convert(old: str | Path, new: str | Path) -> Path:
             f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint's folder"
         )
     if new.exists():
-        raise CheckpointError(f"{new} exists: give a folder that does not")
+        raise CheckpointError(f"{new} exists: pass a folder that does not")
     tensors: dict[str, torch.Tensor] = {}
     try:
         if old.is_dir():
@@ -48,25 +48,25 @@ def convert(old: str | Path, new: str | Path) -> Path:
             tree = {"state": pack(read_file(old), tensors, "state")}
     except (OSError, PickleError, CheckpointError) as error:
         raise CheckpointError(f"{old} cannot be converted: {error}") from error
-    step = re.search(r"\d+", old.name)
-    tree["step"] = int(step[0]) if step else 0
+    numbers = re.findall(r"\d+", new.name) or re.findall(r"\d+", old.stem)
+    tree["step"] = int(numbers[-1]) if numbers else 0
     return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
 
 
 def export(path: str | Path, out: str | Path) -> Path:
-    """Write the model of a checkpoint as one file, ``model.safetensors``, which safetensors and transformers open.
+    """Write the model of a checkpoint to one file, ``model.safetensors``, for safetensors and transformers.
 
-    With the model's ``config.json`` next to it, ``from_pretrained(out)`` loads it. The whole model is held in memory.
+    With the model's ``config.json`` next to it, ``from_pretrained(out)`` loads it. The full model must fit in memory.
 
     Args:
         path: a checkpoint that was saved with ``model=``, by any number of ranks.
-        out: the folder of the file, created if missing.
+        out: the folder to write to, created if missing.
 
     Returns:
         The path of the file.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or holds no model.
+        CheckpointError: the checkpoint is damaged, or contains no model.
 
     Examples:
         >>> from halfstep.integrations import checkpoint

@@ -1,7 +1,7 @@
-"""Readers of what halfstep does not write: folders of torch.distributed.checkpoint, and those of earlier versions.
+"""Readers of formats that halfstep does not write now: torch.distributed.checkpoint (DCP) folders, and ``.pt`` files.
 
-torch reads the ``.metadata`` of its folders with `pickle.load`, which imports and calls what the file names. Here it is
-read as data (pickles.py), and compared with the files in the folder.
+torch reads a folder's ``.metadata`` with `pickle.load`, which imports and calls whatever the file names. Here it is
+parsed as data (pickles.py), and checked against the files in the folder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from halfstep.integrations.checkpoint.tree import TensorName, pack
 from halfstep.integrations.pickles import PickleError, Record
 
 METADATA = ".metadata"
-OBJECTS = "halfstep.pt"  # what halfstep wrote next to torch's files
-NUMPY = "halfstep.numpy"  # the key of numpy values there
-_TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # behind the archive in files of earlier versions
+OBJECTS = "halfstep.pt"  # values that are not sharded, which earlier versions wrote next to torch's files
+NUMPY = "halfstep.numpy"  # the key that marks numpy values in it
+_TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # at the end of ``.pt`` files of earlier versions
 _TRAILER_LENGTH = 82
 
 
 _DCP = "torch.distributed.checkpoint"
-# Layouts, formats of memory and paths are not needed. Python 3.11.0 to 3.11.3 pickle members of enums by `getattr`.
+# Layouts, memory formats and paths are read but not needed. Python 3.11.0 to 3.11.3 pickle enum members with `getattr`.
 _RECORDS = {
     f"{_DCP}.metadata": "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata "
     "ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING",
@@ -45,7 +45,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 def _index(name: Any, offset: Any) -> tuple[str, torch.Size | None]:
-    """The name of a tensor and the position of a part, which cost no more to hash than to read."""
+    """A tensor's name and a part's offsets, as a key. Other types are refused: they may take unbounded time to hash."""
     if type(name) is not str or type(offset) not in (torch.Size, type(None)):
         raise PickleError("it has an index without a name")
     return name, offset
@@ -60,12 +60,12 @@ class _Range(NamedTuple):
 
 
 class TorchReader(Reader):
-    """A reader of a folder of torch, with the same tree and list of tensors as one of a checkpoint of halfstep."""
+    """A reader of a DCP folder, with the same interface as `Reader`."""
 
     sources = METADATA
 
     def __init__(self, path: Path) -> None:
-        self._objects: dict[str, torch.Tensor] = {}  # tensors of the tree that `tensors` does not list
+        self._objects: dict[str, torch.Tensor] = {}  # tensors in `tree` that `tensors` does not list
         super().__init__(path)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
@@ -83,7 +83,7 @@ class TorchReader(Reader):
         }
         objects: dict[Any, _Range] = {}
         for name, entry in stored["state_dict_metadata"].items():
-            if entry.state is None:  # no tensor
+            if entry.state is None:  # not a tensor
                 objects[name] = self._range(places[_index(name, None)], 1)
                 continue
             dtype, chunks = entry.state["properties"].state[0], {}
@@ -97,12 +97,12 @@ class TorchReader(Reader):
         self.tree = self._tree(stored.get("planner_data") or {}, objects)
 
     def _range(self, info: dict[str, Any], size: int) -> _Range:
-        """Where an entry is, which exists and has at least `size` bytes."""
+        """Where an entry is stored, after checking that the file exists and the entry has at least `size` bytes."""
         name, offset, length = info["relative_path"], info["offset"], info["length"]
         if not atomic.is_name(name) or not (self.path / name).is_file():
-            raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is no file of the folder")
+            raise CheckpointError(f"its file {str(name)[:100]!r} is missing, or is not in the folder")
         if info.get("transform_descriptors"):
-            raise CheckpointError("its files are compressed or encrypted: save it without that")
+            raise CheckpointError("its files are compressed or encrypted: save it without stream transforms")
         if min(offset, length - size) < 0 or offset + length > (self.path / name).stat().st_size:
             raise CheckpointError(f"its {METADATA} does not match the file {name}")
         return _Range(name, offset, length)
@@ -116,7 +116,7 @@ class TorchReader(Reader):
             return pickles.load(io.BytesIO(file.read(place.length)), place.length)
 
     def _tree(self, paths: dict[str, Any], objects: dict[Any, _Range]) -> dict[str, Any]:
-        """The nested values that torch has flattened, and those that halfstep wrote next to its files."""
+        """The nested values that torch flattened, and those that halfstep wrote next to torch's files."""
         root: dict[Any, Any] = {}
         for name, keys in paths.items():
             if type(keys) is not tuple or not 1 <= len(keys) < 100:
@@ -135,7 +135,7 @@ class TorchReader(Reader):
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts with the keys 0, 1, ..., which were lists before torch flattened them, as lists."""
+    """Convert dicts with the keys 0, 1, ..., back to the lists that torch flattened."""
     if type(value) is not dict:
         return value
     items = {key: _with_lists(item) for key, item in value.items()}
@@ -143,7 +143,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def _with_numpy(value: Any) -> Any:
-    """Values that an earlier version saved; it stored numpy's as tensors."""
+    """Convert tensors marked with `NUMPY` back to numpy values; earlier versions stored these as tensors."""
     if type(value) is dict and NUMPY in value:
         values = value["values"].numpy()
         return values if value[NUMPY] == "array" else values[()]
@@ -153,26 +153,26 @@ def _with_numpy(value: Any) -> Any:
 
 
 def open_checkpoint(path: Path) -> Reader:
-    """A reader of a checkpoint of halfstep, of this version or an earlier one, or of torch."""
+    """A reader of a checkpoint folder of this version, of an earlier version, or of DCP."""
     if (path / MANIFEST).exists():
         return TorchReader(path) if atomic.read_manifest(path)["format"] == atomic.FORMAT_1 else Reader(path)
     ours = (path / OBJECTS, path / STATE, *path.glob(f"*{SHARDS}"))
     if not (path / METADATA).is_file() or any(file.exists() for file in ours):
         raise CheckpointError(
-            f"it has no {MANIFEST}, and is not a checkpoint of torch with {METADATA}: it is not a checkpoint, or is "
-            "truncated"
+            f"it has no {MANIFEST}, and is not a torch.distributed.checkpoint folder with {METADATA}: it is not a "
+            "checkpoint, or is truncated"
         )
     return TorchReader(path)
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The content of ``step-….pt``, as the first versions wrote checkpoints: its last line is a checksum."""
+    """The content of a ``step-….pt`` file of the first versions, whose last line is a checksum."""
     data = path.read_bytes()
     trailer = _TRAILER.fullmatch(data[-_TRAILER_LENGTH:])
     if trailer is None:
         raise CheckpointError("its last line is not a checksum: it was cut off, or halfstep did not write it")
     if hashlib.sha256(data[:-_TRAILER_LENGTH]).hexdigest().encode() != trailer[1]:
-        raise CheckpointError("its bytes do not have the checksum on its last line: it was changed or damaged")
+        raise CheckpointError("its bytes do not match the checksum on its last line: it was changed or damaged")
     content = _with_numpy(pickles.load(str(path), len(data)))
     if not isinstance(content, dict):
         raise CheckpointError(f"it holds a {type(content).__name__}, not a dict")

@@ -1,13 +1,13 @@
 """The files of a checkpoint: safetensors shards with hashes, a manifest, and a reader that trusts neither.
 
-torch's planner says which parts of tensors a rank holds. Each rank writes its parts in files of its own; the first rank
-adds the JSON and the manifest. A load copies what its parts have in common with those in the files. Readers check
-everything that a file says against the files that are there before memory is allocated, so that memory and time of a
-load are bounded by the size of the checkpoint.
+torch's planner determines which parts of which tensors a rank holds. Each rank writes its parts to its own files; the
+first rank adds the JSON and the manifest. Loading copies the overlaps of the parts in the files with those in memory.
+Readers check what a file claims against the sizes of the files before they allocate memory, so the size of the
+checkpoint bounds the memory and time of a load.
 
-torch's own reader of safetensors (`HuggingFaceStorageReader`) reads the model's files too: they have its
-``DCP_SHARDING_INFO``. Its writer is not used because it refuses tied and non-contiguous tensors, holds whole files in
-memory, and writes no hashes.
+torch's safetensors reader (`HuggingFaceStorageReader`) can read the model's files too: they have its
+``DCP_SHARDING_INFO``. Its writer is not used, because it refuses tied and non-contiguous tensors, buffers entire files
+in memory, and writes no hashes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, write_file
 from halfstep.integrations.checkpoint.tree import DTYPES, NAMES
 
-# What reading a damaged or hostile file may raise.
+# What reading a corrupted or malicious file may raise.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, SafetensorError)
 
 
 def _file_and_key(name: str) -> tuple[str, str]:
-    """The files that a tensor is in, model, optimizer or state, and its name there."""
+    """The prefix of the files that hold a tensor (model, optimizer or state), and its key there."""
     prefix, _, key = name.partition(".")
     return (prefix, key) if prefix in ("model", "optimizer") else ("state", name)
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """A part of the tensor `name`, or all of it."""
 
     name: str
-    shape: Sequence[int]  # of the whole tensor
+    shape: Sequence[int]  # of the full tensor
     offsets: Sequence[int]
     data: torch.Tensor
 
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 def parts_of(tensors: dict[str, Any]) -> Iterator[Part]:
-    """The parts of tensors that this rank holds. Their data are the memory of the tensors."""
+    """The parts of tensors that this rank holds, as views of the tensors."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(tensors)
     for item in planner.create_local_plan().items:
@@ -68,8 +68,8 @@ def parts_of(tensors: dict[str, Any]) -> Iterator[Part]:
 def parts_to_write(tensors: dict[str, torch.Tensor], rank: int = 0, members: Sequence[int] = (0,)) -> Iterator[Part]:
     """The parts of tensors that this rank writes.
 
-    Of the ranks in `members` that hold the same part, all decide alike which one writes it: they take turns, so that
-    each writes about as many bytes.
+    Ranks in `members` that hold copies of the same parts take turns in writing them, largest first, so that each writes
+    about as many bytes. All ranks compute the same order without communication.
     """
     largest_first = sorted(tensors, key=lambda name: (-math.prod(tensors[name].size()), name))
     turn = {name: number for number, name in enumerate(largest_first)}
@@ -80,7 +80,7 @@ def parts_to_write(tensors: dict[str, torch.Tensor], rank: int = 0, members: Seq
 
 
 def _holders(tensor: torch.Tensor, rank: int, members: Sequence[int]) -> Sequence[int]:
-    """Which of `members` hold the same part of a tensor as this rank."""
+    """The `members` that hold the same part of a tensor as this rank."""
     if not isinstance(tensor, DTensor):
         return [rank] if isinstance(tensor, ShardedTensor) else members
     coordinate: Any = tensor.device_mesh.get_coordinate()
@@ -90,7 +90,7 @@ def _holders(tensor: torch.Tensor, rank: int, members: Sequence[int]) -> Sequenc
 
 
 def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
-    """Write the parts of one rank. Returns its share of the manifest as JSON."""
+    """Write this rank's parts. Returns its portion of the manifest as JSON."""
     if not folder.is_dir():
         raise CheckpointError(
             f"Expected a folder that all ranks share, but the rank of shard {suffix} does not see {folder}, which the "
@@ -101,9 +101,9 @@ def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
     for part in parts:
         entry = {"dtype": NAMES[part.data.dtype], "shape": list(part.shape), "parts": []}
         listed = tensors.setdefault(part.name, entry)["parts"]
-        if part.data.numel():  # empty parts have no bytes
+        if part.data.numel():
             prefix, key = _file_and_key(part.name)
-            # Further parts of a tensor have the same name, so they are in another file.
+            # All parts of a tensor have the same key, so each goes into a file of its own.
             name = f"{prefix}-{suffix}{f'-{len(listed)}' if listed else ''}{SHARDS}"
             listed.append([name, list(part.offsets), list(part.sizes)])
             files.setdefault(name, {})[key] = part
@@ -112,7 +112,7 @@ def write_shards(folder: Path, suffix: str, parts: Iterable[Part]) -> str:
 
 
 def _bytes_of_file(parts: dict[str, Part]) -> Iterator[bytes | memoryview]:
-    """A file of safetensors, a tensor at a time, the dtypes with the most bytes first, so that all are aligned."""
+    """A safetensors file, one tensor at a time, with the widest dtypes first so that all are aligned."""
     order = sorted(parts, key=lambda key: (-parts[key].data.itemsize, key))
     places = json.dumps({key: {"saved_offsets": list(parts[key].offsets)} for key in order})
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": places}}
@@ -126,13 +126,13 @@ def _bytes_of_file(parts: dict[str, Part]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for key in order:
         data = parts[key].data.cpu().resolve_conj().resolve_neg().contiguous()
-        # One element may have any stride, which a view as bytes refuses.
+        # A contiguous tensor of one element may have any stride, and view(uint8) requires 1.
         raw: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
         yield memoryview(raw)
 
 
 def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Iterable[str]) -> None:
-    """Complete a checkpoint: everything that is not a tensor, and a manifest with what `write_shards` returned."""
+    """Complete a checkpoint: write `tree` as JSON, and the manifest from what `write_shards` returned on each rank."""
     files = {STATE: write_file(folder / STATE, [json.dumps(tree).encode()])}
     tensors: dict[str, Any] = {}
     for share in map(json.loads, shards):
@@ -143,7 +143,7 @@ def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Ite
     for name, entry in tensors.items():
         entry["parts"] = list(entry["parts"].values())
         if problem := _problem_of_chunks(entry["shape"], [Chunk(*part) for part in entry["parts"]]):
-            raise CheckpointError(f"the ranks that save hold {name} with {problem}: save on all ranks that shard it")
+            raise CheckpointError(f"the ranks that save have {name} with {problem}: save on all ranks that shard it")
     for name, record in files.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0
@@ -160,7 +160,7 @@ def write_manifest(folder: Path, content: dict[str, Any], tree: Any, shards: Ite
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor in a checkpoint: in a file under its name, or in a range of bytes of a file of torch."""
+    """A part of a tensor in a checkpoint. `source` is the name of a safetensors file, or a byte range of a DCP file."""
 
     source: Any
     offsets: Sequence[int]
@@ -176,15 +176,15 @@ class Stored(NamedTuple):
 
 
 class Reader:
-    """Reads a checkpoint of halfstep.
+    """Reads a halfstep checkpoint.
 
     Raises:
-        CheckpointError: files are missing or have another length, or the manifest describes other tensors than they can
-            hold. `verify` compares their bytes.
+        CheckpointError: files are missing or have the wrong size, or cannot hold the tensors that the manifest lists.
+            Only `verify` checks their bytes.
     """
 
     tree: Any  # everything that is not a tensor, as JSON
-    sources = f"{MANIFEST} or {STATE}"  # the files that it and the list of tensors are read from, for errors
+    sources = f"{MANIFEST} or {STATE}"  # where `tree` and `tensors` are read from, for errors
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -213,7 +213,7 @@ class Reader:
             raise CheckpointError(f"its {STATE} does not hold a dict")
 
     def _add(self, name: str, stored: Stored) -> None:
-        """List a tensor. Raises unless its parts lie within it, do not overlap and cover it."""
+        """Register a tensor. Raises unless its parts lie within it, do not overlap, and cover it."""
         if problem := _problem_of_chunks(stored.size, stored.chunks):
             raise CheckpointError(f"its tensor {name[:100]!r} of shape {list(stored.size)[:16]} has {problem}")
         self.tensors[name] = stored
@@ -224,17 +224,17 @@ class Reader:
             raise CheckpointError(f"its tensors need {required:,} bytes, and its files have {available:,}")
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless the bytes of every `shares`-th file, beginning with `share`, have their hash."""
+        """Raise unless the bytes of every `shares`-th file, starting at `share`, match their hash."""
         atomic.verify(self.path, share, shares)
 
     def _read(self, name: str, chunk: Chunk) -> Any:
-        """A part of a tensor as it is in its file, which is mapped into memory."""
+        """A part of a tensor as stored in its file, which is memory-mapped."""
         if chunk.source not in self._opened:
             self._opened[chunk.source] = safe_open(self.path / chunk.source, framework="pt")
         return self._opened[chunk.source].get_tensor(_file_and_key(name)[1])
 
     def _part(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """A part of a tensor, of the size and dtype that are listed."""
+        """A part of a tensor, after checking that it has the listed size and dtype."""
         dtype = self.tensors[name].dtype
         try:
             values = self._read(name, chunk)
@@ -249,13 +249,13 @@ class Reader:
         return values
 
     def empty(self, name: str, device: str = "meta") -> torch.Tensor:
-        """Memory for a whole tensor, by default none."""
+        """An empty tensor with the full shape, by default on the meta device."""
         if name not in self.tensors:
             raise CheckpointError(f"it has no tensor {name[:200]}")
         return torch.empty(self.tensors[name].size, dtype=self.tensors[name].dtype, device=device)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU, mapped into memory if it has one part."""
+        """A full tensor on the CPU, memory-mapped if it has a single part."""
         if name in self.tensors and len(self.tensors[name].chunks) == 1:
             return self._part(name, self.tensors[name].chunks[0])
         self.read_into(whole := {name: self.empty(name, "cpu")})
@@ -265,7 +265,7 @@ class Reader:
         return self.tensor(name).clone()
 
     def read_into(self, targets: dict[str, Any]) -> None:
-        """Read tensors by name into others of the same size, of which each rank has its parts."""
+        """Read tensors by name into `targets` of the same full shape; each rank reads the parts that it holds."""
         for target in parts_of(targets):
             for chunk in self.tensors[target.name].chunks:
                 if _overlap(target, chunk):
@@ -282,7 +282,7 @@ def _overlap(first: Part | Chunk, second: Chunk) -> bool:
 
 
 def _problem_of_chunks(size: Sequence[int], chunks: list[Chunk]) -> str | None:
-    """What prevents parts from making up a tensor of this size; None if they do."""
+    """Why parts do not make up a tensor of this size; None if they do."""
     for chunk in (*chunks, Chunk(None, [0] * len(size), size)):
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
             min(begin, length) < 0 or begin + length > limit
@@ -294,7 +294,7 @@ def _problem_of_chunks(size: Sequence[int], chunks: list[Chunk]) -> str | None:
         return "parts that do not cover it exactly"
     if len(chunks) < 2:
         return None
-    # Sweep along the dimension with the most cuts; each part is compared with those that have not ended before it.
+    # Sweep along the dimension with the most cuts, comparing each part with those that have not ended before it.
     along = max(range(len(size)), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     active: list[Chunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):

@@ -1,6 +1,6 @@
-"""Values that are not tensors, as JSON. Tensors are collected under names, by which the JSON refers to them.
+"""Nested values as JSON. Tensors are collected in a dict, and the JSON refers to them by name.
 
-A dict with a single key that begins with ``$`` stands for what JSON cannot express, such as ``{"$tuple": [...]}``.
+A dict with a single key that begins with ``$`` encodes what JSON cannot express, such as ``{"$tuple": [...]}``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.integrations.checkpoint.atomic import CheckpointError
 
-DEEPEST = 100  # levels of nesting: well below what Python's json can read
-LARGEST_INTEGER = 2**10_000  # Python reads integers of at most 4300 digits from text
+DEEPEST = 100  # levels of nesting, well below what Python's json can read
+LARGEST_INTEGER = 2**10_000  # by default, Python parses integers of at most 4300 digits
 
 # The dtypes that safetensors stores.
 DTYPES = {
@@ -37,13 +37,13 @@ _TAGS = {cls: tag for tag, cls in (_SEQUENCES | _MAPPINGS).items()}
 
 
 class TensorName(str):
-    """A tensor in a tree, by its name."""
+    """The name of a tensor, which stands for the tensor in a tree."""
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor] | None, name: str, depth: int = 0) -> Any:
-    """`value` as JSON. Its tensors are added to `tensors`, under names that begin with `name`; None allows none.
+    """Encode `value` as JSON, adding its tensors to `tensors` under names that begin with `name`.
 
-    Raises CheckpointError, naming what and a remedy, for everything that could not be read back.
+    Raises CheckpointError for values that could not be read back, and for tensors if `tensors` is None.
     """
     cls = type(value)
     if value is None or cls in (bool, float, str) or (cls is int and abs(value) < LARGEST_INTEGER):
@@ -64,11 +64,11 @@ def pack(value: Any, tensors: dict[str, torch.Tensor] | None, name: str, depth: 
     if isinstance(value, torch.Tensor | ShardedTensor):
         return {"$tensor": _add(value, tensors, name)}
     if cls is np.ndarray or isinstance(value, np.generic):
-        native = np.array(value, value.dtype.newbyteorder("="), order="C")  # torch refuses strides below 0
+        native = np.array(value, value.dtype.newbyteorder("="), order="C")  # torch refuses negative strides
         try:
             tensor = torch.from_numpy(native)
         except TypeError:
-            raise CheckpointError(f"{name} is of numpy's {value.dtype}: save its .tolist()") from None
+            raise CheckpointError(f"{name} has numpy dtype {value.dtype}: save its .tolist()") from None
         return {"$array" if cls is np.ndarray else "$scalar": _add(tensor, tensors, name)}
     if cls is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
@@ -83,17 +83,17 @@ def pack(value: Any, tensors: dict[str, torch.Tensor] | None, name: str, depth: 
         remedy = f"save {'dict(...) of it' if isinstance(value, Mapping) else 'its state_dict()'}"
     raise CheckpointError(
         f"Expected {name} to be a tensor, number, string, bytes, None, numpy array, dtype, device, or a list, tuple, "
-        f"dict or set of these, but got a {cls.__module__}.{cls.__qualname__}, which load could not restore: {remedy}"
+        f"dict or set of these, but got a {cls.__module__}.{cls.__qualname__}, which load cannot restore: {remedy}"
     )
 
 
 def _add(value: Any, tensors: dict[str, torch.Tensor] | None, name: str) -> str:
     if tensors is None:
-        raise CheckpointError(f"Expected {name} not to contain tensors, but got {str(value)[:100]}: use names")
+        raise CheckpointError(f"Expected {name} not to contain tensors, but got {str(value)[:100]}: use strings")
     expected = ""
     if value.dtype not in NAMES:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in NAMES)
-        expected = f"a dtype of safetensors ({dtypes}), but got {value.dtype}: save a view or a copy in one of these"
+        expected = f"of a safetensors dtype ({dtypes}), but got {value.dtype}: save a view or a copy with one of these"
     elif value.layout is not torch.strided:
         expected = f"dense, but got {value.layout}: save its to_dense(), or its indices() and values()"
     elif not isinstance(value, DTensor | ShardedTensor) and (is_traceable_wrapper_subclass(value) or value.is_meta):
@@ -108,9 +108,7 @@ def _add(value: Any, tensors: dict[str, torch.Tensor] | None, name: str) -> str:
 
 
 def unpack(value: Any, tensor: Callable[[str], Any] = TensorName) -> Any:
-    """The value that `pack` turned into JSON; `tensor` returns a tensor by its name. JSON of any origin is refused
-    with a CheckpointError if `pack` does not write it so.
-    """
+    """Decode the JSON of `pack`; `tensor` maps a name to its tensor. Raises CheckpointError for any other JSON."""
     try:
         return _unpack(value, tensor)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, RuntimeError) as error:
@@ -146,4 +144,4 @@ def _unpack(value: Any, tensor: Callable[[str], Any]) -> Any:
             return torch.device(content)
         case "$dtype" if isinstance(dtype := getattr(torch, content), torch.dtype):
             return dtype
-    raise ValueError(f"there is a {tag[:50]!r}")
+    raise ValueError(f"unknown tag {tag[:50]!r}")

@@ -1,8 +1,8 @@
-"""State dicts of whole tensors, for checkpoints without a model and for state from elsewhere.
+"""State dicts of unsharded tensors, for checkpoints without a model and for state from other sources.
 
-`gather` collects sharded tensors (DTensors of FSDP2) as complete tensors on the CPU, and `scatter` shards them for the
-mesh of the run that loads them. The checks here compare what was saved with what loads it, and `restoring` undoes a
-load that fails.
+`gather` turns sharded tensors (DTensors of FSDP2) into full tensors on the CPU, and `scatter` shards them over the mesh
+of the run that loads them. The checks compare saved state with the objects that load it, and `restoring` undoes a
+failed load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
 
 
 def gather(state: Any) -> Any:
-    """A copy of nested dicts and lists with all tensors complete and on the CPU.
+    """A copy of nested dicts and lists with all tensors unsharded and on the CPU.
 
     Collective if there are DTensors: every rank must call it with the same structure.
     """
@@ -39,14 +39,14 @@ def gather(state: Any) -> Any:
 
 def scatter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`tensor` on the device of `like`, and sharded over its mesh if `like` is a DTensor. The dtype is unchanged."""
-    return Sharding(like).distributed(tensor.to(like.device))  # every rank has read the same file
+    return Sharding(like).distributed(tensor.to(like.device))
 
 
 def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Copy gathered parameters and buffers into `model`, sharded or not.
 
     Raises:
-        CheckpointError: a name, shape or dtype differs. Nothing was copied.
+        CheckpointError: a name, shape or dtype differs. Nothing is copied.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -65,10 +65,10 @@ def load_model(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a gathered ``optimizer.state_dict()``. Tensors with the shape of their parameter are sharded like it.
 
-    States of whole parameters of the 8-bit optimizers of bitsandbytes, torchao and flashoptim are decoded first.
+    Unsharded state of the 8-bit optimizers of bitsandbytes, torchao and flashoptim is decoded first.
 
     Raises:
-        CheckpointError: the state is of another optimizer, or damaged. The optimizer is unchanged.
+        CheckpointError: the state belongs to another optimizer, or is damaged. The optimizer is unchanged.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -83,14 +83,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     if len(parameters) != len(numbers):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(numbers)} parameters, this one {len(parameters)}; use the same model"
+            f"the checkpoint's optimizer has {len(numbers)} parameters, this one {len(parameters)}: use the same model"
         )
     by_number = dict(zip(numbers, parameters, strict=True))
 
     def sharded(number: int, entry: Mapping[str, Any]) -> dict[str, Any]:
         parameter, sharded = by_number[number], decode(dict(entry), f"state of parameter {number}")
         for key, value in sharded.items():
-            # Codes are decoded with their scales before they are sharded; remainders may be in pairs of bytes.
+            # Codes must be decoded with their scales before sharding. Remainders may be stored as pairs of bytes.
             coded = key in CODE_KEYS or key in SCALE_KEYS
             shapes = parameter.shape, (*parameter.shape, 2)
             if isinstance(value, torch.Tensor) and value.shape in shapes and not coded:
@@ -103,22 +103,22 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def check_model(saved: Any, present: Mapping[str, Any]) -> None:
-    """Raise unless a saved state dict of a model has the same names, shapes and dtypes as the `present` one."""
+    """Raise unless the saved state dict of a model has the names, shapes and dtypes of the `present` one."""
     if not isinstance(saved, Mapping) or saved.keys() != present.keys():
         names = saved.keys() if isinstance(saved, Mapping) else set()
         differing = ", ".join(sorted(map(str, names ^ present.keys()))[:5])
-        raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}; use the same model")
+        raise CheckpointError(f"checkpoint and model do not have the same tensors: {differing}: use the same model")
     for name, value in present.items():
         if _described(saved[name]) != _described(value):
             raise CheckpointError(
-                f"{name} is {_described(saved[name])} in the checkpoint and {_described(value)} in the model; load it "
+                f"{name} is {_described(saved[name])} in the checkpoint and {_described(value)} in the model: load it "
                 "into a model of the same size and precision, and convert afterwards"
             )
 
 
 def _described(value: Any) -> str:
     dense = isinstance(value, ShardedTensor) or (isinstance(value, torch.Tensor) and value.layout is torch.strided)
-    return f"{tuple(value.size())} {value.dtype}" if dense else "no dense tensor"
+    return f"{tuple(value.size())} {value.dtype}" if dense else "not a dense tensor"
 
 
 def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> None:
@@ -129,12 +129,10 @@ def check_groups(saved: list[dict[str, Any]], present: list[dict[str, Any]]) -> 
     if sorted(map(sorted, names)) == sorted(map(sorted, present_names)):
         return
     differing = sorted(set(chain(*names)) ^ set(chain(*present_names)))
-    problem = f"{', '.join(differing[:5])} on one side only"
+    problem = f"{', '.join(differing[:5])} in only one of them"
     if not differing:
-        problem = (
-            f"{list(map(len, names))} parameters there, {list(map(len, present_names))} here, or in another division"
-        )
-    raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {problem}; make it as it was made")
+        problem = f"{list(map(len, names))} parameters there, {list(map(len, present_names))} here, or in other groups"
+    raise CheckpointError(f"checkpoint and optimizer do not have the same groups: {problem}: use the saved groups")
 
 
 def check_optimizer_state(state: Any) -> None:
@@ -148,22 +146,22 @@ def check_optimizer_state(state: Any) -> None:
         and all(type(name) in (int, str) for group in groups for name in group["params"])
     ):
         raise CheckpointError(
-            "the checkpoint's optimizer is not a state_dict with 'state' and 'param_groups'; load what was saved as one"
+            "the checkpoint's optimizer is not a state_dict with 'state' and 'param_groups': save its state_dict()"
         )
 
 
 def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor]) -> dict[str, Any]:
     """Add fp32 masters to an optimizer's `state_dict`, for `halfstep.AdamW.load_state_dict`.
 
-    apex does not save them in it: they are ``list(amp.master_params(optimizer))`` with opt_level O2, and
-    ``optimizer.master_params`` of a ``FusedAdam(use_master=True)``. Parameters without state get a state of zeros.
+    apex does not save its masters there: they are ``list(amp.master_params(optimizer))`` with opt_level O2, and
+    ``optimizer.master_params`` of a ``FusedAdam(use_master=True)``. Parameters without state get moments of zeros.
 
     Args:
-        state_dict: a dict with ``state`` and ``param_groups``, of which a copy with the masters is returned.
+        state_dict: a dict with ``state`` and ``param_groups``. It is not modified; a copy is returned.
         masters: floating-point tensors, one per parameter in the order of the groups.
 
     Raises:
-        ValueError: there are more or fewer masters than parameters, or one is not a floating-point tensor.
+        ValueError: the number of masters differs from that of the parameters, or one is not a floating-point tensor.
 
     Examples:
         >>> from halfstep.integrations import checkpoint
@@ -197,10 +195,10 @@ def with_masters(state_dict: Mapping[str, Any], masters: Iterable[torch.Tensor])
 
 
 def restoring(undo: ExitStack, value: Any, depth: int = 4, numbers: bool = True) -> None:
-    """Restore the content of `depth` levels of dicts and lists, and the numbers in tensors of one element, by `undo`.
+    """Make `undo` restore `depth` levels of dicts and lists, and the values of tensors with one element.
 
-    With the ``vars`` of an optimizer, these are its state and options. Loading replaces the tensors of its state
-    without changing them, so references to them suffice.
+    For the ``vars`` of an optimizer, these are its state and options. Loading replaces the tensors of the state instead
+    of writing to them, so keeping references to them is enough.
     """
     if isinstance(value, dict | list) and depth:
         items = dict(value) if isinstance(value, dict) else dict(enumerate(value))

@@ -1,4 +1,4 @@
-"""The first operation that makes a NaN or an infinity out of finite numbers."""
+"""Find the first operation that produces NaN or Inf from finite inputs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from halfstep.numerics.scaling.sharding import local
 
 @dataclass(eq=False)
 class NonFinite:
-    """The result of `first_nonfinite`; false as long as no operation made NaN or Inf out of finite numbers."""
+    """The result of `first_nonfinite`; false until an operation has produced NaN or Inf from finite inputs."""
 
-    module: str = ""  # the name of the innermost module that was computing, "" for the model itself or the backward
+    module: str = ""  # the name of the innermost running module; "" for the model itself or in the backward
     kind: str = ""  # the class of this module
-    operation: str = ""  # as torch names it, such as "aten.exp.default"
-    value: str = ""  # "NaN", "Inf" or "-Inf": the first one in its result
-    inputs: tuple[str, ...] = ()  # shapes, dtypes and largest magnitudes, in words
-    backward: str = ""  # the node of the autograd graph that ran it, such as "SqrtBackward0"; "" in the forward
+    operation: str = ""  # torch's name for it, such as "aten.exp.default"
+    value: str = ""  # the first non-finite value of its output: "NaN", "Inf" or "-Inf"
+    inputs: tuple[str, ...] = ()  # descriptions: shape, dtype and largest magnitude
+    backward: str = ""  # the autograd node that ran it, such as "SqrtBackward0"; "" in the forward
 
     def __bool__(self) -> bool:
         return bool(self.operation)
@@ -39,21 +39,21 @@ class NonFinite:
 
 @contextmanager
 def first_nonfinite(model: torch.nn.Module) -> Iterator[NonFinite]:
-    """Find the first operation in this block that returns NaN or Inf, although all that it gets is finite.
+    """Find the first operation in this block that returns NaN or Inf although all of its inputs are finite.
 
     Inside the block, every operation in forward and backward is followed by a check that waits for the device, and
-    modules of `model` note which of them is computing. Operations inside of compiled graphs are not seen one by one:
-    call the model before ``torch.compile``.
+    hooks on the modules of `model` record which one is running. Operations inside a compiled graph are not seen
+    individually: run the model without ``torch.compile``.
 
     Args:
         model: the model whose modules are to be named.
 
     Yields:
-        An object that is true as soon as such an operation was found, and says which.
+        A `NonFinite`, which becomes true as soon as such an operation is found, and describes it.
 
     Note:
-        Results that are meant to be infinite (masks filled with ``-inf``) are not reported: constants, and operations
-        that only fill, mask, copy or choose.
+        Intended infinities (masks filled with ``-inf``) are not reported: constants, and the results of operations that
+        only fill, mask, copy or select.
 
     Examples:
         >>> from halfstep.integrations.doctor import first_nonfinite
@@ -67,7 +67,7 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[NonFinite]:
         Inf from aten.mul.Tensor in 1 (Doubling); inputs: fp16 of shape (2,) up to 2
     """
     result = NonFinite()
-    running: list[tuple[str, str]] = []  # names and classes of the modules that are computing, the innermost last
+    running: list[tuple[str, str]] = []  # names and classes of the running modules, innermost last
 
     def leave(*arguments: Any) -> None:
         del running[-1:]
@@ -82,7 +82,7 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[NonFinite]:
         yield result
 
 
-# Operations that make no number out of numbers: their infinities are meant, or were there before.
+# Operations that do not compute: their infinities are intended, or were in their inputs.
 _PASSIVE = ("fill", "masked", "where", "full", "copy", "empty", "scalar_tensor", "lift", "new_", "zeros", "ones")
 
 
@@ -96,7 +96,7 @@ class _Check(TorchDispatchMode):
         inputs = [] if result else _floating((arguments, options))
         if result or name.split(".")[1].startswith(_PASSIVE) or not all(map(_is_finite, inputs)):
             return operation(*arguments, **options)
-        # Operations in place overwrite their inputs, which are described before.
+        # In-place operations overwrite their inputs, so describe these first.
         words = tuple(map(_in_words, inputs)) if operation._schema.is_mutable else ()
         output = operation(*arguments, **options)
         broken = next((tensor for tensor in _floating(output) if not _is_finite(tensor)), None)

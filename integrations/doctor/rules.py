@@ -1,4 +1,4 @@
-"""What a training set-up shows at rest, by `RULES`, each a function of it; and what a checkpoint shows."""
+"""The rules that examine a training set-up between steps (`RULES`), and those that examine a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from halfstep.numerics.scaling.sharding import is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.state_layout import SCALE_KEYS
 
-# The moments that torch's optimizers keep, in the parameter's dtype, before their first step shows them.
+# The moments that torch's optimizers will create at their first step, in the parameter's dtype.
 _MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
     "Adamax": ("exp_avg", "exp_inf"),
@@ -40,7 +40,7 @@ _MOMENTS_OF_TORCH: dict[str, tuple[str, ...]] = {
     "Muon": ("momentum_buffer",),
     "Adadelta": ("square_avg", "acc_delta"),
 }
-# Second moments and other means of squares, which change by a small share of themselves.
+# Second moments and similar averages, which change by a small fraction per step.
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "acc_delta")
 _STATE = ("exp_avg_sq", "max_exp_avg_sq", "exp_avg", "master", "master_param", "momentum_buffer")  # in checkpoints
 _EXACT_BUFFERS = {
@@ -48,7 +48,7 @@ _EXACT_BUFFERS = {
     "freqs": "rotary angles",
     **dict.fromkeys(("running_mean", "running_var"), "running statistics of a normalization"),
 }
-# By library: of which shards, where it is reported, what happens.
+# By library: the shards it cannot handle, where that is reported, and what happens.
 _CANNOT_SHARD = {
     "transformer_engine": (
         *("shards without elements", "TransformerEngine #3202, #3207"),
@@ -62,25 +62,25 @@ _CANNOT_SHARD = {
 
 
 def doctor(model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> Diagnosis:
-    """Examine a training set-up of any library, and name what is wrong with it.
+    """Examine a training set-up built with any library, and report what is wrong with it.
 
-    Nothing is changed, and no step is needed: it may be called before training, after some steps, or after loading a
-    checkpoint; after a step more can be said, since the optimizer then has its state. It reads weights, gradients and
-    state once, to look for NaN and Inf, and waits for the device. What only steps show (schedules that advance on
-    skips, clipping of scaled gradients, autocast, lost updates) is found by `halfstep.integrations.doctor.watch`.
+    Nothing is modified, and no step is needed: call it before training, after some steps, or after loading a
+    checkpoint. After a step it finds more, because the optimizer then has state. It reads weights, gradients and state
+    once, to look for NaN and Inf, and waits for the device. `halfstep.integrations.doctor.watch` finds what shows only
+    during steps: schedules that advance on skips, clipping of scaled gradients, autocast, lost updates.
 
     Args:
-        model: the model, with the wrappers that train it (DistributedDataParallel, FSDP, ``torch.compile``).
-        optimizer: its optimizer, or a sequence or mapping if there are several; wrappers such as Accelerate's and
-            mmengine's are looked into, also for a scaler.
-        scaler: the loss scaler, or what holds it as ``_scaler``, ``loss_scaler`` or ``scaler``: timm's NativeScaler, an
-            Accelerator, Lightning's plugin. None if there is none.
+        model: the model, with its wrappers for training (DistributedDataParallel, FSDP, ``torch.compile``).
+        optimizer: its optimizer, or a sequence or mapping of several. Wrappers such as Accelerate's and mmengine's are
+            unwrapped, and searched for a scaler.
+        scaler: the loss scaler, or an object that has it as ``_scaler``, ``loss_scaler`` or ``scaler``: timm's
+            NativeScaler, an Accelerator, Lightning's plugin. None if there is none.
 
     Returns:
         The findings, errors first. docs/doctor.md describes each.
 
     Raises:
-        TypeError: `model` is not a module, an optimizer has no ``param_groups``, or `scaler` is no scaler.
+        TypeError: `model` is not a module, an optimizer has no ``param_groups``, or `scaler` is not a scaler.
 
     Note:
         Under FSDP and tensor parallelism, each rank examines its own shards, without communication.
@@ -114,7 +114,7 @@ def _values(setup: Setup) -> Iterator[Finding]:
     names_by_role: dict[str, list[str]] = defaultdict(list)
     for name, role, tensor in tensors:
         value = "" if tensor is None else nonfinite(tensor)
-        masks = role == "buffers" or (role == "weights" and not tensor.requires_grad)  # they hold infinities
+        masks = role == "buffers" or (role == "weights" and not tensor.requires_grad)  # may contain infinities
         if value == "NaN" or (value and not masks):
             names_by_role[f"{value} in {role}"].append(name)
     if names_by_role:
@@ -124,12 +124,12 @@ def _values(setup: Setup) -> Iterator[Finding]:
 
 
 def _marks(scales: torch.Tensor) -> torch.Tensor:
-    """NaN for each block of NaN of a moment in 8 bits, from its scales; 0 for the others."""
+    """From the scales of an 8-bit moment: NaN for each block that stands for NaN, 0 for the others."""
     values = local(scales)
     return torch.where(values == (NAN_BLOCK if values.dtype == torch.uint8 else NAN_RANGE), math.nan, 0.0)
 
 
-# --------------------------------------------------------------------------------------------- which parameters it has
+# ---------------------------------------------------------------------------------------- parameters of the optimizers
 
 
 def _membership(setup: Setup) -> Iterator[Finding]:
@@ -140,14 +140,14 @@ def _membership(setup: Setup) -> Iterator[Finding]:
         yield find("optimizer-of-other-parameters" if disjoint else "parameters-not-optimized", outside)
 
 
-# What is wrong with a parameter by itself.
+# Findings that concern a single parameter.
 _OF_A_PARAMETER: dict[str, Callable[[Entry], bool]] = {
     "frozen-with-gradient": lambda e: e.frozen and e.grad is not None,
     "frozen-with-state": lambda e: e.frozen and bool(e.state),
     "quantized-in-optimizer": lambda e: not e.parameter.is_floating_point() and not e.parameter.is_complex(),
-    # Nearest rounding keeps w (1 - decay) at w for all w below half of the smallest relative spacing.
+    # Below half of the smallest relative spacing, rounding to nearest returns w (1 - decay) to w for all w.
     "decay-lost": lambda e: e.loses_updates and 0 < e.decay < (2.0**-9 if e.parameter.dtype == BF16 else 2.0**-12),
-    # Half of fp16's smallest number, and numbers below, round to 0.
+    # Values up to half of fp16's smallest subnormal round to 0.
     "eps-is-zero": lambda e: (
         e.parameter.dtype == FP16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
     ),
@@ -199,7 +199,7 @@ def _size_of_states(entries: Iterable[Entry]) -> int:
 
 
 def _moments(setup: Setup) -> Iterator[Finding]:
-    """Moments in 16 bits, or those that torch's optimizers will have after their first step."""
+    """16-bit moments, including those that torch's optimizers will create at their first step."""
     low = [
         (entry, key, tensor)
         for entry in setup.entries
@@ -225,7 +225,7 @@ def _moments(setup: Setup) -> Iterator[Finding]:
 
 
 def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
-    """The state that an optimizer of torch makes for a parameter in its first step: tensors like the parameter."""
+    """The state that one of torch's optimizers creates at its first step: tensors like the parameter."""
     cls = type(entry.optimizer)
     if not f"{cls.__module__}.".startswith("torch.optim.") or not entry.parameter.requires_grad:
         return {}
@@ -234,8 +234,8 @@ def _state_of_torch(entry: Entry) -> dict[str, torch.Tensor]:
 
 
 def _updates(setup: Setup) -> Iterator[Finding]:
-    """The next updates of Adam, which follow from its state, and are at most about lr before its first step; and those
-    of Muon, as large as those of a matrix whose singular values are 1."""
+    """Next updates that rounding would lose. Adam's follow from its state, or are taken as lr before the first step;
+    Muon's are taken to have the size of a matrix whose singular values are 1."""
     updates, lost = Counter[str](), Counter[str]()
     for entry in setup.entries:
         weight = sample(entry.parameter)
@@ -261,7 +261,7 @@ def _updates(setup: Setup) -> Iterator[Finding]:
 
 
 def lost_updates(updates: Counter[str], lost: Counter[str], which: str) -> Iterator[Finding]:
-    """The finding that more than 1 % of the updates, counted by name, are lost."""
+    """A finding if more than 1 % of the updates, counted by parameter name, are lost."""
     total = updates.total()
     if total and lost.total() / total > 0.01:
         shares = {name: lost[name] / max(1, number) for name, number in updates.items()}
@@ -270,7 +270,7 @@ def lost_updates(updates: Counter[str], lost: Counter[str], which: str) -> Itera
 
 
 def _rounded(setup: Setup) -> Iterator[Finding]:
-    """State that was in 16 bits in between, and buffers that 16 bits are too few for."""
+    """State that was rounded to 16 bits at some point, and buffers that need more than 16 bits."""
     rounded = [
         (key, entry)
         for key in ("exp_avg", "exp_avg_sq", "master")
@@ -302,7 +302,7 @@ def _scaling(setup: Setup) -> Iterator[Finding]:
 
 
 def _scaler_of_torch(setup: Setup) -> Iterator[Finding]:
-    """What torch's scalers cannot do and that of halfstep can."""
+    """Situations that torch's scalers cannot handle and halfstep's can."""
     if not isinstance(setup.scaler, torch.amp.GradScaler) or isinstance(setup.scaler, GradScaler):
         return
     weights: list[Any] = [entry.parameter for entry in setup.entries]
@@ -345,11 +345,11 @@ RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded,
 
 
 def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None] = lambda done: None) -> Diagnosis:
-    """Examine what `read_all` has read.
+    """Examine the tensors of a checkpoint.
 
     Args:
-        checkpoint: all parts of one checkpoint.
-        progress: is called with the share of the bytes that has been examined.
+        checkpoint: all parts of one checkpoint, from `read_all`.
+        progress: called with the fraction of the bytes that has been examined.
     """
     tensors = checkpoint.tensors
     total = sum(map(_bytes, tensors.values())) or 1

@@ -1,4 +1,4 @@
-"""A training set-up of any library: its parameters, what each optimizer holds for them, and how it rounds."""
+"""A training set-up built with any library: its parameters, their optimizer state, and how updates are rounded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from halfstep.numerics.scaling.wrappers import stepping, unwrapped
 from halfstep.numerics.state_layout import rounds_stochastically
 
 BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
-# Wrappers of modules, whose names in front of a parameter's name say nothing.
+# Attribute names of module wrappers, which are dropped from parameter names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Entries of an optimizer's state that keep what a 16-bit weight cannot, by how libraries name them.
+# Names that libraries give to optimizer state that keeps what rounding a 16-bit weight loses.
 _MASTER = re.compile(r"master|remainder|kahan|compensation|residual|ecc|error|shift|fp32_param", re.IGNORECASE)
-# Options of groups or attributes of optimizers that say that updates below the spacing of a weight are not lost.
+# Group options or optimizer attributes which say that updates below half an ulp of a weight are not lost.
 _STOCHASTIC = ("bf16_stochastic_round", "stochastic_rounding")
 _KEEPS = (*_STOCHASTIC, "master_weights", "kahan_sum", "use_kahan_summation")
-# Attributes with a loss scaler: timm's NativeScaler, mmengine's AmpOptimWrapper, Accelerator, Lightning's plugins.
+# Attributes that hold the scaler of timm's NativeScaler, mmengine's AmpOptimWrapper, Accelerator, Lightning's plugins.
 _SCALERS = ("_scaler", "loss_scaler", "scaler")
 
 
@@ -36,12 +36,12 @@ class Entry:
     """A parameter in an optimizer."""
 
     name: str  # in the model; "group 0, parameter 3" if the model does not have it
-    parameter: torch.Tensor  # for optimizers on the host, what it is on the device
-    owner: Any  # the optimizer that is stepped
-    optimizer: Any  # the same, or what a ZeroRedundancyOptimizer has for this rank's part
+    parameter: torch.Tensor  # for optimizers that step on the host, the one on the device
+    owner: Any  # the optimizer that the user steps
+    optimizer: Any  # the same, or the local optimizer of a ZeroRedundancyOptimizer
     group: dict[str, Any]
-    state: dict[str, torch.Tensor]  # those that have as many elements as this rank's shard
-    scales: dict[str, torch.Tensor]  # the others, such as scales of moments in 8 bits
+    state: dict[str, torch.Tensor]  # tensors with as many elements as the local shard
+    scales: dict[str, torch.Tensor]  # all other tensors, such as scales of 8-bit moments
     step: Any  # the step count; None if there is none
 
     grad = property(lambda self: gradient_of(self.parameter))
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def decay(self) -> float:
-        """The share of a weight that a step takes by decoupled weight decay."""
+        """The fraction by which decoupled weight decay shrinks a weight per step."""
         decoupled = self.group.get("decoupled_weight_decay", "AdamW" in type(self.optimizer).__name__)
         return self.lr * float(self.group.get("weight_decay") or 0.0) if decoupled else 0.0
 
@@ -67,7 +67,7 @@ class Entry:
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether updates below half of the spacing of a weight add up instead of being lost."""
+        """Whether updates below half an ulp of a weight accumulate instead of being lost."""
         if not self.half or self.stochastic:
             return True
         if isinstance(self.optimizer, LayoutOptimizer):
@@ -84,13 +84,13 @@ class Entry:
 
 
 class Setup:
-    """The model, the innermost optimizers, the loss scaler (None if there is none or it is disabled), and
+    """The model, the innermost optimizers, the loss scaler (None if missing or disabled), and what follows from them.
 
     Attributes:
-        parameters: names and parameters of the model; tied parameters have one name.
-        names: the names by the parameters' id.
-        trainable: the parameters that require a gradient.
-        entries: the parameters in the optimizers.
+        parameters: (name, parameter) pairs of the model; tied parameters occur once.
+        names: the names, by the parameters' id.
+        trainable: the pairs whose parameter requires a gradient.
+        entries: the parameters of the optimizers.
         steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
     """
 
@@ -124,15 +124,15 @@ class Setup:
         copies, weights = [entry.parameter for entry in self.entries], [weight for _, weight in self.trainable]
         if not copies or any(id(copy) in self.names for copy in copies):
             return False
-        # Optimizers that make copies know the weights, directly or in an object such as apex's stash.
+        # Optimizers that make copies refer to the weights, directly or in an object such as apex's stash.
         attributes = [value for owner in (*tree_leaves(optimizer), *self.optimizers) for value in _inside(owner)]
         attributes += [inner for value in attributes for inner in _inside(value)]
         if any(id(value) in self.names for value in attributes):
             return True
         if {copy.dtype for copy in copies} != {torch.float32} or not any(weight.dtype in HALF for weight in weights):
             return False
-        # Copies that the training loop makes are tensors of no module, or in one piece. fp32 Parameters may be those of
-        # another model instead: then the optimizer never gets a gradient, and the weights part.
+        # Copies made by the training loop are plain tensors, or flat. fp32 Parameters may belong to another model
+        # instead: then the optimizer never gets a gradient, and the weights diverge.
         if not all(isinstance(copy, torch.nn.Parameter) for copy in copies) or all(copy.dim() == 1 for copy in copies):
             return True
         stepped = any(entry.steps_taken >= 1 for entry in self.entries)
@@ -143,13 +143,13 @@ class Setup:
         )
 
     def in_words(self) -> str:
-        """What is examined."""
+        """A description of what is examined."""
         types = [type(part) for part in (*self.optimizers, self.scaler) if part is not None]
         names = dict.fromkeys(f"{cls.__name__} of {cls.__module__.split('.')[0]}" for cls in types)
         return ", ".join([f"{type(self.model).__name__} of {count(len(self.names), 'parameter')}", *names])
 
     def computes_in_fp16(self) -> str:
-        """Where the set-up says that it computes in fp16; empty if it does not say so."""
+        """The evidence that the model computes in fp16; empty if there is none."""
         for name, parameter in self.trainable:
             if parameter.dtype == torch.float16:
                 return f"fp16 weights ({name})"
@@ -167,37 +167,38 @@ class Setup:
 
 
 def innermost(optimizer: Any, outer: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """The optimizers that are in an optimizer, in a wrapper of one or several by any library, or in a collection."""
+    """The innermost optimizers of an optimizer, of any library's wrapper of one or several, or of a collection."""
+    optimizer = () if optimizer is None else optimizer
     if hasattr(optimizer, "param_groups"):
         inner = unwrapped(optimizer)
         outer = (*outer, inner)
-        # Those of torchtitan's containers, which are optimizers themselves, and what any other wrapper holds.
+        # torchtitan's containers are optimizers themselves; other wrappers have optimizers as attributes.
         contents = [getattr(inner, "optimizers", None)]
         contents += [] if isinstance(inner, torch.optim.Optimizer) else _inside(inner)
         parts = [part for part in tree_leaves(contents) if hasattr(part, "param_groups")]
         parts = [part for part in parts if not any(part is container for container in outer)]
         if not parts:
             yield inner
-    elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer or (), Iterable):
+    elif isinstance(optimizer, (str, torch.nn.Module, torch.Tensor)) or not isinstance(optimizer, Iterable):
         raise TypeError(
             "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a "
             f"{type(optimizer).__name__}"
         )
     else:
-        parts = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer or ())
+        parts = list(optimizer.values() if isinstance(optimizer, Mapping) else optimizer)
     for part in parts:
         yield from innermost(part, outer)
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object has as attributes, and in containers there."""
+    """The attributes of an object, including the contents of containers, and the parameters of a module."""
     inside: list[Any] = tree_leaves(getattr(value, "__dict__", {}))
     return [*inside, *(value.parameters() if isinstance(value, torch.nn.Module) else ())]
 
 
 def _scaler_of(scaler: Any, optimizer: Any) -> Any:
-    """The loss scaler in an object of a library that has one; None if it has none."""
-    if scaler is None:  # that of a wrapper of the optimizer, such as mmengine's AmpOptimWrapper
+    """The loss scaler inside `scaler`, or inside the optimizer's wrapper; None if there is none."""
+    if scaler is None:  # the optimizer may be wrapped with one, as in mmengine's AmpOptimWrapper
         return next(filter(_is_scaler, (getattr(optimizer, name, None) for name in _SCALERS)), None)
     inner = scaler
     while inner is not None and not _is_scaler(inner):
@@ -205,7 +206,7 @@ def _scaler_of(scaler: Any, optimizer: Any) -> Any:
             raise TypeError(
                 "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
                 f"{', '.join(_SCALERS)}, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
-                "halfstep.GradScaler, or None without one"
+                "halfstep.GradScaler, or None if there is none"
             )
         inner = next(getattr(inner, name) for name in _SCALERS if hasattr(inner, name))
     return inner
@@ -219,18 +220,18 @@ def _is_scaler(value: Any) -> bool:
 
 
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, in which each element occurs once, however large the shard is expanded."""
+    """The local shard without its expanded dimensions, so that each element in memory occurs once."""
     shard = local(tensor).detach()
     return shard[tuple(slice(1) if stride == 0 else slice(None) for stride in shard.stride())]
 
 
 def size_of(*tensors: torch.Tensor | None) -> int:
-    """The bytes of this rank's shards."""
+    """The total bytes of the local shards."""
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def nonfinite(tensor: torch.Tensor) -> str:
-    """``"NaN"``, ``"Inf"`` or ``""``; ``""`` too for what holds no numbers of 16 bits or more in memory of its own.
+    """``"NaN"``, ``"Inf"`` or ``""``; also ``""`` for sparse, non-floating-point and 8-bit tensors, or without memory.
 
     Reads the memory once, without a copy, and waits for the device.
     """
@@ -246,7 +247,7 @@ def nonfinite(tensor: torch.Tensor) -> str:
 
 
 def sample(tensor: torch.Tensor, limit: int = 1 << 16) -> torch.Tensor:
-    """A copy of at most `limit` elements of this rank's shard, evenly spaced, in a tensor of one dimension."""
+    """A 1-D copy of at most `limit` evenly spaced elements of the local shard."""
     shard: torch.Tensor = torch.atleast_1d(local(tensor).detach())
     step = -(-shard.numel() // limit) or 1
     indices = torch.arange(0, shard.numel(), step, dtype=torch.int64, device=shard.device)
@@ -254,7 +255,7 @@ def sample(tensor: torch.Tensor, limit: int = 1 << 16) -> torch.Tensor:
 
 
 def holds_bf16_only(tensor: torch.Tensor) -> bool:
-    """Whether an fp32 tensor has many different elements, and all are numbers of bf16: their last 16 bits are 0."""
+    """Whether an fp32 tensor has many distinct values, all of them bf16 values, whose lower 16 bits are 0."""
     if tensor.dtype != torch.float32 or tensor.is_meta:
         return False
     codes = sample(tensor).view(torch.int32)

@@ -1,4 +1,4 @@
-"""What only steps show: clipping, loss scaling, schedules, autocast, and which weights a step changes."""
+"""Examine steps: clipping, loss scaling, schedules, autocast, and which weights a step changes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from halfstep.numerics.scaling.stand_ins import gradient_of
 
 @contextmanager
 def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler: Any = None) -> Iterator[Watched]:
-    """Watch some steps of a training, and find what is wrong with it.
+    """Watch some training steps, and report what is wrong with them.
 
-    Hooks on the model and the optimizer, and wrapped methods of `scaler` and `scheduler`, see each step; they are taken
-    away when the block ends. Nothing that is computed changes. While it is on, each step waits for the device several
-    times, and at most 65,536 elements of each parameter are copied.
+    Hooks on the model and the optimizer, and wrapped methods of `scaler` and `scheduler`, observe each step; they are
+    removed when the block ends. Results do not change. Inside the block, each step waits for the device several times,
+    and copies at most 65,536 elements of each parameter.
 
     Args:
         model, optimizer, scaler: as for `halfstep.doctor`.
         scheduler: the learning rate scheduler, or a sequence of them; None if there is none.
 
     Yields:
-        An object whose ``diagnosis`` is set when the block ends.
+        A `Watched`, whose ``diagnosis`` is set when the block ends.
 
     Raises:
-        TypeError: as `halfstep.doctor`.
+        TypeError: as for `halfstep.doctor`.
 
     Examples:
         >>> from halfstep.integrations.doctor import watch
@@ -60,7 +60,7 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
         yield watched
     after = doctor(model, optimizer, scaler)
     findings = {finding.name: finding for finding in (*before.findings, *after.findings, *watched._findings())}
-    if "optimizer-of-other-parameters" not in after.names:  # the steps showed them to be copies
+    if "optimizer-of-other-parameters" not in after.names:  # the steps have shown that they are copies
         findings.pop("optimizer-of-other-parameters", None)
     if watched._broken and (values := findings.get("values-not-finite")):
         findings[values.name] = replace(values, what=f"{values.what}; {watched._broken}")
@@ -69,17 +69,17 @@ def watch(model: torch.nn.Module, optimizer: Any, scaler: Any = None, scheduler:
 
 
 def _unseen(method: Callable[..., Any]) -> Any:
-    """Keeps a hook out of compiled graphs and of autograd."""
+    """Keep a hook out of compiled graphs and of autograd."""
     return torch._disable_dynamo(torch.no_grad()(method))
 
 
 class Watched:
-    """The result of `watch`: what its hooks saw. Parameters and optimizers are known by their id.
+    """The result of `watch`. Its hooks identify parameters and optimizers by their id.
 
     Attributes:
-        diagnosis: what was found, at rest after the steps and in them; set when the block ends.
-        steps: the number of steps of optimizers that were seen.
-        skipped: the number of those that a loss scaler skipped.
+        diagnosis: the findings before, during and after the steps; set when the block ends.
+        steps: the number of optimizer steps observed.
+        skipped: how many of them the loss scaler skipped.
     """
 
     def __init__(self, setup: Setup, stack: ExitStack) -> None:
@@ -92,21 +92,21 @@ class Watched:
         # By parameter:
         self._owners = {id(entry.parameter): id(entry.owner) for entry in setup.entries}
         self._weights = {id(entry.parameter): sample(entry.parameter) for entry in setup.entries}  # after a step
-        # The gradient that the last step used, and its version, until the next one is there:
+        # The gradient that the last step used, and its version, until the next gradient arrives:
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._clips = Counter[int]()  # since the last step
-        # Of the step to come or running:
-        self._scaled = self._backward = False  # whether a backward began at a scaled loss; whether there was any
+        # Of the next or current step:
+        self._scaled = self._backward = False  # whether a backward ran from a scaled loss; whether any backward ran
         self._in_scaler = False  # whether the scaler's step is running
         # Of all steps:
-        self._broken = ""  # the first step after which a weight was not finite, in words
-        self._updates, self._lost = Counter[str](), Counter[str]()  # numbers of updates and of lost ones, by name
+        self._broken = ""  # a description of the first step after which a weight was not finite
+        self._updates, self._lost = Counter[str](), Counter[str]()  # numbers of updates and of lost updates, by name
         self._since_schedule = [0, 0]  # steps taken and skipped since a schedule advanced
         self._moved = self._gradients = False  # whether a weight changed; whether a gradient was finite and not 0
-        self._dtypes: dict[torch.dtype, str] = {}  # of autocast, and the module in which it was seen
-        self._elsewhere = ""  # autocast for another device
-        self._eager = False  # whether a module ran that is not compiled, whose autocast is seen
-        self._overflows = Counter[str]()  # steps with a gradient that is not finite, by name
+        self._dtypes: dict[torch.dtype, str] = {}  # autocast dtypes, and the class of the first module under each
+        self._elsewhere = ""  # a description of an autocast for another device
+        self._eager = False  # whether a module ran uncompiled; in compiled ones autocast is not visible
+        self._overflows = Counter[str]()  # number of steps with a non-finite gradient, by name
         self._seen: dict[str, Finding] = {}
 
     def __str__(self) -> str:
@@ -120,7 +120,7 @@ class Watched:
         return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
     def _is_unscaled(self, parameter: int) -> bool:
-        """Whether the scaler has unscaled the gradient of a parameter for the step to come."""
+        """Whether the scaler has unscaled the gradient of a parameter for the next step."""
         states = getattr(self._scaler, "_per_optimizer_states", {})
         return states.get(self._owners.get(parameter), {}).get("stage") is OptState.UNSCALED
 
@@ -145,13 +145,13 @@ class Watched:
             self._wrap(self._scaler, "step", self._in_scaler_step)
         for scheduler in schedulers:
             self._wrap(scheduler, "step", self._in_schedule)
-        # clip_grad_norm_ looks this function up when it is called, however it was imported.
+        # However it was imported, clip_grad_norm_ looks up this function at each call.
         self._wrap(clip_grad, "_clip_grads_with_norm_", self._in_clip)
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         method, values = getattr(owner, name), vars(owner)
-        overridden = name in values  # written directly: classes may forward attributes that are set
-        values[name] = torch._disable_dynamo(partial(wrapper, owner, method))
+        overridden = name in values
+        values[name] = torch._disable_dynamo(partial(wrapper, owner, method))  # classes may forward setattr
         self._stack.callback(lambda: values.update({name: method}) if overridden else values.pop(name))
 
     def _before_forward(self, module: torch.nn.Module, arguments: Any) -> None:
@@ -169,7 +169,7 @@ class Watched:
     def _after_gradient(self, parameter: torch.Tensor, name: str) -> None:
         self._backward = True
         grad, used = gradient_of(parameter), self._used.pop(id(parameter), None)
-        # A gradient that was cleared is another tensor, or was written once more.
+        # Clearing a gradient replaces the tensor, or writes it once more.
         if grad is not None and used is not None and used[0]() is grad and grad._version == used[1] + 1:
             self._note("gradients-not-cleared", name)
         if self._is_unscaled(id(parameter)):
@@ -185,7 +185,7 @@ class Watched:
         self._end_step(optimizer, stepped=True)
 
     def _end_step(self, optimizer: Any, stepped: bool) -> None:
-        """Compare weights and gradients, and forget what belongs to one step."""
+        """Compare weights and gradients with those before the step, and reset what belongs to one step."""
         self.steps += 1
         entries, finite = self._entries[id(optimizer)], True
         for entry in entries:
@@ -215,7 +215,7 @@ class Watched:
         limit = getattr(optimizer, "max_grad_norm", None) if isinstance(optimizer, LayoutOptimizer) else None
         clips = max((self._clips.pop(id(entry.parameter), 0) for entry in entries), default=0)
         if clips + (limit is not None) > 1:
-            owner = f" of an optimizer that clips by itself (max_grad_norm={limit:g})" if limit is not None else ""
+            owner = f" of an optimizer that also clips (max_grad_norm={limit:g})" if limit is not None else ""
             traffic = 2 * clips * size_of(*(entry.grad for entry in entries))
             self._note("clipped-twice", type(optimizer).__name__, calls=count(clips, "time"), what=owner, bytes=traffic)
         self._scaled = self._backward = False
@@ -241,7 +241,7 @@ class Watched:
         finally:
             self._in_scaler = False
         inner = next(innermost(optimizer), optimizer)
-        states = getattr(scaler, "_per_optimizer_states", {})  # torch's are by the argument, ours by what is in it
+        states = getattr(scaler, "_per_optimizer_states", {})  # torch keys by the argument, we by the inner optimizer
         states = [states.get(key, {}) for key in (id(optimizer), id(inner))]
         flags = [flag for state in states for flag in state.get("found_inf_per_device", {}).values()]
         ran = self.steps > before
@@ -265,10 +265,10 @@ class Watched:
         ids = set(map(id, parameters))
         entries = [entry for entry in self._setup.entries if id(entry.parameter) in ids]
         if all(parameter.grad is None for parameter in parameters):
-            text = "clip_grad_norm_ got no gradient, as from a generator that was used before, or before backward()"
+            text = "clip_grad_norm_ got no gradients: it was called before backward(), or with an exhausted generator"
             self._note("clipping-without-effect", count(len(parameters), "parameter"), what=text)
         elif entries and all(id(entry.parameter) in self._used for entry in entries):
-            text = "clip_grad_norm_ was called after the step, whose gradients it changes too late"
+            text = "clip_grad_norm_ was called after the step, which is too late"
             self._note("clipping-without-effect", entries, what=text)
         self._clips.update({id(entry.parameter) for entry in entries})
         still = [entry for entry in entries if entry.grad is not None and not self._is_unscaled(id(entry.parameter))]
@@ -281,7 +281,7 @@ class Watched:
     # ------------------------------------------------------------------------------------------------------ at the end
 
     def _findings(self) -> Iterator[Finding]:
-        """What the steps showed."""
+        """The findings of all steps."""
         yield from self._seen.values()
         setup, stepped = self._setup, self.steps - self.skipped
         entries, steps = setup.entries, count(stepped, "step")

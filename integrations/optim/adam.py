@@ -15,36 +15,36 @@ _ARGUMENTS = """
 
     Args:
         params: iterable of parameters, of ``(name, parameter)`` pairs, or of group dicts; fp32, fp16 and bf16 may be
-            mixed. As in torch, a parameter given twice in a group raises a warning; it is stepped once.
+            mixed. As in torch, a parameter that occurs twice in a group raises a warning; it is stepped once.
         lr: learning rate; a float, or a one-element tensor that is read on the device.
         betas: decay rates of the two moments, each from 0 to below 1.
-        eps: added to the root of the second moment.
+        eps: added to the square root of the second moment.
         weight_decay: {decay}.
-        amsgrad: divide by the largest second moment so far (Reddi et al., 2018).
-        maximize: ascend instead of descend.
-        foreach, capturable, fused: accepted as torch accepts them; every step is fused and capturable.
+        amsgrad: divide by the root of the largest second moment so far (Reddi et al., 2018).
+        maximize: maximize the objective instead of minimizing it.
+        foreach, capturable, fused: accepted for compatibility; every step is fused and capturable.
         differentiable: must be False.
 {extra}        master_weights: ``"split"`` (bf16 weight + 16-bit remainder = exact fp32 master, 2 B per parameter),
             ``"full"`` (fp32 copy, 4 B), ``"split24"`` (bf16 weight + 8-bit remainder = master of 24 bits, 1 B; use
             ``rounding="stochastic"`` with it), ``None`` (round the weight every step), or ``"auto"``: split for bf16,
             full for fp16. fp32 parameters need none.
         state_dtype: dtype of the moments, fp32 or bf16, or ``"8bit"``: a byte per element, and one or two bytes for
-            each 32 elements of a row; moments of vectors and of parameters of less than 4,096 elements stay in fp32.
+            each 32 elements of a row; moments of vectors and of parameters with fewer than 4,096 elements stay in fp32.
             Rounded to nearest, a second moment in bf16 or 8 bits with beta2 near 1 stops changing once its updates are
             below half an ulp: use ``rounding="stochastic"`` with bf16. It is the default with 8 bits.
-        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, to nearest
-            otherwise. Stochastic rounding is unbiased. It rounds bf16 and 8-bit moments, 16-bit parameters without a
-            master, and masters of 24 bits; fp32 numbers and exact masters stay exact. The random bits depend on the
-            seed, the parameter's position in the optimizer, its step and the element's index in the whole parameter
+        rounding: ``"nearest"``, ``"stochastic"``, or ``"auto"``: stochastic with ``state_dtype="8bit"``, otherwise
+            nearest. Stochastic rounding is unbiased. It applies to bf16 and 8-bit moments, 16-bit parameters without a
+            master, and 24-bit masters; fp32 values and exact masters are not rounded. The random bits depend on the
+            seed, the parameter's position in the optimizer, its step and the element's index in the full parameter
             (with FSDP1, whose flat shards do not record their positions, in the shard).
         seed: seed of stochastic rounding, 0 to 2^63 - 1; saved and loaded with the options of the groups.
-        max_grad_norm: clip all gradients together to this 2-norm inside the step; the gradients are not written.
-        state_dict_format: what `state_dict` returns, also to code that calls it by its name. ``"held"``: the state as
-            it is in memory, for which nothing is allocated. ``"canonical"``: `canonical_state_dict`, for code that
-            looks up the names of torch's optimizers. It is an attribute too, which can be changed.
+        max_grad_norm: clip the total 2-norm of all gradients to this value inside the step, without writing gradients.
+        state_dict_format: what `state_dict` returns to any caller. ``"held"``: the state as it is in memory, without
+            allocating anything. ``"canonical"``: `canonical_state_dict`, for code that looks up the names of torch's
+            optimizers. It is also an attribute, which can be changed.
 
     Raises:
-        ValueError, RuntimeError: a hyper-parameter is out of its range or not supported.
+        ValueError, RuntimeError: a hyperparameter is out of range or not supported.
         TypeError: a parameter that requires a gradient is not a dense fp32, fp16 or bf16 tensor, or `seed` is not an
             integer. Frozen parameters may be of any kind.
 
@@ -55,7 +55,7 @@ _ARGUMENTS = """
         >>> optimizer.step()
         >>> weight.data  # the step is too small for bf16
         tensor([1., 1., 1.], dtype=torch.bfloat16)
-        >>> optimizer.masters()[weight]  # the fp32 master has taken it
+        >>> optimizer.masters()[weight]  # but not for the fp32 master
         tensor([0.9999, 0.9999, 0.9999])
 """
 
@@ -97,8 +97,8 @@ class Adam(LayoutOptimizer, torch.optim.Adam):
         )
     )
 
-    # AdamW and this class inherit from torch's classes of the same names, for frameworks that use `isinstance`, but use
-    # none of their methods: what they do not define is called on `torch.optim.Optimizer` by name.
+    # Adam and AdamW inherit from torch's classes for frameworks that use `isinstance`, but use none of their methods:
+    # what they do not define is called on `torch.optim.Optimizer` by name.
 
     _rule = _RULE
 
@@ -137,7 +137,7 @@ class AdamW(Adam, torch.optim.AdamW):
         )
     )
 
-    # As torch's: whatever is loaded into an AdamW decays as AdamW does.
+    # As in torch, state dicts loaded into an AdamW do not change its decoupled decay.
     _rule = _RULE._replace(fixed_options=("decoupled_weight_decay",))
 
     def __init__(

@@ -320,13 +320,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = skipping_zeros(control, verdict)
+        if changed:
+            plan.write_tables(groups, limit)
         # The calls hold addresses in these.
         controls = {device: Control(*all_to_device(control, device, CONTROL_DTYPES)) for device in plan.devices}
         writes: Writes = []
         for launch in plan.launches:
             of_launch = grads if len(launch.indices) == len(grads) else [grads[index] for index in launch.indices]
-            table = plan.group_table(launch, groups, limit, changed)
-            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, controls[launch.device])))
+            table, control = plan.tables[launch.device, launch.rule.kernels], controls[launch.device]
+            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, control)))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         for launch in plan.launches:

@@ -1,12 +1,12 @@
-"""Moments in 8 bits and 24-bit masters of other libraries' optimizers, decoded by their rules.
+"""Decode 8-bit moments and 24-bit masters of other libraries' optimizers.
 
 * bitsandbytes' 8-bit optimizers (`functional.dequantize_blockwise`): blocks of 256 elements of the flattened parameter,
   2,048 before 0.44; ``qmap[code] * absmax[block]`` in fp32. States of small parameters are fp32.
 * flashoptim's ``compress_state_dict=True`` (`optimizers.dequantize`): groups of 32 elements of the flattened parameter
-  with an fp16 scale. The first moment is ``t / (2 - |t|) * scale`` with ``t = q / 127``, the second one
-  ``(q / 255 * scale)^2``. Scales of bf16 parameters are saved as bf16 numbers with the same bits.
-* flashoptim's masters (`optimizers.reconstruct_fp32_param`): the weight and ``q / 127`` or ``q / 32767`` of half the
-  distance of numbers of its dtype there.
+  with an fp16 scale. The first moment is ``t / (2 - |t|) * scale`` with ``t = q / 127``, the second moment
+  ``(q / 255 * scale)^2``. Scales of bf16 parameters are saved as bf16 tensors with the same bits.
+* flashoptim's masters (`optimizers.reconstruct_fp32_param`): the weight plus ``q / 127`` or ``q / 32767`` times half
+  an ulp of it.
 * torchao's 8-bit, 4-bit and fp8 states are tensor subclasses, which decode themselves.
 """
 
@@ -20,7 +20,7 @@ from halfstep.integrations.optim.state import like
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import REMAINDER
 
-BITSANDBYTES = "__bnb_optimizer_quant_state__"  # the entry under which 0.45 and later save what the table below names
+BITSANDBYTES = "__bnb_optimizer_quant_state__"  # versions 0.45 and later nest the keys of the table below under it
 _BITSANDBYTES = {
     **{"state1": "exp_avg", "state2": "exp_avg_sq"},
     **dict.fromkeys(("qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2")),
@@ -32,9 +32,9 @@ _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """The saved state of a whole parameter with its moments as plain tensors of fp32; without codes, as it is.
+    """The saved state of an unsharded parameter with coded moments decoded to fp32 tensors.
 
-    `where` is its name in messages. Raises a ValueError if codes and scales do not belong together.
+    `where` names the state in messages. Raises a ValueError if codes and scales do not match.
     """
     state = dict(saved)
     state.update(state.pop(BITSANDBYTES, {}))
@@ -58,15 +58,15 @@ def _in_groups(codes: torch.Tensor, scales: torch.Tensor, sizes: tuple[int, ...]
     expected = " or ".join(f"{-(-codes.numel() // size)}" for size in sizes)
     raise ValueError(
         f"Expected {expected} scales for the {codes.numel()} codes of {where}, but got {scales.numel()}: the state "
-        "is of a part of the parameter, or of another version of the library; save it from one process"
+        "belongs to a shard of the parameter, or to another version of the library; save it from one process"
     )
 
 
 def _of_bitsandbytes(state: dict[str, Any], where: str) -> dict[str, Any]:
     if "max1" in state:
         raise ValueError(
-            f"Expected the {where} to have a scale for each block, 'absmax1', but got one for the whole tensor, "
-            "'max1', which bitsandbytes used with block_wise=False: load it there, and save 32-bit states"
+            f"Expected the {where} to have a scale for each block, 'absmax1', but got one for the entire tensor, "
+            "'max1', which bitsandbytes used with block_wise=False: load it with bitsandbytes, and save 32-bit states"
         )
     moments = {}
     for number, moment in ((1, "exp_avg"), (2, "exp_avg_sq")):
@@ -88,20 +88,20 @@ def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, wher
 
 
 def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight, as it was saved, and its ``error_bits``.
+    """The fp32 master of a 16-bit weight and its ``error_bits``.
 
     Args:
         weight: the weight at the time of saving.
-        rest: int8 or int16, or as saved: int8 converted to the dtype of the weight, int16 viewed as it.
-        width: bytes of weight and rest, 3 or 4, as saved in the group.
-        where: the name of the state in messages.
+        rest: int8 or int16, or as saved: int8 converted to, or int16 viewed as, the dtype of the weight.
+        width: bytes of weight and rest together, 3 or 4, as saved in the group.
+        where: names the state in messages.
     """
     if rest.is_floating_point() and width in (3, 4):
         rest = rest.to(torch.int8) if width == 3 else rest.view(torch.int16)
     if weight.dtype not in _MANTISSA or rest.dtype not in (torch.int8, torch.int16) or rest.shape != weight.shape:
         raise ValueError(
-            f"Expected 'error_bits' in the {where} to be int8 or int16 beside a 16-bit weight of the same shape, but "
-            f"got {rest.dtype} and {tuple(rest.shape)} beside {weight.dtype} and {tuple(weight.shape)}: load model and "
+            f"Expected 'error_bits' in the {where} to be int8 or int16 for a 16-bit weight of the same shape, but got "
+            f"{rest.dtype} and {tuple(rest.shape)} for {weight.dtype} and {tuple(weight.shape)}: load model and "
             "optimizer in the dtype in which they were saved"
         )
     mantissa = _MANTISSA[weight.dtype]
@@ -113,12 +113,12 @@ def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | 
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether an entry is missing: None in TransformerEngine, an empty dict in a flat state of torch."""
+    """Whether an entry means a missing one: None in TransformerEngine, an empty dict in torch's flat state dicts."""
     return value is None or (isinstance(value, dict) and not value)
 
 
 def with_our_names(where: str, parameter: torch.Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """One parameter's saved state with our names; `group` is its saved group."""
+    """A parameter's saved state with halfstep's names; `group` is its saved group."""
     state = decode({key: value for key, value in saved.items() if not _is_nothing(value)}, where)
     if group.get("step") is not None:
         state.setdefault("step", group["step"])
@@ -130,14 +130,14 @@ def with_our_names(where: str, parameter: torch.Tensor, saved: dict[str, Any], g
     master = state.pop("master_param", None)
     if not isinstance(master, torch.Tensor) or parameter.dtype == torch.float32:
         return state
-    # Integers are the lower 16 bits of a master that was rounded as in `split_master`.
+    # Integers are the lower 16 bits of a master whose upper half was rounded as in `split_master`.
     return {**state, (REMAINDER if master.dtype == torch.int16 else "master"): master}
 
 
 def check_masters(owners: dict[Any, tuple[torch.Tensor, Any, Any]], state_dict: dict[str, Any]) -> None:
-    """Raise if all split masters of a group are missing, which its option says that it had when it was saved.
+    """Raise if a group whose options say that it had split masters has none of them.
 
-    Code that loads flat states looks entries up by the names in memory, and leaves out those that it does not find.
+    Code that loads flat state dicts looks up the names in memory, and omits entries that it does not find.
     """
     for number, group in enumerate(state_dict["param_groups"]):
         states = [(owners[index][0], state_dict["state"].get(index) or {}) for index in group["params"]]

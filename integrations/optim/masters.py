@@ -1,4 +1,4 @@
-"""Full masters and the parameters that they round to, which other code may write."""
+"""Masters by parameter, and detection of parameters that other code has written since their full master."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def version_of(parameter: torch.Tensor) -> int:
-    """A number that grows with every write to a parameter, through its DTensor or its local part."""
+    """A number that grows with every write to a parameter, through its DTensor or its local tensor."""
     return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
 
 
 def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by the parameter where it does not round to it. Does not wait for the device."""
+    """A full master, replaced by the parameter wherever it does not round to it. Does not wait for the device."""
     return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
 
 
@@ -30,23 +30,23 @@ Written = tuple[int, int, torch.dtype]
 
 
 def written_last(parameter: torch.Tensor) -> Written:
-    """The version, address and dtype of a parameter, of which one changes when other code writes it."""
+    """The version, address and dtype of a parameter, at least one of which changes when other code writes it."""
     shard = local(parameter)
     return version_of(parameter), shard.data_ptr() if has_memory(shard) else 0, parameter.dtype
 
 
 class Agreements(dict[int, Written]):
-    """What `written_last` was when parameters and their full masters last held the same weights, by parameter's id."""
+    """The values of `written_last` when parameters and their full masters last agreed, by the parameter's id."""
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that they do now."""
+        """Record that parameters and their masters agree now."""
         self.update((id(parameter), written_last(parameter)) for parameter in parameters)
 
     def written(self, parameter: torch.Tensor, master: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The local values of a full master whose parameter other code wrote since; None if no code did.
+        """The updated local values of a full master if other code has written its parameter since; otherwise None.
 
-        A change of dtype does not count. With `compare`, None too if the master rounds to the parameter, for which the
-        host waits.
+        A change of dtype does not count. With `compare`, also None if the master still rounds to the parameter, which
+        makes the host wait.
         """
         weight, master, agreed = local(parameter.detach()), local(master), self.get(id(parameter))
         comparable = weight.device == master.device and weight.shape == master.shape
@@ -56,14 +56,14 @@ class Agreements(dict[int, Written]):
 
 
 def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a master rounds to its weight everywhere. Needs memory for a few rows of them only."""
+    """Whether a master rounds to its weight everywhere. Allocates memory only for a few rows at a time."""
     rows = rows_of_a_piece(weight)
     pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True)
     return all(torch.equal(values.to(rounded.dtype), rounded) for values, rounded in pairs)
 
 
 class Masters(Mapping[torch.Tensor, torch.Tensor]):
-    """The masters of an optimizer by parameter. A split master is joined when it is looked up."""
+    """The masters of an optimizer by parameter. A split master is assembled when it is looked up."""
 
     def __init__(self, optimizer: LayoutOptimizer) -> None:
         self._optimizer = optimizer

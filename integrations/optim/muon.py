@@ -1,4 +1,4 @@
-"""Muon, a drop-in for torch's, which also steps by AdamW what is no matrix."""
+"""Muon, a drop-in for torch's that also steps parameters that are not matrices, by AdamW."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.n
 
 
 class Exchange(Ownership):
-    """Matrices whose parts are on several ranks, and their owners, which orthogonalize them.
+    """Sharded matrices, and their owners, which orthogonalize them.
 
-    Each rank sends its parts to the owners and takes the results back. N ranks together send 4 (N - 1) / N bytes per
+    Each rank sends its parts to the owners and receives the results. N ranks together send 4 (N - 1) / N bytes per
     element, in two collectives.
     """
 
@@ -41,8 +41,8 @@ class Exchange(Ownership):
         super().__init__([target.shape for target in targets], [cut[1:] for cut in cuts], self.group.rank())
 
     def run(self, parts: torch.Tensor, received: torch.Tensor, products: rule.Products) -> None:
-        """Replace the parts of this rank, in `order`, by those of the orthogonalized matrices."""
-        sent_bytes, received_bytes = parts.view(torch.uint8), received.view(torch.uint8)  # not all backends have bf16
+        """Replace this rank's parts, in `order`, by those of the orthogonalized matrices."""
+        sent_bytes, received_bytes = parts.view(torch.uint8), received.view(torch.uint8)  # some backends lack bf16
         sent, taken = [2 * size for size in self.sent], [2 * size for size in self.received]
         dist.all_to_all_single(received_bytes, sent_bytes, taken, sent, group=self.group)
         starts = list(accumulate(self.received[:-1], initial=0))
@@ -63,7 +63,7 @@ class Exchange(Ownership):
 
 
 def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
-    """The ranks that have parts of the matrices of a parameter; None if each matrix is whole on a rank."""
+    """The ranks over which the matrices of a parameter are sharded; None if each matrix is entirely on one rank."""
     cut = Sharding(parameter).cut()
     if cut is None:
         return None
@@ -72,7 +72,7 @@ def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
 
 
 class MatrixGroup(LaunchGroup):
-    """The matrices of two launches, between which they are in scratch memory in bf16 and orthogonalized one by one."""
+    """Matrices stepped by two launches. In between, they are in bf16 scratch memory and orthogonalized one by one."""
 
     _batches: tuple[muon.Batch, muon.Batch] | None = None
 
@@ -90,7 +90,7 @@ class MatrixGroup(LaunchGroup):
         ]
 
     def _with_tables(self, grads: list[torch.Tensor]) -> tuple[muon.Batch, muon.Batch]:
-        """The batches of both launches: what the first one writes as its parameters are the gradients of the second."""
+        """The batches of both launches. What the first writes as parameters, the second reads as gradients."""
         scratch, lists = self._scratch(), self.batch.lists
         to_scratch = checked_addresses(scratch)
         batches = []
@@ -109,7 +109,7 @@ class MatrixGroup(LaunchGroup):
         return batches[0], batches[1]
 
     def _scratch(self) -> list[torch.Tensor]:
-        """bf16 memory in the shapes of the weights, and what orthogonalizes the matrices in it."""
+        """bf16 scratch memory shaped like the weights. Also sets `_products`, which orthogonalizes its matrices."""
         products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
         exchange = None if self.ranks is None else Exchange(self.targets)
         order = range(len(shapes)) if exchange is None else exchange.order
@@ -129,13 +129,13 @@ class MatrixGroup(LaunchGroup):
         return scratch
 
     def _memory(self, use: str, elements: int) -> torch.Tensor:
-        """bf16 memory that all launches of an optimizer on a stream share."""
+        """bf16 scratch memory that all launches of an optimizer on the same stream share."""
         stream = current_stream(self.device)
         key = self.device, stream, use
         memory = self.plans.scratch.get(key)
         if memory is None or memory.numel() < elements:
             memory = torch.empty(elements, dtype=torch.bfloat16, device=self.device)
-            if stream is not None:  # in a capture, the memory is that of the graph
+            if stream is not None:  # while capturing, the memory belongs to the graph
                 self.plans.scratch[key] = memory
         return memory[:elements]
 
@@ -197,38 +197,38 @@ _ADAMW: Rule = AdamW._rule._replace(
 class Muon(LayoutOptimizer, torch.optim.Muon):
     """Muon (Jordan et al., 2024) with exact fp32 master weights, a drop-in for `torch.optim.Muon`.
 
-    Each update is a matrix whose singular values are near 1, which a Newton-Schulz iteration in bf16 makes of the
-    momentum. Groups with ``algorithm="adamw"`` are stepped as by `halfstep.AdamW`; `muon_groups` divides a model.
+    Each update is a matrix whose singular values are near 1, computed from the momentum by a Newton-Schulz iteration in
+    bf16. Groups with ``algorithm="adamw"`` are stepped as by `halfstep.AdamW`; `muon_groups` splits a model into both.
 
     Bytes per bf16 parameter with its gradient: 7.03 with ``state_dtype="8bit"``, 8 with bf16, 10 with fp32 momentum;
-    one less with ``master_weights="split24"``. In addition 2 bytes for each of the 2^25 elements, or of the largest
-    matrix, that are orthogonalized together.
+    one less with ``master_weights="split24"``. Scratch memory takes 2 bytes per element of the matrices orthogonalized
+    together, up to 2^25 elements or the largest matrix, and up to 8 (10 under FSDP2) for copies of the largest matrix.
 
     Args:
-        params: matrices; three dimensions are a batch of matrices, and of more the first one has the rows. Of DTensors,
-            one dimension of the mesh may shard rows or columns (FSDP2, HSDP, tensor parallelism): ranks then send parts
-            of matrices to their owners and take the results back, so all have to have the same gradients.
+        params: matrices. Three dimensions are a batch of matrices; with more, the first dimension is that of the rows.
+            One mesh dimension may shard rows or columns of DTensors (FSDP2, HSDP, tensor parallelism): ranks then send
+            parts of matrices to their owners and receive the results, so all need gradients for the same parameters.
         lr: learning rate, which `adjust_lr_fn` adjusts to the shape of a matrix.
         weight_decay: decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step.
         momentum: decay of the momentum buffer, from 0 to below 1.
         nesterov: step along the average of gradient and buffer.
-        ns_coefficients: three coefficients of the iteration, or a list with three for each step (Polar Express).
-        eps: the least norm that a matrix is divided by.
-        ns_steps: steps of the iteration.
+        ns_coefficients: three coefficients of the iteration, or a list of three per step (Polar Express).
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_steps: number of steps of the iteration.
         adjust_lr_fn: ``"original"``: ``lr * sqrt(max(1, rows / columns))``; ``"match_rms_adamw"``:
-            ``lr * 0.2 * sqrt(max(rows, columns))``, with which one learning rate serves AdamW and Muon (Liu et al.,
-            2025). None: the latter if there are groups of AdamW, else the former, which is torch's.
-        algorithm: ``"muon"``, or ``"adamw"`` for embeddings, heads, norms and biases: a value of a group.
-        betas: those of AdamW. The `eps` of a group of AdamW is 1e-8 if it does not say so.
-        blocks: how many matrices of as many rows each parameter consists of: of fused projections, or heads.
-        state_dtype: dtype of the momentum; ``"8bit"`` takes linear codes, rounded stochastically. The other arguments
+            ``lr * 0.2 * sqrt(max(rows, columns))``, which lets AdamW and Muon share one learning rate (Liu et al.,
+            2025). None: the latter if there are AdamW groups, otherwise the former, which is torch's.
+        algorithm: ``"muon"``, or ``"adamw"`` for embeddings, heads, norms and biases; set it per group.
+        betas: those of AdamW. The default `eps` of AdamW groups is 1e-8.
+        blocks: number of matrices with equally many rows that each parameter consists of: fused projections, or heads.
+        state_dtype: dtype of the momentum; ``"8bit"`` uses linear codes, rounded stochastically. The other arguments
             and the errors are those of `halfstep.AdamW`.
 
     Raises:
-        ValueError: an option is out of its range, or a parameter of Muon has less than two dimensions.
+        ValueError: an option is out of range, or a parameter for Muon has fewer than two dimensions.
 
-    The bits of a step are the same for every number of threads and every way to hold other parameters, but those of the
-    products differ between types of devices.
+    The bits of a step do not depend on the number of threads, nor on the layout of other parameters, but those of the
+    matrix products differ between types of devices.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.eye(4, dtype=torch.bfloat16))
@@ -287,8 +287,8 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
     def step_parts_by(self, handle: Any) -> None:
         if handle is not None and any(map(is_sharded, parameters_of(self))):
             raise ValueError(
-                "Expected parameters that are whole on each rank for steps in the backward, since ranks exchange parts "
-                "of the matrices of Muon in one order, but got DTensors: call optimizer.step() after the backward"
+                "Expected unsharded parameters for steps in the backward, since ranks must exchange parts of Muon's "
+                "matrices in the same order, but got DTensors: call optimizer.step() after the backward"
             )
         super().step_parts_by(handle)
 
@@ -306,7 +306,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
             except ValueError as error:
                 self.param_groups.pop()
                 raise ValueError(
-                    f"{error} for parameter {index} of group {len(self.param_groups)}: give vectors to a group with "
+                    f"{error} for parameter {index} of group {len(self.param_groups)}: put vectors into a group with "
                     "algorithm='adamw', as halfstep.muon_groups does"
                 ) from None
         if any(group["algorithm"] == "adamw" for group in self.param_groups):
@@ -315,15 +315,15 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
 
 
 def muon_groups(model: torch.nn.Module, *, adamw: Sequence[str] = FOR_ADAMW, **options: Any) -> list[dict[str, Any]]:
-    """The parameters of a model in two groups: matrices for Muon; and vectors, embeddings, the head and convolutions in
-    one dimension, whose weights are no matrices of a batch, for AdamW.
+    """Split the parameters of a model into two groups: matrices for Muon; vectors, embeddings, the head and 1-D
+    convolutions, whose three dimensions are not a batch of matrices, for AdamW.
 
     Args:
-        model: the model. What shares the weight of an embedding is one.
-        adamw: words of names, between dots and underscores, of parameters for AdamW. Those of `torch.nn.Embedding`, and
-            of the last `torch.nn.Linear` if it has an output for each row of the largest embedding (a head by any
-            name, such as ``output``), are for AdamW in any case.
-        options: options of the group of AdamW, such as ``lr``, ``betas`` and ``weight_decay``.
+        model: the model. A weight tied to an embedding counts as an embedding.
+        adamw: parameters with one of these words in their name, delimited by dots or underscores, are for AdamW. So are
+            always the weights of `torch.nn.Embedding`, and that of the last `torch.nn.Linear` if it has as many outputs
+            as the largest embedding has rows (a head of any name, such as ``output``).
+        options: options of the AdamW group, such as ``lr``, ``betas`` and ``weight_decay``.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))

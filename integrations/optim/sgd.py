@@ -26,7 +26,7 @@ def _variant(group: Group) -> dict[str, bool]:
 
 
 def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    # torch counts no steps, and has no buffer before the first one, which dampening does not apply to.
+    # torch's SGD has no step count, and no buffer before the first step, to which dampening does not apply.
     begun = "momentum_buffer" in state or "momentum_buffer_codes" in state
     buffer = {} if begun else {"momentum_buffer": torch.zeros_like(parameter, dtype=torch.float32)}
     return {"step": float(begun), **buffer, **state}
@@ -37,9 +37,9 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
 
     Args:
         momentum: decay of the momentum buffer, a finite number of at least 0. With 0 there is no buffer.
-        dampening: the part of a gradient that does not enter the buffer, after the first step.
+        dampening: the fraction of each gradient that is not added to the buffer, after the first step.
         weight_decay: L2 penalty: ``weight_decay`` times the weight is added to the gradient.
-        nesterov: step along the gradient plus ``momentum`` times the buffer; needs momentum, and no dampening.
+        nesterov: step along the gradient plus ``momentum`` times the buffer; requires momentum and no dampening.
         state_dtype: dtype of the buffer. The other arguments and the errors are those of `halfstep.AdamW`.
 
     Examples:

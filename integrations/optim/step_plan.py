@@ -294,7 +294,9 @@ class StepPlan:
         self._options: list[tuple[Any, ...]] = []
         self._changeable = True
         self._limit: float | None = None
-        self._tables: dict[tuple[torch.device, Any], tuple[list[list[float]] | None, torch.Tensor]] = {}
+        # By device and the kernels of a rule: its hyperparameters, and what they were when they were written.
+        self.tables: dict[tuple[torch.device, Any], torch.Tensor] = {}
+        self._written: dict[tuple[torch.device, Any], list[list[float]]] = {}
 
     def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
         """Whether an option of any group may have changed since the last step.
@@ -329,32 +331,28 @@ class StepPlan:
             and all(map(_still_describes, self.launches))
         )
 
-    def group_table(self, launch: LaunchGroup, groups: list[Group], limit: float | None, changed: bool) -> torch.Tensor:
-        """The hyperparameters of a rule on a device. The table is only written if one has `changed`."""
-        device, rule = launch.device, launch.rule
-        key = device, rule.kernels
-        written, table = self._tables.get(key, (None, None))
-        if table is not None and not changed:
-            return table
-        values: list[list[float]] = []
-        late: list[tuple[int, int, torch.Tensor]] = []
-        for row, (number, shape) in enumerate(self._rows[rule.kernels]):
-            numbers = {**rule.numbers(groups[number], shape), "max_norm": limit or 0.0}
-            columns = [numbers[name] for name in rule.kernels.FAMILY.group._fields]
-            for column, value in enumerate(columns):
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    late.append((row, column, value))
-                    columns[column] = 0.0
-            values.append(list(map(float, columns)))
-        if written != values or table is None:
-            if table is not None:
-                self._tables[key] = (None, table)  # content unknown until the upload has ended
-            table = upload(torch.tensor(values, dtype=torch.float64, device="cpu"), device, out=table)
-            self._tables[key] = (values, table)
-        on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
-        for (row, column, _), value in zip(late, on_device, strict=True):
-            table[row, column].copy_(value)
-        return table
+    def write_tables(self, groups: list[Group], limit: float | None) -> None:
+        """Write the hyperparameters of each rule to its table on each device, if they differ from those there."""
+        rules = {(launch.device, launch.rule.kernels): launch.rule for launch in self.launches}
+        for key, rule in rules.items():
+            device, kernels = key
+            values: list[list[float]] = []
+            late: list[tuple[int, int, torch.Tensor]] = []
+            for row, (number, shape) in enumerate(self._rows[kernels]):
+                numbers = {**rule.numbers(groups[number], shape), "max_norm": limit or 0.0}
+                columns = [numbers[name] for name in kernels.FAMILY.group._fields]
+                for column, value in enumerate(columns):
+                    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                        late.append((row, column, value))
+                        columns[column] = 0.0
+                values.append(list(map(float, columns)))
+            if self._written.pop(key, None) != values:  # unknown until the upload has ended
+                host = torch.tensor(values, dtype=torch.float64, device="cpu")
+                self.tables[key] = upload(host, device, out=self.tables.get(key))
+            self._written[key] = values
+            on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
+            for (row, column, _), value in zip(late, on_device, strict=True):
+                self.tables[key][row, column].copy_(value)
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
         self._options, self._limit = list(map(self._options_of, groups)), limit

@@ -1,8 +1,8 @@
-"""Accelerate: `Accelerator` with loss scaling, clipping and skipped steps of halfstep.
+"""Accelerate: an `Accelerator` with halfstep's loss scaling, clipping and skipped steps.
 
-Accelerate has no argument for a scaler, clips by writing gradients, and notices a skipped step only by
-``optimizer.step`` not being called, while optimizers of halfstep are called and skip on the device. `Accelerator` here
-overrides the methods for these three, and nothing else of Accelerate is changed.
+Accelerate has no argument for a scaler, clips by writing gradients, and detects a skipped step only because
+``optimizer.step`` was not called, whereas halfstep optimizers are called and skip on the device. The `Accelerator` here
+overrides the methods concerned, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep.numerics.scaling.verdict import parameters_of
 
 
 class SkipAwareOptimizer(AcceleratedOptimizer):
-    """Accelerate's wrapper of an optimizer, whose `step_was_skipped` is that of the scaler."""
+    """Accelerate's optimizer wrapper, with a `step_was_skipped` that asks the scaler."""
 
     _loading = False  # whether the accelerator is loading a checkpoint
 
@@ -32,16 +32,16 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
         self._skips = None if self.scaler is None else SkipCount(self.scaler)
 
     def step(self, closure: Any = None) -> None:
-        """Step and update the scale, if the gradients are to be synchronized.
+        """Step and update the scale, unless gradients are being accumulated.
 
-        The scale is updated after the last of several optimizers whose gradients were unscaled or clipped together.
+        If the gradients of several optimizers were unscaled or clipped together, the last step updates the scale.
         """
         if self.scaler is None or not self.gradient_state.sync_gradients:
             super().step(closure)
             return
         if self._loading or (self.scaler._scale is None and all(group["lr"] == 0 for group in self.param_groups)):
-            # Before torch loads a checkpoint of FSDP2, it creates the state by a step with a learning rate of 0, of
-            # which the scaler must know nothing.
+            # Before torch loads an FSDP2 checkpoint, it creates the state with a step at a learning rate of 0, which
+            # must bypass the scaler.
             self.optimizer.step(closure)
             return
         self.scaler.step(self.optimizer, closure)
@@ -50,29 +50,29 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the step was skipped. Does not wait: on a GPU a skip is known one or two steps later."""
+        """Whether the step was skipped. Does not wait: on a GPU, a skip is reported one or two steps later."""
         return self._skips is not None and self._skips.was_skipped()
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator` for optimizers of halfstep: the same arguments, and `scaler`.
+    """`accelerate.Accelerator` for halfstep optimizers: the same arguments, and `scaler`.
 
     * With ``mixed_precision="fp16"`` the scaler is a `halfstep.GradScaler`, with the options of ``GradScalerKwargs``.
     * `clip_grad_norm_` of all parameters of one optimizer returns their norm without writing gradients; the next step
-      clips. Other calls clip in place, as Accelerate does.
-    * `optimizer_step_was_skipped` and ``optimizer.step_was_skipped`` are true after a skipped step, so that prepared
+      clips. Other calls clip in place, as in Accelerate.
+    * `optimizer_step_was_skipped` and ``optimizer.step_was_skipped`` are true after a skipped step, so prepared
       schedules do not advance.
 
     Args:
-        scaler: the scaler, for options that ``GradScalerKwargs`` does not have and for fp16 weights with
-            ``mixed_precision="no"``. Default: one with ``mixed_precision="fp16"`` where Accelerate makes one.
+        scaler: a scaler for options that ``GradScalerKwargs`` does not have, or for fp16 weights with
+            ``mixed_precision="no"``. Default: a new one where Accelerate creates one, with ``mixed_precision="fp16"``.
 
     Raises:
         TypeError: `scaler` is not a `halfstep.GradScaler`.
-        ValueError: `scaler` and ``GradScalerKwargs`` were both given.
+        ValueError: both `scaler` and ``GradScalerKwargs`` were passed.
     """
 
-    _clipped: set[int] | None = None  # the ids of the parameters that clip_grad_norm_ passes to Accelerate's
+    _clipped: set[int] | None = None  # while clip_grad_norm_ calls Accelerate's, the ids of its parameters
 
     def __init__(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> None:
         self.scaler: Any = None
@@ -81,11 +81,11 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator, scaler: GradScaler | None = None) -> Accelerator:
-        """Make an accelerator that a library created into one of this class, before it prepares anything.
+        """Convert an accelerator that a library created to this class, in place, before it prepares anything.
 
         Raises:
-            TypeError: the accelerator is of another subclass, or `scaler` is not a `halfstep.GradScaler`.
-            RuntimeError: the accelerator has prepared an optimizer.
+            TypeError: the accelerator belongs to another subclass, or `scaler` is not a `halfstep.GradScaler`.
+            RuntimeError: the accelerator has already prepared an optimizer.
         """
         if type(accelerator) not in (accelerate.Accelerator, cls):
             raise TypeError(
@@ -97,14 +97,14 @@ class Accelerator(accelerate.Accelerator):
                 "Expected an accelerator that has not prepared an optimizer, but got one with "
                 f"{len(accelerator._optimizers)}: call adopt before prepare"
             )
-        accelerator.__class__ = cls  # its creator has no hook for the class, and others hold this object already
+        accelerator.__class__ = cls  # the library has no hook for the class, and refers to this object already
         accelerator._use(scaler)
         return accelerator
 
     def _use(self, scaler: GradScaler | None) -> None:
         if checked_scaler(scaler) is not None and self.scaler_handler is not None:
             raise ValueError(
-                "Expected scaler or GradScalerKwargs, but got both: give the options to halfstep.GradScaler"
+                "Expected scaler or GradScalerKwargs, but got both: pass the options to halfstep.GradScaler"
             )
         if scaler is None and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
@@ -118,20 +118,20 @@ class Accelerator(accelerate.Accelerator):
         """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`.
 
         Raises:
-            TypeError: the attribute `scaler` was set to something else than a `halfstep.GradScaler`.
+            TypeError: the attribute `scaler` was set to something other than a `halfstep.GradScaler`.
         """
         checked_scaler(self.scaler)
         if not isinstance(optimizer, AcceleratedOptimizer):
             placed = self.device_placement if device_placement is None else device_placement
             optimizer = SkipAwareOptimizer(optimizer, placed, self.scaler)
-            optimizer._is_accelerate_prepared = True  # what Accelerate's method looks for, which keeps it as it is
+            optimizer._is_accelerate_prepared = True  # makes Accelerate's method leave it as it is
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scale a loss and compute its gradients; see `accelerate.Accelerator.backward`.
 
         Raises:
-            RuntimeError: the attribute `scaler` was set after an optimizer was prepared, which would not unscale.
+            RuntimeError: the attribute `scaler` was set after an optimizer was prepared, so it would not unscale.
         """
         wrappers = [wrapper for wrapper in self._optimizers if isinstance(wrapper, SkipAwareOptimizer)]
         if any(wrapper.scaler is not self.scaler for wrapper in wrappers):
@@ -142,9 +142,9 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale the gradients of some optimizers in place, or of all prepared ones that are not unscaled yet.
+        """Unscale the gradients of some optimizers in place, by default of all prepared ones not unscaled yet.
 
-        Called by `clip_grad_norm_`, which names no optimizer, it unscales those that have any of its parameters.
+        When `clip_grad_norm_` calls this, only optimizers that have any of its parameters are unscaled.
         """
         if self.scaler is None:
             return
@@ -160,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> torch.Tensor:
         """Clip gradients; see `accelerate.Accelerator.clip_grad_norm_`.
 
-        If `parameters` are those of one prepared optimizer of halfstep and `norm_type` is 2, its next step clips, and
+        If `parameters` are those of one prepared halfstep optimizer and `norm_type` is 2, its next step clips, and
         gradients are neither unscaled nor written.
 
         Returns:
@@ -179,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
         return norm
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Load what `save_state` saved; see `accelerate.Accelerator.load_state`."""
+        """Load a checkpoint of `save_state`; see `accelerate.Accelerator.load_state`."""
         wrappers = [wrapper for wrapper in self._optimizers if isinstance(wrapper, SkipAwareOptimizer)]
         for wrapper in wrappers:
             wrapper._loading = True

@@ -1,7 +1,7 @@
-"""Lightning Fabric: `Fabric`, and its precision plugins, with loss scaling and clipping of halfstep.
+"""Lightning Fabric: a `Fabric` and precision plugins with halfstep's loss scaling and clipping.
 
-Fabric chooses the plugin by a name, and its `clip_gradients` writes gradients. `Fabric` here makes plugins of halfstep
-for the names of 16 bits, and clips in the next step.
+Fabric selects the plugin by name, and its `clip_gradients` writes gradients. The `Fabric` here selects halfstep's
+plugins for the 16-bit names, and clips in the next step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MIXED, HALF = ("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")
 
 
 class FabricMixedPrecision(_MixedPrecision):
-    """Fabric's `MixedPrecision`, with fp32 weights and a forward in 16 bits: its scaler is a `halfstep.GradScaler`."""
+    """Fabric's `MixedPrecision`, with fp32 weights and a 16-bit forward: its scaler is a `halfstep.GradScaler`."""
 
     def __init__(self, precision: Any, device: str, scaler: GradScaler | None = None) -> None:
         super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
 
 class FabricHalfPrecision(_HalfPrecision, _MixedPrecision):
-    """Fabric's `HalfPrecision`, with weights in 16 bits, and for those in fp16 with a scaler, as `MixedPrecision`."""
+    """Fabric's `HalfPrecision`, with 16-bit weights, and with a scaler for fp16, as in `MixedPrecision`."""
 
     def __init__(self, precision: Any = "16-true", device: str = "cuda", scaler: GradScaler | None = None) -> None:
         super().__init__(precision)
@@ -36,22 +36,22 @@ class FabricHalfPrecision(_HalfPrecision, _MixedPrecision):
 
 
 class Fabric(theirs.Fabric):
-    """`lightning.fabric.Fabric` for optimizers of halfstep: the same arguments, and `scaler`.
+    """`lightning.fabric.Fabric` for halfstep optimizers: the same arguments, and `scaler`.
 
-    * ``precision="16-mixed"``, ``"bf16-mixed"``, ``"16-true"`` and ``"bf16-true"`` make the plugins of this module,
+    * ``precision="16-mixed"``, ``"bf16-mixed"``, ``"16-true"`` and ``"bf16-true"`` select the plugins of this module,
       also on a CPU.
     * `clip_gradients` with ``max_norm`` returns the norm without writing gradients; the next step clips.
     * `load` loads scalers and schedules under FSDP2 too.
 
     Args:
-        scaler: a `halfstep.GradScaler` for fp16. Default: one with its defaults on the device of `accelerator`.
+        scaler: a `halfstep.GradScaler` for fp16. Default: one with default options, on the device of `accelerator`.
 
     Attributes:
-        scaler: the scaler; None where the loss is not scaled. It may be an entry of what `save` and `load` are given.
+        scaler: the scaler; None if the loss is not scaled. It may be part of the state passed to `save` and `load`.
 
     Raises:
         TypeError: `scaler` is not a `halfstep.GradScaler`.
-        ValueError: a scaler was given, and `precision` has none.
+        ValueError: a scaler was passed, but `precision` needs none.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Fabric(theirs.Fabric):
     ) -> torch.Tensor | None:
         """Clip gradients; see `lightning.fabric.Fabric.clip_gradients`.
 
-        With ``max_norm``, the 2-norm and an optimizer of halfstep, the next step clips, and nothing is written.
+        With ``max_norm``, the 2-norm and a halfstep optimizer, the next step clips, and no gradient is written.
 
         Raises:
-            RuntimeError: the norm is not finite, there is no scaler to skip the step, and `error_if_nonfinite` is true.
+            RuntimeError: the norm is not finite, `error_if_nonfinite` is true, and there is no scaler to skip the step.
         """
         if max_norm is not None and clip_val is None and norm_type == 2 and folds(optimizer):
             norm = clip_in_next_step(optimizer, max_norm, self.scaler)
@@ -99,7 +99,7 @@ class Fabric(theirs.Fabric):
                 unwrapped(optimizer).decide(None)
                 raise RuntimeError(
                     f"Expected the norm of the gradients to be finite, but got {norm.item()}: pass "
-                    "error_if_nonfinite=False to take this step nevertheless"
+                    "error_if_nonfinite=False to take this step anyway"
                 )
             return norm
         clipped: torch.Tensor | None = super().clip_gradients(
@@ -110,8 +110,8 @@ class Fabric(theirs.Fabric):
     def load(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects in `state`; see `lightning.fabric.Fabric.load`.
 
-        Under FSDP2, Fabric loads models and optimizers only, and puts what was saved of scalers and schedules in their
-        place into `state`. Here they are loaded too.
+        Under FSDP2, Fabric loads only models and optimizers, and replaces scalers and schedules in `state` by their
+        saved state dicts. This method loads them too.
         """
         objects = dict(state or {})
         rest: dict[str, Any] = super().load(path, state, strict, **options)

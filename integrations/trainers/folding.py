@@ -1,4 +1,4 @@
-"""What the trainers share: clipping inside the next step, skips without waiting, and numbers for their logs."""
+"""Code shared by the trainers: clipping inside the next step, checks of the scaler, and metrics for logs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from halfstep.numerics.scaling.wrappers import unwrapped
 
 
 def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
-    """The argument `scaler`; if it is None, a scaler with the default options on `device`, or None without one.
+    """`scaler`, or if it is None, a scaler with default options on `device`, or None without a device.
 
     Raises:
-        TypeError: it is neither None nor a `halfstep.GradScaler`.
+        TypeError: `scaler` is neither None nor a `halfstep.GradScaler`.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(
@@ -30,12 +30,12 @@ def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
 
 
 def folds(optimizer: Any) -> bool:
-    """Whether the steps of an optimizer, or of the one in a wrapper, clip without writing gradients."""
+    """Whether the steps of an optimizer, or of the one inside a wrapper, clip without writing gradients."""
     return isinstance(unwrapped(optimizer), StepsOnVerdict)
 
 
 def folds_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether the next step of an optimizer can clip: it is of halfstep and has all trainable ones of `parameters`."""
+    """Whether the optimizer's next step can clip `parameters`: it is a halfstep optimizer of all trainable ones."""
     ids, trained = (
         {id(parameter) for parameter in listed if parameter.requires_grad}
         for listed in (parameters_of(optimizer), parameters)
@@ -44,9 +44,9 @@ def folds_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None = None) -> torch.Tensor:
-    """Make the next step of an optimizer of halfstep clip, by its `clip_grad_norm_` or that of its scaler.
+    """Make the next step of a halfstep optimizer clip, by calling `clip_grad_norm_` of the scaler or the optimizer.
 
-    Returns the norm. An infinite `max_norm` only computes it.
+    Returns the norm. With an infinite `max_norm`, it is computed without clipping.
     """
     inner = unwrapped(optimizer)
     if scaler is not None and scaler.is_enabled():
@@ -56,7 +56,7 @@ def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None
 
 
 def scaler_metrics(scaler: Any, monitor: AmpMonitor | None = None) -> dict[str, float]:
-    """The `scalars` of a monitor, or else of a scaler of halfstep; empty without both."""
+    """The `scalars` of the monitor, or else of a `halfstep.GradScaler`; empty without either."""
     if monitor is not None:
         return monitor.scalars()
     return scaler.scalars() if isinstance(scaler, GradScaler) else {}

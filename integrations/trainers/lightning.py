@@ -1,8 +1,8 @@
-"""Lightning: `MixedPrecision` and `HalfPrecision` plugins with loss scaling, clipping and skipped steps of halfstep.
+"""Lightning: `MixedPrecision` and `HalfPrecision` plugins with halfstep's loss scaling, clipping and skipped steps.
 
-Lightning's plugin of mixed precision takes a scaler, but unscales and clips by writing gradients, and steps schedules
-after a skipped step. Its plugin of 16-bit weights has no scaler. The classes here have the names of Lightning's,
-because it stores a plugin's state under the name of its class: checkpoints of either load into the other.
+Lightning's mixed-precision plugin takes a scaler, but unscales and clips by writing gradients, and advances schedules
+after a skipped step. Its plugin for 16-bit weights has no scaler. The classes here have the same names as Lightning's,
+which stores a plugin's state under its class name: checkpoints of either load into the other.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from halfstep.numerics.scaling.scaler import GradScaler
 
 
 class MixedPrecision(theirs.MixedPrecision):
-    """Lightning's plugin of the same name, with fp32 weights and a forward in 16 bits.
+    """Lightning's plugin of the same name, with fp32 weights and a 16-bit forward.
 
-    ``gradient_clip_val`` clips in the step of an optimizer of halfstep. Where the module or a callback has
-    ``on_before_optimizer_step``, which may look at gradients, they are unscaled in place first.
+    ``gradient_clip_val`` clips inside the step of a halfstep optimizer. If the module or a callback overrides
+    ``on_before_optimizer_step``, which may read gradients, they are unscaled in place first.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: the device type of the forward, as for `torch.autocast`.
-        scaler: a `halfstep.GradScaler` for ``"16-mixed"``. Default: one with its defaults.
+        scaler: a `halfstep.GradScaler` for ``"16-mixed"``. Default: one with default options.
 
     Raises:
         TypeError: `scaler` is not a `halfstep.GradScaler`.
@@ -43,7 +43,7 @@ class MixedPrecision(theirs.MixedPrecision):
         super().__init__(precision, device, checked_scaler(scaler, device if precision == "16-mixed" else None))
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Hold the schedules where the scaler skips a step, except those that are stepped by a metric."""
+        """Wrap the schedules, so that they do not advance on skipped steps, except those driven by a metric."""
         if self.scaler is not None:
             for config in lr_schedulers:
                 if not isinstance(config.scheduler, (SkipAwareScheduler, ReduceLROnPlateau)):
@@ -52,7 +52,7 @@ class MixedPrecision(theirs.MixedPrecision):
         return connected
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, which has the backward, clip, step, and update the scale."""
+        """Run the closure, which includes the backward, then clip, step and update the scale."""
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
@@ -72,7 +72,7 @@ class MixedPrecision(theirs.MixedPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip by norm in the next step, or by value in place."""
+        """Clip by norm in the next step if the optimizer can, otherwise in place."""
         if clip_val <= 0:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.NORM and folds(optimizer):
@@ -84,13 +84,13 @@ class MixedPrecision(theirs.MixedPrecision):
 
 
 class HalfPrecision(theirs.HalfPrecision, MixedPrecision):
-    """Lightning's plugin of the same name, with weights in 16 bits: the optimizer keeps their masters.
+    """Lightning's plugin of the same name, with 16-bit weights, whose masters the optimizer keeps.
 
-    It steps and clips as `MixedPrecision`.
+    It steps and clips like `MixedPrecision`.
 
     Args:
         precision: ``"16-true"`` or ``"bf16-true"``.
-        scaler: a `halfstep.GradScaler`. Default: one with its defaults for ``"16-true"`` on a GPU, none for bf16.
+        scaler: a `halfstep.GradScaler`. Default: one with default options for ``"16-true"``, none for bf16.
         device: the device type of the default scaler.
 
     Raises:
@@ -103,7 +103,7 @@ class HalfPrecision(theirs.HalfPrecision, MixedPrecision):
 
 
 def _looks_at_gradients(model: Any) -> bool:
-    """Whether the module or a callback has hooks between the backward and the step."""
+    """Whether the module or a callback overrides a hook between the backward and the step."""
     hooks = "on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping"
     return any(is_overridden(hook, model) for hook in hooks) or any(
         is_overridden(hook, callback, Callback) for callback in model.trainer.callbacks for hook in hooks[:2]
@@ -111,7 +111,7 @@ def _looks_at_gradients(model: Any) -> bool:
 
 
 class ScalerMonitor(Callback):
-    """Logs the `scalars` of the precision plugin's scaler, or of a monitor, after each step that Lightning logs.
+    """Logs the `scalars` of a monitor, or of the precision plugin's scaler, after each step that Lightning logs.
 
     Args:
         monitor: a `halfstep.AmpMonitor` of the module, which is attached to the first optimizer.
@@ -126,6 +126,6 @@ class ScalerMonitor(Callback):
             self.monitor.attach(trainer.optimizers[0], getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        """Log, without a wait after the first time."""
+        """Log the metrics. Only the first call waits for the device."""
         if trainer._logger_connector.should_update_logs:
             pl_module.log_dict(scaler_metrics(getattr(trainer.precision_plugin, "scaler", None), self.monitor))

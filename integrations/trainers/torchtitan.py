@@ -1,8 +1,8 @@
-"""torchtitan: `Trainer`, and its container of optimizers, with loss scaling, clipping and skipped steps of halfstep.
+"""torchtitan: `Trainer` and `OptimizersContainer` with halfstep's loss scaling, clipping and skipped steps.
 
-torchtitan builds its optimizers from a list of names, has no loss scaling, and clips by writing gradients from within
-the training step. `OptimizersContainer` builds those of halfstep for the names of torch's. `Trainer` uses it, scales
-the loss where a scaler is configured, clips in the step, and holds schedules where a step was skipped.
+torchtitan builds its optimizers from a list of names, has no loss scaling, and clips by writing gradients inside the
+training step. `OptimizersContainer` builds halfstep optimizers for the names of torch's. `Trainer` uses it, scales the
+loss if a scaler is configured, clips inside the optimizer step, and does not advance schedules on skipped steps.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_
 
 
 class OptimizersContainer(_OptimizersContainer):
-    """torchtitan's container, whose ``"Adam"`` and ``"AdamW"`` are those of halfstep.
+    """torchtitan's container, whose ``"Adam"`` and ``"AdamW"`` are halfstep's.
 
-    ``optimizer_kwargs`` may have their options, such as ``"state_dtype"``. With
+    ``optimizer_kwargs`` may contain their options, such as ``"state_dtype"``. With
     ``implementation="fused_opt_states_bf16"`` moments are in bf16; other implementations have no effect.
 
     Attributes:
@@ -52,7 +52,7 @@ class OptimizersContainer(_OptimizersContainer):
     def _build_param_groups(model: Any, param_group_configs: Any, impl_kwargs: dict[str, Any]) -> Any:
         groups, patterns = _OptimizersContainer._build_param_groups(model, param_group_configs, impl_kwargs)
         for name in REPLACED.keys() & groups.keys():
-            for group in groups[name]:  # options of torch's that change nothing here
+            for group in groups[name]:  # torch's options, which have no effect here
                 group.update(fused=None, foreach=None)
         return groups, patterns
 
@@ -63,9 +63,9 @@ class OptimizersContainer(_OptimizersContainer):
                 group["state_dtype"] = torch.bfloat16
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a flat state, with all entries of the optimizers of halfstep.
+        """Load a flat state dict, including all state of halfstep optimizers.
 
-        torchtitan's method looks up the names in memory, which codes and remainders do not have in a checkpoint.
+        torchtitan's method looks up the names in memory, which for codes and remainders differ from the saved ones.
         """
         for optimizer in self.optimizers:
             init_optim_state(optimizer)
@@ -75,7 +75,7 @@ class OptimizersContainer(_OptimizersContainer):
                 load_flat_optim_state_dict(optimizer, state_dict)
 
     def step(self, closure: None = None) -> None:
-        """Step all optimizers. With a scaler, all of them are skipped together, and the scale is updated."""
+        """Step all optimizers. With a scaler, either all of them step or none, and the scale is updated."""
         if closure is not None:
             raise ValueError(
                 "Expected closure to be None, but got one: torchtitan's containers do not support closures"
@@ -86,10 +86,10 @@ class OptimizersContainer(_OptimizersContainer):
             self.scaler.update()
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, **options: Any) -> torch.Tensor:
-        """Clip as `torchtitan.distributed.utils.clip_grad_norm_` does, in the next step where that is possible.
+        """Clip as `torchtitan.distributed.utils.clip_grad_norm_` does, in the next step if possible.
 
-        It is with one optimizer of halfstep that has all `parameters`, without pipeline and expert parallelism. In
-        other cases gradients are unscaled and clipped in place.
+        This requires a single halfstep optimizer of all `parameters`, without pipeline and expert parallelism.
+        Otherwise gradients are unscaled and clipped in place.
 
         Returns:
             The norm of the unscaled gradients before clipping, over all ranks.
@@ -106,7 +106,7 @@ class OptimizersContainer(_OptimizersContainer):
 
 
 def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
-    """The state of one optimizer in a flat state of torchtitan, in which each option is stored for each parameter."""
+    """One optimizer's state dict from torchtitan's flat state, which stores every option for every parameter."""
     entries: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in flat.items():
         if key.startswith("state."):
@@ -123,13 +123,13 @@ def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str,
 
 
 class ScaledLoss(BaseLoss):
-    """A loss of torchtitan whose gradient is scaled. The loss that it returns, which is logged, is not."""
+    """A torchtitan loss whose gradient is scaled. The returned value, which is logged, is not."""
 
     def __init__(self, inner: BaseLoss, scaler: GradScaler) -> None:
         self.inner, self.scaler = inner, scaler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss and its metrics."""
+        """The unscaled loss and its metrics."""
         loss, metrics = self.inner(*args, **kwargs)
         if loss.requires_grad:
             loss.register_hook(self.scaler.scale)
@@ -138,7 +138,7 @@ class ScaledLoss(BaseLoss):
 
 @dataclass(kw_only=True, slots=True)
 class ScalerConfig:
-    """The options of the `halfstep.GradScaler` of a `Trainer`, with its names and defaults."""
+    """Options for the `halfstep.GradScaler` of a `Trainer`, with the same names and defaults."""
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -150,19 +150,19 @@ class ScalerConfig:
 class Trainer(theirs.Trainer):
     """torchtitan's `Trainer` with halfstep: the same configuration, and `scaler`.
 
-    * Optimizers named ``"Adam"`` and ``"AdamW"`` are those of halfstep.
-    * ``training.max_norm`` clips in the step, where `OptimizersContainer.clip_grad_norm_` can.
-    * With `scaler`, for weights in fp16, the loss is scaled, overflows skip the step on all ranks, schedules hold, the
-      log has ``halfstep/scale`` and ``halfstep/skipped``, and checkpoints have the scale.
+    * Optimizers named ``"Adam"`` and ``"AdamW"`` are halfstep's.
+    * ``training.max_norm`` clips inside the step if `OptimizersContainer.clip_grad_norm_` can.
+    * With `scaler`, for fp16 weights, the loss is scaled, overflows skip the step and hold the schedules on all ranks,
+      logs include ``halfstep/scale`` and ``halfstep/skipped``, and checkpoints include the scale.
 
     Raises:
-        ValueError: `scaler` was given with pipeline parallelism, whose schedules hold the loss.
+        ValueError: `scaler` was passed with pipeline parallelism, whose schedules compute the loss.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(theirs.Trainer.Config):
         scaler: ScalerConfig | None = field(default=None)
-        """The loss scaler, for training in fp16. None: the loss is not scaled."""
+        """The loss scaler, for training in fp16. If None, the loss is not scaled."""
 
     optimizers: OptimizersContainer
     loss_fn: Any
@@ -193,8 +193,8 @@ class Trainer(theirs.Trainer):
         log(*args, extra_metrics={**(extra_metrics or {}), **scaler_metrics(self.scaler)}, **kwargs)
 
     def train_step(self, data_iterator: Any) -> None:
-        """One step; see `torchtitan.trainer.Trainer.train_step`."""
-        # torchtitan calls this function of a module, and offers no hook.
+        """Train one step; see `torchtitan.trainer.Trainer.train_step`."""
+        # torchtitan calls clip_grad_norm_ through its module, and offers no hook.
         before, theirs.dist_utils.clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_, self.optimizers.clip_grad_norm_
         try:
             super().train_step(data_iterator)
@@ -202,12 +202,12 @@ class Trainer(theirs.Trainer):
             theirs.dist_utils.clip_grad_norm_ = before
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the trainer, with that of the scaler."""
+        """The state of the trainer, including that of the scaler."""
         state = super().state_dict()
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of torchtitan's if there is no scaler."""
+        """Load the state of this class, or of torchtitan's `Trainer` if there is no scaler."""
         super().load_state_dict(state_dict)
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict["scaler"])

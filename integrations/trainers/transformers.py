@@ -1,7 +1,7 @@
-"""transformers: `Trainer`, and a mixin for trainers derived from it, such as TRL's.
+"""transformers: a `Trainer`, and a mixin for classes derived from it, such as TRL's.
 
-``optim=`` is a closed list of names, the accelerator is made inside the trainer, and ``max_grad_norm`` writes every
-gradient, also where it is 0 and only the norm is logged. `TrainerMixin` overrides the methods for these three.
+``optim=`` is a closed list of names, the trainer creates its accelerator itself, and ``max_grad_norm`` writes every
+gradient, even if it is 0 and only the norm is logged. `TrainerMixin` overrides the methods concerned.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WORDS = {"None": None, "True": True, "False": False, "float32": torch.float32, "
 
 
 def options_in(text: str | None) -> dict[str, Any]:
-    """The options of `halfstep.AdamW` in an ``optim_args``, such as ``"state_dtype=bfloat16,rounding=stochastic"``.
+    """Parse ``optim_args`` into options of `halfstep.AdamW`: ``"state_dtype=bfloat16,rounding=stochastic"``.
 
     Raises:
-        ValueError: an option is not known, or is not written as ``name=value``.
+        ValueError: an option is unknown, or is not written as ``name=value``.
     """
     options: dict[str, Any] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
@@ -41,16 +41,16 @@ def options_in(text: str | None) -> dict[str, Any]:
 
 
 class TrainerMixin:
-    """Makes a class derived from `transformers.Trainer` train with halfstep: name it first among the bases.
+    """Makes a class derived from `transformers.Trainer` use halfstep: name the mixin first among the bases.
 
-    * The optimizer is `halfstep.AdamW` where `TrainingArguments` names torch's AdamW, as it does by default. Its
-      options are given in ``optim_args``, for example ``"state_dtype=bfloat16,rounding=stochastic"``.
-    * The accelerator is `halfstep.integrations.trainers.accelerate.Accelerator`: ``max_grad_norm`` clips in the step,
-      and schedules hold where a step was skipped.
-    * The log has ``halfstep/scale`` and ``halfstep/skipped`` where there is a scaler, or all `scalars` of `monitor`.
+    * The optimizer is `halfstep.AdamW` if `TrainingArguments` selects torch's AdamW, as it does by default. Its
+      options are passed in ``optim_args``, for example ``"state_dtype=bfloat16,rounding=stochastic"``.
+    * The accelerator is `halfstep.integrations.trainers.accelerate.Accelerator`: ``max_grad_norm`` clips inside the
+      step, and schedules do not advance on skipped steps.
+    * Logs include ``halfstep/scale`` and ``halfstep/skipped`` if there is a scaler, or all `scalars` of `monitor`.
 
     Args:
-        scaler: the scaler for weights in fp16. Default: one with ``fp16=True``, which trains fp32 weights.
+        scaler: the scaler for fp16 weights. Default: one only with ``fp16=True``, which trains fp32 weights.
         monitor: a `halfstep.AmpMonitor` of the model, which is attached to the optimizer.
 
     Examples:
@@ -75,18 +75,18 @@ class TrainerMixin:
         return AdamW, {**options, **options_in(args.optim_args)}
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, one of halfstep."""
+        """Create halfstep's accelerator."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.adopt(self.accelerator, self._scaler)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule, which the trainer does when the optimizer is ready, and attach the monitor."""
+        """Create the schedule, and attach the monitor: the trainer calls this once the optimizer exists."""
         if self._monitor is not None:
             self._monitor.attach(self.optimizer, self.accelerator.scaler)  # type: ignore[attr-defined]
         return super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log, with the numbers of the scaler or of the monitor in the logs of the training."""
+        """Log, adding the metrics of the monitor or the scaler to training logs."""
         if "loss" in logs:
             logs.update(scaler_metrics(self.accelerator.scaler, self._monitor))
         super().log(logs, *args, **kwargs)  # type: ignore[misc]

@@ -14,7 +14,6 @@ from halfstep.kernels.backend import EXACT, launch_kernel, resolve
 from halfstep.kernels.multi_tensor import address, alignments, checked_addresses
 from halfstep.kernels.optimizer import reference
 from halfstep.kernels.optimizer.layout import Batch, Control
-from halfstep.kernels.threads import threads
 
 LANES = 256  # tensors per program of the prepare kernel
 
@@ -61,7 +60,7 @@ class Family:
         if implementation == "native":
             addresses = checked_addresses((batch.groups, groups, batch.hyper))
             scalars = [0 if scalar is None else address(scalar) for scalar in control]
-            arguments = *batch.table.addresses, *addresses, *scalars, *batch.codes, threads()
+            arguments = *batch.table.addresses, *addresses, *scalars, *batch.codes, native.threads()
             function = getattr(native.library(self.library), f"halfstep_{self.name}")
             return partial(function, (c_int64 * len(arguments))(*arguments))
         if implementation == "reference":

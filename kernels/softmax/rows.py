@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfstep.kernels.backend import MOST_THREADS, by_address, constant, jit, launch_kernel, most_warps, tl
-from halfstep.kernels.multi_tensor import address
+from halfstep.kernels.multi_tensor import address, alignments
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax import arithmetic
 from halfstep.kernels.softmax.layout import Layout, mask_operand
@@ -59,6 +59,35 @@ class Strides(NamedTuple):
     mask_column: int
 
 
+class Operands(NamedTuple):
+    """What the forward kernel reads and writes. `mask` is x where there is none, `partial` is y for whole rows."""
+
+    x: Any  # its columns lie side by side
+    mask: Any  # seen as rows like x
+    y: Any  # contiguous
+    partial: Any  # fp32, (rows, splits, 2): maximum and sum of each piece
+    scale: float
+
+
+class GradientOperands(NamedTuple):
+    """What the backward kernel reads and writes, all of it contiguous. `partial` is dx for whole rows."""
+
+    grad: Any
+    y: Any
+    dx: Any
+    partial: Any  # fp32, (rows, splits): the sum of each piece
+    scale: float
+
+
+class Tile(NamedTuple):
+    """How many blocks a tile has, and their shape."""
+
+    PARTS: int
+    ROWS: int
+    LANES: int
+    VECTOR: int
+
+
 class Form(NamedTuple):
     MASK: int  # PLAIN, BOOLEAN or ADDITIVE
     CAUSAL: bool  # drop the columns above the diagonal
@@ -70,15 +99,8 @@ class Form(NamedTuple):
     PIECES: int = 1  # power of two, no less than the pieces of a row
     STAGE: int = 0  # WHOLE, PARTIAL or FINISH
     DROPS: bool = False  # parts of a tile that `causal` drops in all rows of a program are not computed
-
-
-class Tile(NamedTuple):
-    """How many blocks a tile has, and their shape. Trips over the rest of a row are tiles too; of 0 parts for none."""
-
-    PARTS: int
-    ROWS: int
-    LANES: int
-    VECTOR: int
+    TILE: Tile | None = None
+    TRIP: Tile | None = None  # over the rest of a row; of 0 parts if the tile holds it all
 
 
 class _Span(NamedTuple):
@@ -93,7 +115,7 @@ class _Span(NamedTuple):
     longest: Any  # the largest `limit` of the program's rows
 
 
-class _Operands(NamedTuple):
+class _Inputs(NamedTuple):
     """x and the mask from the first boundary of a row on, the mask's step from column to column, and the scale."""
 
     x: Any
@@ -212,15 +234,15 @@ def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
 
 
 @jit
-def _logits(operands, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    xs = _loaded(operands.x, 1, begin, span.read, POLICY, tile)
+def _logits(inputs, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
+    xs = _loaded(inputs.x, 1, begin, span.read, POLICY, tile)
     masks = xs
     if form.MASK != arithmetic.PLAIN:
-        masks = _loaded(operands.mask, operands.mask_step, begin, span.read, "", tile)
+        masks = _loaded(inputs.mask, inputs.mask_step, begin, span.read, "", tile)
     zs = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
         if _kept(span, part, form, tile):
-            z = arithmetic.logits(xs[part], masks[part], operands.scale, form.MASK)
+            z = arithmetic.logits(xs[part], masks[part], inputs.scale, form.MASK)
             if form.CAUSAL:
                 z = tl.where(_elements(begin, part, tile) < span.limit - span.head, z, float("-inf"))
         else:
@@ -284,17 +306,16 @@ def _per_lane(block):
 
 
 # Sizes are arguments of their own: for integers in a tuple that are 1, or that 16 divides, Triton compiles forms anew.
-@functools.partial(jit, do_not_specialize=["x", "mask", "y", "partial", *Rows._fields, *Strides._fields])
+# They come first: with the scale between addresses and sizes, ptxas takes more instructions to load these on sm_100.
+@functools.partial(jit, do_not_specialize=[*Rows._fields, *Strides._fields])
 def forward_row_kernel(
-    x, mask, y, partial, rows, columns, queries, splits, span,
-    size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
-    scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr,
+    rows, columns, queries, splits, span, size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
+    operands, form: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of the rows of a tile, or of one longer row or piece.
-
-    Columns of x lie side by side; y is contiguous. `mask` is seen as rows like x, and is x where there is none. For
-    each piece of a row, `partial` holds its maximum and sum, one pair after the other.
-    """
+    """Softmax of the rows of a tile, or of one longer row or piece."""
+    tile: tl.constexpr = form.TILE
+    trip: tl.constexpr = form.TRIP
+    x, mask, y, partial, scale = operands
     rows = Rows(rows, columns, queries, splits, span)
     row, columns, begin = _position(rows, form, tile)
     x_row = _row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
@@ -307,11 +328,11 @@ def forward_row_kernel(
     y_body = _aligned(y, y_row + span.head, tile.VECTOR)
     mask_column = mask_column.to(tl.int64)  # those of a transposed mask of 50,000 by 50,000 lie that far apart
     if form.MASK_ALIGNED:
-        operands = _Operands(x_body, _aligned(mask, mask_row + span.head, tile.VECTOR), 1, scale)
+        inputs = _Inputs(x_body, _aligned(mask, mask_row + span.head, tile.VECTOR), 1, scale)
     else:
-        operands = _Operands(x_body, mask + (mask_row + span.head * mask_column), mask_column, scale)
+        inputs = _Inputs(x_body, mask + (mask_row + span.head * mask_column), mask_column, scale)
 
-    xs, zs = _logits(operands, begin, span, "", form, tile)
+    xs, zs = _logits(inputs, begin, span, "", form, tile)
     if form.ENDS:
         end, exists, kept = _ends(span, columns, form, tile)
         x_end = tl.load(x + (x_row + end), mask=kept, other=0.0)
@@ -338,7 +359,7 @@ def forward_row_kernel(
             m = tl.full((tile.ROWS, tile.LANES), arithmetic.LOWEST, tl.float32)
             s = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
             for start in range(rest, span.read, TRIP):
-                xs_, zs_ = _logits(operands, start, span, "evict_last", form, trip)
+                xs_, zs_ = _logits(inputs, start, span, "evict_last", form, trip)
                 higher = _tops(xs_, zs_, m[:, :, None], scale, start, span, form, trip)
                 trip_sums = _exponentials(zs_, higher, start, span, form, trip)[1]
                 s = s * arithmetic.exponential(m - _per_lane(higher)) + _per_lane(trip_sums)
@@ -364,7 +385,7 @@ def forward_row_kernel(
             trips = tl.cdiv(span.last - rest, TRIP)
             for back in range(0, trips):
                 start = rest + (trips - 1 - back) * TRIP
-                zs_ = _logits(operands, start, span, "evict_first", form, trip)[1]
+                zs_ = _logits(inputs, start, span, "evict_first", form, trip)[1]
                 es_ = _exponentials(zs_, top, start, span, form, trip)[0]
                 _store(y_body, zs_, es_, top, norm, start, span, form, trip)
 
@@ -393,15 +414,12 @@ def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, 
         tl.store(dx + _elements(begin, part, tile), from_float32(result, dx.dtype.scalar.element_ty), mask=inside)
 
 
-@functools.partial(jit, do_not_specialize=["grad", "y", "dx", "partial", *Rows._fields])
-def backward_row_kernel(
-    grad, y, dx, partial, rows, columns, queries, splits, span,
-    scale, form: tl.constexpr, tile: tl.constexpr, trip: tl.constexpr,
-):  # fmt: skip
-    """The derivative of the rows of a tile, or of one longer row or piece; tiles and loops as in the forward kernel.
-
-    All tensors are contiguous. `partial` holds the sum of each piece of a row.
-    """
+@functools.partial(jit, do_not_specialize=Rows._fields)
+def backward_row_kernel(rows, columns, queries, splits, span, operands, form: tl.constexpr):
+    """The derivative of the rows of a tile, or of one longer row or piece; tiles and loops as in the forward kernel."""
+    tile: tl.constexpr = form.TILE
+    trip: tl.constexpr = form.TRIP
+    grad, y, dx, partial, scale = operands
     rows = Rows(rows, columns, queries, splits, span)
     row, columns, begin = _position(rows, form, tile)
     base = row.to(tl.int64) * columns
@@ -439,8 +457,8 @@ def backward_row_kernel(
             trips = tl.cdiv(span.last - rest, TRIP)
             for back in range(0, trips):
                 start = rest + (trips - 1 - back) * TRIP
-                operands = _summed(grad_body, y_body, start, span, "evict_first", form, trip)
-                _store_gradient(dx_body, operands[0], operands[1], total, scale, start, span, form, trip)
+                dys_, ys_, _ = _summed(grad_body, y_body, start, span, "evict_first", form, trip)
+                _store_gradient(dx_body, dys_, ys_, total, scale, start, span, form, trip)
 
 
 # ------------------------------------------------------------------------------------------------------------- launches
@@ -529,9 +547,9 @@ def _vector(line: int, columns: int, *begins: list[int]) -> tuple[int, bool]:
 
 def _launch(
     kernel: Any,
-    tensors: Sequence[torch.Tensor],  # of which the last is written
+    operands: Any,  # `Operands` or `GradientOperands`
     rows: Rows,
-    arguments: Sequence[Any],  # strides and the scale, which come after `rows`
+    strides: Sequence[int],
     form: Form,
     vector: int,
     tile_limit: int,  # elements
@@ -539,9 +557,9 @@ def _launch(
     partials: int,  # numbers that each piece of a row leaves
 ) -> None:
     """Launch once for whole rows, or twice for rows in pieces."""
-    device, addresses, splits = tensors[-1].device, [*map(by_address, tensors)], 1
+    tensors, device, splits = operands[:3], operands[2].device, 1
     stages: Sequence[int] = (0,)
-    partial, columns, per_thread = addresses[-1], rows.columns, tile_limit // MOST_THREADS
+    columns, per_thread = rows.columns, tile_limit // MOST_THREADS
     long = columns > tile_limit
     if long:
         splits, span = _pieces(rows.rows, columns, device)
@@ -549,6 +567,7 @@ def _launch(
     if splits > 1:
         stages, columns, per_thread = (1, 2), PIECE, PIECE // PIECE_THREADS
         partial = torch.empty(partials * rows.rows * splits, dtype=torch.float32, device=device)
+        operands = operands._replace(partial=partial)
     tile, warps = tile_shape(columns, vector, form.ENDS, per_thread, MOST_THREADS // most_warps(device))
     trip = tile._replace(PARTS=0)
     if long:
@@ -556,12 +575,15 @@ def _launch(
         trip = tile if splits > 1 else tile._replace(PARTS=max(1, loop // (tile.LANES * vector)))
     # More branches than in programs of whole short rows take registers that there are not.
     form = form._replace(PIECES=1 if splits == 1 else MOST_PIECES, DROPS=form.CAUSAL and not long and not form.ENDS)
-    sizes = (*rows, *arguments[:-1])
+    form = form._replace(TILE=tile, TRIP=trip)
+    sizes = (*rows, *strides)
+    # What Triton compiles forms of their own for: integers that need 64 bits, addresses that 16 divides, and dtypes.
     wide = max(sizes) >= 2**31 and tuple(size >= 2**31 for size in sizes)
+    key = wide, *alignments(tensors), *(tensor.dtype for tensor in tensors)
+    operands = type(operands)(*map(by_address, operands[:4]), operands.scale)
     for stage in stages:
-        constants = {"form": form._replace(STAGE=stage), "tile": tile, "trip": trip, "num_warps": warps}
-        programs, operands = -(-rows.rows * splits // tile.ROWS), (*addresses, partial, *rows, *arguments)
-        launch_kernel(kernel, device, programs, operands, constants, wide, *(tensor.dtype for tensor in tensors))
+        constants = {"form": form._replace(STAGE=stage), "num_warps": warps}
+        launch_kernel(kernel, device, -(-rows.rows * splits // tile.ROWS), (*sizes, operands), constants, *key)
 
 
 def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
@@ -580,14 +602,16 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bo
     strides = Strides(b, c, *layout.x_strides[:-1], *layout.mask_strides)
     loop = FORWARD_LOOP if vector == 8 and mask_kind == 0 else FORWARD_LOOP // 2
     tile = FORWARD_TILE if vector > 1 else FORWARD_TILE // 2
-    _launch(forward_row_kernel, (x, mask, y), rows, (*strides, float(scale)), form, vector, tile, loop, 2)
+    operands = Operands(x, mask, y, y, float(scale))
+    _launch(forward_row_kernel, operands, rows, strides, form, vector, tile, loop, partials=2)
 
 
 def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     """Launch the backward kernel on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
-    tensors, columns = (grad, y, dx), y.shape[-1]
+    columns = y.shape[-1]
     rows = Rows(y.numel() // columns, columns, max(queries, 1))
     line = 16 // max(y.element_size(), dx.element_size())
-    vector, ends = _vector(line, columns, *(_begins(tensor, ()) for tensor in tensors))
+    vector, ends = _vector(line, columns, *(_begins(tensor, ()) for tensor in (grad, y, dx)))
     form = Form(0, queries > 0, log, ends)
-    _launch(backward_row_kernel, tensors, rows, (float(scale),), form, vector, BACKWARD_TILE, BACKWARD_LOOP, partials=1)
+    operands = GradientOperands(grad, y, dx, dx, float(scale))
+    _launch(backward_row_kernel, operands, rows, (), form, vector, BACKWARD_TILE, BACKWARD_LOOP, partials=1)

@@ -1,6 +1,7 @@
 """Number formats, without torch: what they hold, what a number becomes in one, and what a code says.
 
 Files: ``table.py`` has the formats and their properties; ``exact.py`` reads numbers and rounds one at a time in
-rational arithmetic, the specification; ``philox_words.py`` draws the random words of stochastic rounding; ``codec.py``
-holds the public functions `encode`, `decode` and `round_to`, and does the same to arrays.
+rational arithmetic, the specification; ``blocks.py`` does so for blocks that share a scale, ``arrays.py`` for arrays;
+``philox_words.py`` draws the random words of stochastic rounding; ``codec.py`` holds the public functions `encode`,
+`decode` and `round_to`.
 """

@@ -1,8 +1,8 @@
 """Encode values in a format and decode codes: numpy arrays, torch tensors, lists, single numbers and texts.
 
-`exact.py` specifies the rounding of one number; the end of this file has the same arithmetic in numpy, for fp32 and
-fp64. Values that these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are rounded by
-`exact.py`, so that every value is rounded once.
+`exact.py` specifies the rounding of one number, `blocks.py` that of a block; `arrays.py` has the same arithmetic in
+numpy, for fp32 and fp64. Values that these cannot represent (texts, fractions, integers beyond 2^53, long doubles) are
+rounded by `exact.py` and `blocks.py`, so that every value is rounded once.
 
 This module does not import torch. Tensors are converted to numpy arrays on the CPU, and results to tensors on the
 device of the input.
@@ -15,21 +15,41 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from halfstep.numerics.formats import exact, philox_words
+from halfstep.kernels.formats import Blocks, block_axes
+from halfstep.numerics.formats import blocks, exact
+from halfstep.numerics.formats.arrays import (
+    BLOCK_ELEMENTS,
+    Array,
+    code_dtype,
+    decode_array,
+    encode_array,
+    encode_blocks,
+    in_blocks,
+    in_order,
+    random_words,
+)
 from halfstep.numerics.formats.exact import Number, parse_number
-from halfstep.numerics.formats.table import Format, formats
+from halfstep.numerics.formats.table import BlockFormat, Format, formats
 
-__all__ = ["Neighbours", "decode", "encode", "neighbours", "next_down", "next_up", "parse_number", "round_to", "ulp"]
+__all__ = [
+    "Blocks",
+    "Neighbours",
+    "decode",
+    "encode",
+    "neighbours",
+    "next_down",
+    "next_up",
+    "parse_number",
+    "round_to",
+    "ulp",
+]
 
-Array = np.ndarray[Any, Any]
-BLOCK_ELEMENTS = 32768  # ten arrays of so many numbers fit the L2 cache
 _LARGEST_EXACT = 2**53  # float64 represents all integers up to here
-_U = np.uint64
+Axes = int | tuple[int, int]
 
 
 def encode(
@@ -42,19 +62,26 @@ def encode(
     subnormals: bool = True,
     seed: int | None = None,
     offset: int = 0,
+    axis: Axes | None = None,
+    global_scale: float | None = None,
 ) -> Any:
     """Encode values in a format. Each value is rounded once.
+
+    In a format of blocks, such as ``"mxfp8"``, consecutive values share a scale; `halfstep.numerics.formats.blocks` has
+    the rules, and those for NaN, infinities and zeros.
 
     Args:
         values: a number, a text (see `parse_number`), a Fraction or a Decimal; a list or an array of these; a numpy
             array of floats or integers, an ml_dtypes array, or a torch tensor, of any shape.
-        format: a key of `formats`, such as ``"fp16"``, ``"E4M3"``, ``(5, 10)`` or a dtype.
+        format: a key of `formats`, such as ``"fp16"``, ``"E4M3"``, ``(5, 10)`` or a dtype; of blocks, ``"mxfp8_e4m3"``
+            or, by another rule for the scale, ``"mxfp8_e4m3_rceil"``.
         rounding: ``"nearest"`` (ties to even), ``"nearest_away"``, ``"toward_zero"``, ``"up"``, ``"down"``, ``"odd"``
             or ``"stochastic"``; `halfstep.numerics.formats.exact` defines them.
         overflow: what numbers that round to more than the largest number, and infinities, become: ``"inf"`` (infinity,
             or NaN in a format without infinity, or the largest number in a format without both), ``"saturate"`` (the
             largest number) or ``"nan"``. Toward zero and to odd no finite number overflows; up only positive ones do,
-            and down only negative ones.
+            and down only negative ones. In a format of blocks it says what becomes of scales: a block whose scale
+            overflows, or that has an infinity, becomes NaN, or gets the largest scale; elements always saturate.
         nan: what NaN becomes: ``"canonical"`` (`Format.nan_code`, whatever the sign), ``"payload"`` (a quiet NaN with
             the same sign and upper bits), ``"zero"``, or ``"raise"`` for an error. In a format without NaN, all but
             ``"zero"`` raise.
@@ -63,10 +90,14 @@ def encode(
             from torch's generator on the CPU. The random bits of an element depend only on the seed and its index in
             row-major order. fp32 values get the same codes as from `halfstep.cast`.
         offset: index of the first element, if `values` is a part of a larger array.
+        axis: of a format of blocks, the dimension in which values are consecutive (default: the last one), or two for
+            square blocks. The last block may be short.
+        global_scale: of NVFP4, a number from 2^-117 to 2^118, which is rounded to fp32. Default: the largest finite
+            magnitude over 2688.
 
     Returns:
         The codes in the smallest of uint8, uint16, uint32 and uint64 that represents them, in the shape of `values`: an
-        array, a numpy scalar for a single value, or a tensor for a tensor.
+        array, a numpy scalar for a single value, or a tensor for a tensor. For a format of blocks, `Blocks`.
 
     Raises:
         TypeError, ValueError: `values` are not real numbers, an option is unknown, or there is no code for a NaN.
@@ -79,18 +110,29 @@ def encode(
         '0x7c00'
         >>> hex(halfstep.encode(65520, "fp16", overflow="saturate"))
         '0x7bff'
+        >>> halfstep.encode([0.1, 3, -100], "mxfp4")
+        Blocks(codes=array([ 0,  0, 15], dtype=uint8), scales=array([131], dtype=uint8), global_scale=None)
     """
     form = formats[format]
-    exact.check_options(form, rounding, overflow, nan, subnormals, seed, offset)
+    of_blocks = isinstance(form, BlockFormat)
+    exact.check_options(form.scale if of_blocks else form, rounding, overflow, nan, subnormals, seed, offset)
+    check_block_options(form, axis, global_scale)
     options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "offset": offset}
     if rounding == "stochastic" and seed is None:
         seed = random.getrandbits(63)
         if _is_tensor(values):
             torch = sys.modules["torch"]
             seed = int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-    if _is_tensor(values):
+    if _is_tensor(values) and not of_blocks:
         return _as_tensor(encode(_array_of(values), form, rounding, **options, seed=seed), values)
-    array = _prepared(values)
+    array = _prepared(_array_of(values) if _is_tensor(values) else values)
+    if of_blocks:
+        words = random_words(offset, array.size, seed or 0).reshape(array.shape) if rounding == "stochastic" else None
+        axes = block_axes(axis, array.ndim)
+        result = _encode_blocks(array, form, axes, rounding, overflow, nan, subnormals, words, global_scale)
+        if not _is_tensor(values):
+            return result
+        return Blocks(*(None if part is None else _as_tensor(np.asarray(part), values) for part in result))
     flat = np.ascontiguousarray(array).reshape(-1)
     codes: Array = np.empty(flat.size, code_dtype(form))
     if flat.dtype == object:
@@ -101,18 +143,22 @@ def encode(
         for start in range(0, flat.size, BLOCK_ELEMENTS):
             block = flat[start : start + BLOCK_ELEMENTS]
             words = random_words(offset + start, block.size, seed or 0) if rounding == "stochastic" else None
-            codes[start : start + BLOCK_ELEMENTS] = _encode(block, form, rounding, overflow, nan, subnormals, words)
+            codes[start : start + BLOCK_ELEMENTS] = encode_array(
+                block, form, rounding, overflow, nan, subnormals, words
+            )
     codes = codes.reshape(array.shape)
     return codes if isinstance(values, np.ndarray) else codes[()]
 
 
-def decode(codes: Any, format: Any) -> Any:
+def decode(codes: Any, format: Any, *, axis: Axes | None = None) -> Any:
     """Decode the codes of a format. The values are exact.
 
     Args:
         codes: integers of any shape: a number, a list, an array, or a tensor. A signed type with as many bits as the
-            format is read as bit patterns.
+            format is read as bit patterns. For a format of blocks, `Blocks` or another sequence of the same three; a
+            global scale of None is 1.
         format: a key of `formats`.
+        axis: of a format of blocks, as in `encode`.
 
     Returns:
         The values in float64, in the same shape: an array, a numpy scalar or a tensor. NaNs are quiet and keep their
@@ -125,8 +171,13 @@ def decode(codes: Any, format: Any) -> Any:
     Examples:
         >>> halfstep.decode([0x3C00, 0x3C01, 0x7C00], "fp16").tolist()
         [1.0, 1.0009765625, inf]
+        >>> halfstep.decode(halfstep.encode([0.1, 3, -100], "mxfp8"), "mxfp8").tolist()
+        [0.1015625, 3.0, -96.0]
     """
     form = formats[format]
+    check_block_options(form, axis, None)
+    if isinstance(form, BlockFormat):
+        return _decode_blocks(Blocks(*codes), form, axis)
     if _is_tensor(codes):
         return _as_tensor(decode(_array_of(codes, codes=True), form), codes)
     array = np.asarray(codes)
@@ -153,12 +204,14 @@ def round_to(
     subnormals: bool = True,
     seed: int | None = None,
     offset: int = 0,
+    axis: Axes | None = None,
+    global_scale: float | None = None,
 ) -> Any:
     """Round values to a format: ``decode(encode(...))``. The arguments are those of `encode`.
 
     Returns:
         float64 numbers of the same shape. For a tensor, the result has the tensor's own dtype if that represents every
-        value of `format`, as fp32 does for fp16, and otherwise float64.
+        value of `format`, as fp32 does for fp16, and otherwise, and in formats of blocks, float64.
 
     Examples:
         >>> float(halfstep.round_to(0.1, "bf16"))
@@ -166,11 +219,51 @@ def round_to(
         >>> halfstep.round_to(torch.tensor([0.1]), "fp16")
         tensor([0.1000])
     """
-    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals}
-    result = decode(encode(values, format, rounding, **options, seed=seed, offset=offset), format)
-    if _is_tensor(values) and values.dtype.is_floating_point and _holds(formats[values.dtype], formats[format]):
-        return result.to(values.dtype)
-    return result
+    form = formats[format]
+    options: dict[str, Any] = {"overflow": overflow, "nan": nan, "subnormals": subnormals, "axis": axis}
+    codes = encode(values, form, rounding, **options, seed=seed, offset=offset, global_scale=global_scale)
+    result = decode(codes, form, axis=axis)
+    if not _is_tensor(values) or not values.dtype.is_floating_point or isinstance(form, BlockFormat):
+        return result
+    return result.to(values.dtype) if _holds(formats[values.dtype], form) else result
+
+
+class RoundingErrors(NamedTuple):
+    """What numbers lose in a format. Numbers that are not finite, or become so, count for `not_finite` only.
+
+    Attributes:
+        rms: the root mean square of the errors.
+        relative: `rms` over that of the numbers; -20 times its decimal logarithm is the signal-to-noise ratio in dB.
+        largest: the largest magnitude of an error.
+        zeros: how many numbers that were not 0 became 0.
+        not_finite: how many results are not finite.
+    """
+
+    rms: float
+    relative: float
+    largest: float
+    zeros: int
+    not_finite: int
+
+
+def rounding_errors(values: Any, format: Any, **options: Any) -> RoundingErrors:
+    """The errors of ``round_to(values, format, **options)``, in float64.
+
+    Examples:
+        >>> from halfstep.numerics.formats.codec import rounding_errors
+        >>> x = [0.1, 3.0, -100.0, 500.0]
+        >>> [round(rounding_errors(x, name).relative, 3) for name in ("mxfp8", "mxfp8_rceil", "mxfp4")]
+        [0.102, 0.025, 0.228]
+    """
+    if _is_tensor(values):
+        values = _array_of(values)
+    before, after = (np.asarray(part) for part in (round_to(values, "fp64"), round_to(values, format, **options)))
+    finite = np.isfinite(before) & np.isfinite(after)
+    error = np.abs(np.subtract(after, before, where=finite, out=np.zeros_like(before)))
+    size = max(int(finite.sum()), 1)
+    rms, norm = (float(np.sqrt((part**2).sum() / size)) for part in (error, np.where(finite, before, 0)))
+    zeros = int(((after == 0) & (before != 0)).sum())
+    return RoundingErrors(rms, rms / norm if norm else 0.0, float(error.max(initial=0)), zeros, int((~finite).sum()))
 
 
 def ulp(values: Any, format: Any) -> Any:
@@ -263,7 +356,7 @@ def neighbours(value: Any, format: Any) -> Neighbours:
         >>> float(around.below), float(around.above)
         (0.333251953125, 0.33349609375)
     """
-    form, number = formats[format], exact.exact(value)
+    form, number = formats.element(format), exact.exact(value)
     if isinstance(number, float) and number != 0:
         raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
     code = exact.code_of(number, form)
@@ -380,119 +473,90 @@ def _array_of(tensor: Any, codes: bool = False) -> Array:
 
 
 def _as_tensor(array: Array, like: Any) -> Any:
-    """The array as a tensor with the shape and device of `like`."""
+    """The array as a tensor on the device of `like`."""
     torch = sys.modules["torch"]
-    return torch.from_numpy(np.ascontiguousarray(array)).reshape(like.shape).to(like.device)
+    return torch.from_numpy(np.ascontiguousarray(array)).reshape(np.shape(array)).to(like.device)
 
 
-# -------------------------------------------------------------------------------------------- arrays of fp32 and fp64
+# -------------------------------------------------------------------------------------------------------------- blocks
 
 
-def code_dtype(form: Format) -> type:
-    """The smallest unsigned integer type that holds a code."""
-    return next(
-        t for t, bits in ((np.uint8, 8), (np.uint16, 16), (np.uint32, 32), (np.uint64, 64)) if form.bits <= bits
-    )
+def check_block_options(form: Any, axis: Any, global_scale: Any) -> None:
+    """Raise ValueError for options that the format does not have, and for a global scale out of range."""
+    low, high = blocks.LEAST_GLOBAL, blocks.LARGEST_GLOBAL
+    if axis is not None and not isinstance(form, BlockFormat):
+        raise ValueError(f"Expected axis to be None for {form.name}, which has no blocks, but got {axis}: leave it out")
+    if global_scale is None:
+        return
+    if not getattr(form, "has_global_scale", False):
+        raise ValueError(
+            f"Expected global_scale to be None for {form.name}, which has none, but got {global_scale}: leave it out"
+        )
+    if not low <= float(global_scale) <= high:
+        raise ValueError(
+            f"Expected global_scale to be from 2^-117 to 2^118, but got {global_scale}: scale values, or leave it out"
+        )
 
 
-# A number is s * 2^e with an integer s below 2^53. In units of the target format it is an integer and a fraction that
-# float64 both holds exactly. s and e come from the bits, and no operand or result below is a float64 subnormal, so
-# `torch.set_flush_denormal` changes nothing here.
-
-
-def _encode(
-    values: Array, form: Format, rounding: str, overflow: str, nan: str, subnormals: bool, words: Array | None
-) -> Array:
-    M, bias, unsigned = (23, 127, np.uint32) if values.dtype == np.float32 else (52, 1023, np.uint64)
-    patterns = values.view(unsigned)
-    field = (patterns >> M).astype(np.int64)
-    negative, field = field > 2 * bias + 1, field & (2 * bias + 1)
-    s = ((patterns & ((1 << M) - 1)) | ((field > 0).astype(unsigned) << M)).astype(np.float64)
-    e = np.maximum(field, 1) - (bias + M)
-    unit = np.zeros_like(e)
-    if form.kind != "integer":
-        unit = np.where(s == 0, form.emin, np.maximum(e + np.frexp(s)[1] - 1, form.emin)) - form.mantissa
-    # All that is below 2^-100 units rounds alike, and all integers above 2^60 overflow.
-    s = np.minimum(np.ldexp(s, (e - unit).clip(-153, 60)), 2.0**60)
-    code = (np.rint(s) if rounding == "nearest" else s).astype(np.int64)
-    if rounding != "nearest":
-        part = s - code
-        code += (part > 0) & exact.moves_away(code, part, rounding, negative, words, form)
-    if form.kind == "scale":
-        code = np.where(s >= 1, np.maximum(code + (unit - form.emin - 1), 0), 0)
-    elif form.kind != "integer":  # as if the exponent had no upper limit
-        code += (unit - (form.emin - form.mantissa)) << form.mantissa
-    if not subnormals and form.has_subnormals:
-        code[code < 1 << form.mantissa] = 0
-    rare = (code > form.largest_code + (negative & (form.kind == "integer"))) | (field == 2 * bias + 1)
-    if not form.signed:
-        rare |= negative & (s != 0)
-    elif form.kind == "integer":
-        code = np.where(negative, form.codes - code, code)
+def _encode_blocks(
+    array: Array, form: BlockFormat, axes: tuple[int, ...], rounding: str, overflow: str, nan: str, subnormals: bool,
+    words: Array | None, global_scale: float | None,
+) -> Blocks:  # fmt: skip
+    g = None
+    if array.dtype == object:  # texts too, which may be NaN
+        array = np.array([exact.exact(value) for value in array.reshape(-1)], object).reshape(array.shape)
+    if nan in ("zero", "raise") and (is_nan := array != array).any():
+        exact.nan_code(0, form.scale, nan)
+        array = np.where(is_nan, array.dtype.type(0), array)
+    if form.has_global_scale:
+        fp32 = formats.element("fp32")
+        array = decode_array(np.asarray(encode(array, fp32)), fp32)
+        largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
+        g = np.float32(float(blocks.global_scale(Fraction(largest), form)) if global_scale is None else global_scale)
+    split = in_blocks(array, axes, form.size)
+    rows = np.ascontiguousarray(split.reshape(-1, form.size ** len(axes)))
+    noise = None if words is None else in_blocks(words, axes, form.size).reshape(rows.shape)
+    if array.dtype == object:
+        each = [None] * len(rows) if noise is None else noise.tolist()
+        options: dict[str, Any] = {"overflow": overflow, "subnormals": subnormals}
+        coded = [
+            blocks.encode_block(row, form, rounding, words=word, **options)
+            for row, word in zip(rows, each, strict=True)
+        ]
+        codes, scales = (np.array([pair[at] for pair in coded], np.uint8) for at in (0, 1))
     else:
-        code |= (negative & (form.has_negative_zero | (code != 0))).astype(np.int64) << (form.bits - 1)
-    codes: Array = code.astype(code_dtype(form))
-    if rare.any():
-        codes[rare] = _beyond(values[rare], form, rounding, overflow, nan)
-    return codes
+        codes, scales = encode_blocks(rows, form, rounding, overflow, subnormals, noise, float(1.0 if g is None else g))
+    scales = np.moveaxis(scales.reshape(split.shape[:-1]), range(-len(axes), 0), axes)
+    codes = in_order(codes.reshape(split.shape), axes, form.size, array.shape)
+    return Blocks(codes, np.ascontiguousarray(scales), g)
 
 
-def _beyond(values: Array, form: Format, rounding: str, overflow: str, nan: str) -> Array:
-    """The codes of numbers that overflow, infinities and NaNs, and of negative numbers in a format without sign."""
-    codes, negative, infinite = np.empty(values.size, _U), np.signbit(values), np.isinf(values)
-    for sign in (False, True):
-        ended = "saturate" if exact.stops_at_the_end(rounding, sign, form) else overflow
-        codes[negative == sign] = exact.beyond_code(sign, form, ended)
-        codes[(negative == sign) & infinite] = exact.beyond_code(sign, form, overflow)
-    is_nan = np.isnan(values)
-    if is_nan.any():
-        with np.errstate(invalid="ignore"):  # numpy warns of signalling NaNs
-            codes[is_nan] = exact.nan_code(values[is_nan].astype(np.float64).view(_U), form, nan)
-    return codes
+def _coded_array(part: Any, axis: Axes | None) -> Any:
+    """Codes, scales or the global scale as an array, of the dtypes of `halfstep.cast` too, which packs FP4 codes."""
+    if not _is_tensor(part):
+        return part
+    torch, pairs = sys.modules["torch"], str(part.dtype) == "torch.float4_e2m1fn_x2"
+    array = _array_of(part.view(torch.uint8) if part.element_size() == 1 else part, codes=True)
+    if not pairs:
+        return array
+    along = (-1 if axis is None else axis[-1] if isinstance(axis, tuple) else axis) % array.ndim
+    both = np.stack([array & 15, array >> 4], along + 1)
+    return both.reshape(*(n * (1 + (each == along)) for each, n in enumerate(array.shape)))
 
 
-def random_words(first: int, count: int, seed: int) -> Array:
-    """The random words of elements `first` to ``first + count - 1``, as uint32."""
-    groups = np.arange(first // 8, (first + count + 7) // 8, dtype=_U)
-    pairs = np.stack(philox_words.four_words(groups, seed), axis=1)
-    words = np.stack([pairs & _U(0xFFFF), pairs >> _U(16)], axis=2).reshape(-1)[first % 8 : first % 8 + count]
-    return (words << _U(16) | _U(0x8000)).astype(np.uint32)
-
-
-def decode_array(codes: Array, form: Format) -> Array:
-    """The values of valid codes, in float64."""
-    flat = codes.reshape(-1)
-    values = _table(form)[flat] if form.bits <= 16 else _decode(flat.astype(_U), form)
-    return values.reshape(codes.shape)
-
-
-@lru_cache(maxsize=32)
-def _table(form: Format) -> Array:
-    values = _decode(np.arange(form.codes, dtype=_U), form)
-    values.flags.writeable = False
-    return values
-
-
-def _decode(codes: Array, form: Format) -> Array:
-    negative, magnitude = (codes & _U(form.sign_bit)) != 0, codes & _U(form.codes - 1 - form.sign_bit)
-    if form.kind == "integer":
-        return codes.astype(np.float64) - negative * float(form.codes)
-    field, units = (magnitude >> _U(form.mantissa)).astype(np.int64), magnitude & _U((1 << form.mantissa) - 1)
-    if form.kind == "scale":
-        values = np.ldexp(1.0, field + form.emin)
-    elif form.name == "fp64":
-        values = magnitude.copy().view(np.float64)
-    else:
-        significand = (units + ((field > 0).astype(_U) << _U(form.mantissa))).astype(np.float64)
-        with np.errstate(over="ignore"):  # infinities and NaNs are replaced below
-            values = np.ldexp(significand, np.maximum(field, 1) - 1 + form.emin - form.mantissa)
-    patterns = values.view(_U)
-    special = magnitude > _U(form.largest_code)
-    patterns[special] = 0x7FF8 << 48
-    if form.kind == "ieee":
-        patterns[special] |= units[special] << _U(52 - form.mantissa)
-        patterns[magnitude == _U(form.infinity_code or 0)] = 0x7FF << 52
-    patterns |= negative.astype(_U) << _U(63)
-    if form.kind == "fnuz":
-        patterns[codes == _U(form.sign_bit)] = 0x7FF8 << 48
-    return values
+def _decode_blocks(coded: Blocks, form: BlockFormat, axis: Axes | None) -> Any:
+    if _is_tensor(coded.codes):
+        arrays = Blocks(*(_coded_array(part, axis) for part in coded))
+        return _as_tensor(_decode_blocks(arrays, form, axis), coded.codes)
+    values, scales = np.asarray(decode(coded.codes, form.element)), np.asarray(decode(coded.scales, form.scale))
+    axes, g = block_axes(axis, values.ndim), 1.0 if coded.global_scale is None else float(coded.global_scale)
+    split, last = in_blocks(values, axes, form.size), range(-len(axes), 0)
+    shape = np.moveaxis(split[..., 0], last, axes).shape
+    if scales.shape != shape:
+        raise ValueError(
+            f"Expected scales of shape {shape} for codes of shape {values.shape} and blocks of {form.size} along axis "
+            f"{axis}, but got {scales.shape}"
+        )
+    with np.errstate(invalid="ignore"):
+        products = split * np.moveaxis(scales * g, axes, last)[..., None]
+    return in_order(products, axes, form.size, values.shape)

@@ -79,7 +79,7 @@ def encode_exact(
         >>> hex(encode_exact("1/3", "fp16"))
         '0x3555'
     """
-    form, number = formats[format], exact(value)
+    form, number = formats.element(format), exact(value)
     check_options(form, rounding, overflow, nan, subnormals, seed, offset)
     word = 0
     if rounding == "stochastic":
@@ -245,7 +245,7 @@ def decode_exact(code: int, format: Any) -> Number:
         >>> decode_exact(0x3555, "fp16")
         Fraction(1365, 4096)
     """
-    form = format if isinstance(format, Format) else formats[format]
+    form = format if isinstance(format, Format) else formats.element(format)
     if not 0 <= code < form.codes:
         raise ValueError(f"Expected a code of {form.name} to be from 0 to {form.codes - 1:#x}, but got {code:#x}")
     if form.kind == "integer":
@@ -272,7 +272,7 @@ def next_exact(value: Any, format: Any, *, up: bool) -> Number:
     Up from the negative number closest to zero lies -0.0, if the format has it. Beyond the last number lies infinity,
     or NaN in a format without infinity, or the last number again in a format without both. NaN gives NaN.
     """
-    number, form = exact(value), formats[format]
+    number, form = exact(value), formats.element(format)
     if number != number:
         return number
     code = code_of(number, form, "down" if up else "up", "saturate")
@@ -295,7 +295,7 @@ def ulp_exact(value: Any, format: Any) -> Number:
     number = exact(value)
     if isinstance(number, float) and number != 0:
         return abs(number)
-    return Fraction(2) ** unit_exponent(Fraction(number), formats[format])
+    return Fraction(2) ** unit_exponent(Fraction(number), formats.element(format))
 
 
 # ------------------------------------------------------------------------------------------------------ exact numbers

@@ -23,9 +23,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
+from halfstep.kernels.formats import BLOCKS, SCALE_RULES, BlockRow, block_row
 from halfstep.kernels.formats import BY_NAME as KERNEL_FORMATS
 
 Kind = Literal["ieee", "fn", "fnuz", "finite", "scale", "integer"]
@@ -161,6 +162,46 @@ overflow integer_range digits10 max_digits10 decimal_digits codes values nans in
 has_infinity has_nan has_negative_zero has_zero has_subnormals torch numpy ml_dtypes"""
 
 
+@dataclass(frozen=True)
+class BlockFormat:
+    """A format of blocks: elements of one format, and a scale for each block.
+
+    Args:
+        name: short name, unique, which ends in the rule unless that is ``"floor"``.
+        title: name in the specification.
+        element, scale: the formats of both.
+        size: elements of a block.
+        rule: how the scale is chosen; see `halfstep.numerics.formats.blocks`.
+        has_global_scale: whether a number of fp32, one for all blocks, multiplies all scales.
+        aliases: other names.
+    """
+
+    name: str
+    title: str
+    element: Format
+    scale: Format
+    size: int
+    rule: str = SCALE_RULES[0]
+    has_global_scale: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def bits(self) -> float:
+        """Bits of an element and its share of the scale of the block: 8.25 in MXFP8, 4.5 in NVFP4."""
+        return self.element.bits + self.scale.bits / self.size
+
+    @property
+    def largest(self) -> float:
+        """The largest number of an element times the largest scale."""
+        return self.element.max * self.scale.max
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row and `bits`, for JSON, with the names of the formats."""
+        names = {"name": self.name, "title": self.title, "element": self.element.name, "scale": self.scale.name}
+        figures = {"size": self.size, "rule": self.rule, "has_global_scale": self.has_global_scale, "bits": self.bits}
+        return {**names, **figures, "aliases": list(self.aliases)}
+
+
 def custom(exponent: int, mantissa: int, kind: Kind = "ieee", *, bias: int | None = None) -> Format:
     """A format of your own.
 
@@ -244,14 +285,15 @@ _ROWS = (
     _row("e3m2fn", "OCP MX FP6 E3M2", (3, 2, 3, "finite"), "float6_e3m2fn fp6_e3m2fn fp6_e3m2 e3m2",
          "- - float6_e3m2fn", _BLACKWELL),
     _row("e2m1fn", "OCP MX FP4 E2M1", (2, 1, 1, "finite"),
-         "float4_e2m1fn float4_e2m1fn_x2 fp4_e2m1fn fp4_e2m1 e2m1 fp4 float4 nvfp4",
+         "float4_e2m1fn float4_e2m1fn_x2 fp4_e2m1fn fp4_e2m1 e2m1 fp4 float4",
          "float4_e2m1fn_x2 - float4_e2m1fn", _BLACKWELL),
     _row("int8", "8-bit integer, two's complement", (0, 7, 0, "integer"), "i8 s8", "int8 int8 -",
          "Google TPU v1, NVIDIA T4, AMD MI100"),
 )  # fmt: skip
 
 _FP8, _FP6 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"), ("e2m3fn", "e3m2fn")
-AMBIGUOUS = {"fp8": _FP8, "float8": _FP8, "fp6": _FP6, "float6": _FP6}  # names that several formats share
+# Names that several formats share.
+AMBIGUOUS = {"fp8": _FP8, "float8": _FP8, "fp6": _FP6, "float6": _FP6, "mxfp6": ("mxfp6_e2m3", "mxfp6_e3m2")}
 
 
 class UnknownFormat(KeyError, ValueError):
@@ -264,12 +306,17 @@ class UnknownFormat(KeyError, ValueError):
 class _Formats(Mapping[str, Format]):
     """All formats by name. Aliases in upper or lower case and fields such as ``"e5m7"`` are accepted too.
 
+    Formats of blocks have names too, but iteration gives the formats of single numbers only.
+
     Examples:
         >>> fp16 = halfstep.formats["fp16"]  # also "half", "float16", torch.float16 and "e5m10"
         >>> fp16.max, fp16.eps, fp16.min_subnormal
         (65504.0, 0.0009765625, 5.960464477539063e-08)
         >>> halfstep.formats["e5m7"].bits  # a format of your own
         13
+        >>> mxfp8 = halfstep.formats["mxfp8_rceil"]  # a `BlockFormat`; the scale follows the rule rceil
+        >>> mxfp8.element.name, mxfp8.scale.name, mxfp8.size
+        ('e4m3fn', 'e8m0fnu', 32)
     """
 
     def __init__(self, rows: tuple[Format, ...]) -> None:
@@ -277,14 +324,32 @@ class _Formats(Mapping[str, Format]):
         self._names = {_plain(name): row for row in rows for name in (row.name, *row.aliases)}
         self._by_fields = {(row.exponent, row.mantissa, row.bias, row.kind): row for row in rows}
 
-    def __getitem__(self, name: object) -> Format:
+    def __getitem__(self, name: object) -> Any:
         """The format of a name, an alias, a pair ``(exponent, mantissa)``, or a dtype of numpy, ml_dtypes or torch.
+
+        Returns:
+            A `Format`, or a `BlockFormat` for the name of one.
 
         Raises:
             UnknownFormat: there is no such format.
         """
+        if isinstance(name, BlockFormat):
+            return name
+        return (_block_format(name) if isinstance(name, str) else None) or self.element(name)
+
+    def element(self, name: object) -> Format:
+        """The format of single numbers of a name, as `formats` itself takes it.
+
+        Raises:
+            UnknownFormat: there is no such format, or it is one of blocks.
+        """
         if isinstance(name, Format):
             return name
+        if block := name if isinstance(name, BlockFormat) else _block_format(str(name)):
+            raise UnknownFormat(
+                f"Expected a format of single numbers, but got {block.name!r}, one of blocks: choose that of its "
+                f"elements, {block.element.name!r}, or of its scales, {block.scale.name!r}"
+            )
         if name is float:
             return self._rows["fp64"]  # Python's float; the name "float" means fp32, as in C and torch
         if isinstance(name, tuple) and len(name) == 2:
@@ -317,11 +382,13 @@ class _Formats(Mapping[str, Format]):
         if plain in AMBIGUOUS:
             *names, last = map(repr, AMBIGUOUS[plain])
             return f"format {text!r} is ambiguous: choose {', '.join(names)} or {last}"
-        near = difflib.get_close_matches(plain, self._names, n=1, cutoff=0.6)
-        hint = f"did you mean {self._names[near[0]].name!r}? C" if near else "c"
+        full_names = {name: row.name for name, row in self._names.items()}
+        full_names |= {_plain(name): name for row in BLOCKS for name in (row.name, *row.aliases)}
+        near = difflib.get_close_matches(plain, full_names, n=1, cutoff=0.6)
+        hint = f"did you mean {full_names[near[0]]!r}? C" if near else "c"
         return (
-            f"unknown format {text!r}; {hint}hoose from {', '.join(self._rows)}, their aliases, and fields of your "
-            "own such as 'e5m7'"
+            f"unknown format {text!r}; {hint}hoose from {', '.join(self._rows)}, their aliases, fields of your own "
+            f"such as 'e5m7', and {', '.join(row.name for row in BLOCKS)} of blocks"
         )
 
 
@@ -331,3 +398,15 @@ def _plain(name: str) -> str:
 
 
 formats = _Formats(_ROWS)
+
+
+def _block_format(name: str) -> BlockFormat | None:
+    row = block_row(name)
+    return None if row is None else _block_formats(*row)
+
+
+@lru_cache
+def _block_formats(row: BlockRow, rule: str) -> BlockFormat:
+    parts = formats.element(row.element), formats.element(row.scale), row.size, rule, row.has_global_scale
+    full_name = row.name if rule == SCALE_RULES[0] else f"{row.name}_{rule}"
+    return BlockFormat(full_name, row.title, *parts, row.aliases)

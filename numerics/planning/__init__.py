@@ -1,13 +1,13 @@
-"""The planner: bytes per GPU by part, messages per step, FLOPs, and what makes a training fit a card.
+"""The planner: memory per GPU by part, communication and FLOPs per step, and changes that make a training fit a GPU.
 
     >>> from halfstep.numerics.planning import Transformer, plan
     >>> plan(7e9, gpus=8, strategy="fsdp", optimizer="halfstep").totals.state
     12250000000
 
-All sizes are whole bytes. A part is *exact* if it equals the allocated bytes: weights, gradients, states and DDP's
-buckets. The other parts are estimates from the formulas named in ``work.py`` and ``sharding.py``. The CUDA context,
-communication libraries, fragmentation of the allocator and workspaces of matrix libraries are not counted. `usable`
-subtracts a reserve for them. Needs no torch.
+All sizes are integers in bytes. A part is *exact* if it equals the allocated bytes: weights, gradients, states and
+DDP's buckets. The other parts are estimates by the formulas cited in ``work.py`` and ``sharding.py``. The CUDA context,
+communication libraries, allocator fragmentation and the workspaces of matrix libraries are not counted; `usable`
+subtracts a reserve for them. Importing this package does not import torch.
 """
 
 from halfstep.numerics.planning.catalog import CARDS, MODELS, RESERVE, Card, card, from_config, usable

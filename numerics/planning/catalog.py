@@ -1,4 +1,4 @@
-"""Models and GPUs by name, with what their makers publish, and ``config.json`` of Hugging Face. Needs no torch."""
+"""Published shapes of models and data of GPUs, by name, and a reader of Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _shape(
     return family(layers, hidden, heads, vocab, seq, ffn=ffn, kv_heads=kv_heads, **fields)
 
 
-# From the published config.json of each model: blocks, width, heads, heads of keys, MLP, vocabulary, positions.
+# From the published config.json of each model: layers, hidden, heads, KV heads, FFN width, vocabulary, positions.
 MODELS: dict[str, Transformer] = {
     "gpt2": _gpt2(12, 768, 12),
     "gpt2-medium": _gpt2(24, 1024, 16),
@@ -90,7 +90,7 @@ MODELS: dict[str, Transformer] = {
     "olmo-3-32b": _shape(_llama, 64, 5120, 40, 8, 27648, 100278, 65536, qk_norm="width"),
 }
 
-# By the model_type of a config.json: the family, what it says beyond its numbers, and whether its head is tied.
+# By the model_type of a config.json: the family, options that are not in the file, and the default for tied heads.
 _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     **dict.fromkeys(("llama", "mistral", "mixtral", "granite", "phi3"), (_llama, {}, False)),
     **dict.fromkeys(("qwen3", "qwen3_moe"), (_qwen3, {}, False)),
@@ -101,7 +101,7 @@ _FAMILIES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "gemma2": (_gemma2, {"head_dim": 256}, True),
     "gemma3_text": (_gemma2, {"head_dim": 256, "qk_norm": "head"}, True),
 }
-# The names of sizes in a config.json.
+# The keys of sizes in a config.json.
 _SIZES = {
     "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size",
     "seq": "max_position_embeddings", "ffn": "intermediate_size",
@@ -111,10 +111,10 @@ _EXPERTS = {
     "mixtral": {"experts": "num_local_experts", "active_experts": "num_experts_per_tok"},
     "qwen3_moe": {"experts": "num_experts", "active_experts": "num_experts_per_tok", "ffn": "moe_intermediate_size"},
 }
-HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as for Hugging Face's own libraries
+HUB = "https://huggingface.co"  # unless HF_ENDPOINT is set, as in Hugging Face's own libraries
 
 
-@cache  # a page asks for it in every answer
+@cache  # the planner's page reads it again for every request
 def _downloaded(address: str) -> Any:
     from urllib.request import urlopen
 
@@ -123,7 +123,7 @@ def _downloaded(address: str) -> Any:
 
 
 def _read(source: str) -> Any:
-    """The config.json of a path, or of a repository on Hugging Face where there is no such path."""
+    """The config.json at a path, or of a repository on Hugging Face if the path does not exist."""
     from http.client import HTTPException
 
     path = Path(source)
@@ -134,7 +134,7 @@ def _read(source: str) -> Any:
         return json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     except (OSError, HTTPException, ValueError, RecursionError) as error:
         meant = instead(source.rpartition("/")[2].lower(), MODELS, listed=False)
-        reason = getattr(error, "strerror", None) or error  # without its number, which Pyodide has others for
+        reason = getattr(error, "strerror", None) or error  # without errno, which differs under Pyodide
         raise ValueError(
             "Expected model to be a published shape, a config.json of Hugging Face, or a repository there that can be "
             f"read without a login, such as Qwen/Qwen3-8B, but got {source!r}: {meant}{reason}"
@@ -142,14 +142,14 @@ def _read(source: str) -> Any:
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
-    """The shape of a model from its ``config.json`` of Hugging Face.
+    """The shape of a model from its Hugging Face ``config.json``.
 
     Args:
-        config: the content of the file, the path of the file or of its folder, or, where there is no such path, the
-            name of a repository on Hugging Face, such as ``"Qwen/Qwen3-8B"``, of which this file alone is downloaded.
+        config: the content of the file, the path of the file or its folder, or, if that path does not exist, a
+            repository on Hugging Face, such as ``"Qwen/Qwen3-8B"``. Only its ``config.json`` is downloaded.
 
     Raises:
-        ValueError: the file cannot be read, or is of a model that is not planned.
+        ValueError: the file cannot be read, or its model type is not supported.
 
     Examples:
         >>> from halfstep.numerics.planning import from_config
@@ -176,10 +176,10 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
     if config.get("attention_bias") and name != "qwen2":
         raise ValueError("Expected attention_bias to be false, but got true: give the shape as numbers")
     if name == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
-        raise ValueError("Expected all blocks to have experts, but some have not: give the shape as numbers")
+        raise ValueError("Expected all blocks to have experts, but some do not: give the shape as numbers")
     for field, key in (_GPT2 if name == "gpt2" else {**_SIZES, **_EXPERTS.get(name, {})}).items():
         if key not in config:
-            raise ValueError(f"Expected config.json to have {key}, but it has not: write the model's whole config")
+            raise ValueError(f"Expected config.json to have {key}, but it does not: pass the model's complete config")
         fields[field] = whole(key, config[key])
     optional = {"ffn": "n_inner"} if name == "gpt2" else {"kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
     for field, key in optional.items():
@@ -190,7 +190,7 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Transformer:
 
 
 GIB = 2**30
-RESERVE = Fraction(1, 10)  # share of the memory reserved for what a plan does not count; a rule of thumb
+RESERVE = Fraction(1, 10)  # fraction of the memory reserved for what a plan does not count; a rule of thumb
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,11 @@ class Card:
 
     name: str
     memory: int  # bytes
-    flops: float | None  # dense, 16-bit, per second; if known
-    bandwidth: float | None  # of the memory, bytes per second; if known
+    flops: float | None  # peak FLOP/s of dense 16-bit matrix products, if known
+    bandwidth: float | None  # memory bandwidth in bytes per second, if known
 
 
-# Memory in GB, dense 16-bit matrix TFLOP/s and memory bandwidth in GB/s, from the makers' datasheets and whitepapers.
+# Memory in GB, dense 16-bit matrix TFLOP/s and memory bandwidth in GB/s, from the vendors' datasheets and whitepapers.
 # A GPU has as many GiB as its datasheet gives GB, minus the memory that the driver and ECC take (an H200 of "141 GB"
 # offers 139.8 GiB, an L40S with ECC 45.0 GiB). FLOP/s are those of bf16 (V100, T4: fp16) accumulated in fp32.
 _CARDS: dict[str, tuple[int, float, float]] = {
@@ -222,17 +222,17 @@ CARDS = {
 }
 
 
-# What names of GPUs have besides: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
+# Parts of a GPU's name to ignore: torch.cuda.get_device_name gives "NVIDIA A100-SXM4-80GB" and "NVIDIA H100 80GB HBM3".
 _NOT_OF_A_NAME = re.compile(
     r"nvidia|amd|instinct|geforce|tesla|rtx|generation|sxm\d?|(?<=a100-)pcie|hbm\d?e?|(?<=\d)gi?b|[^a-z0-9.]"
 )
 
 
 def card(name: str) -> Card:
-    """The GPU with this name, as typed or as the driver gives it, or one of this much memory, such as ``"24GiB"``.
+    """The GPU of this name, a short one or the driver's, or a GPU with this much memory, such as ``"24GiB"``.
 
     Raises:
-        ValueError: there is no such GPU. The message suggests the nearest name.
+        ValueError: there is no such GPU. The message suggests the closest name.
 
     Examples:
         >>> from halfstep.numerics.planning import card
@@ -240,7 +240,7 @@ def card(name: str) -> Card:
         True
     """
     text = name.lower().strip()
-    # Makers write GB for GiB.
+    # Vendors write GB for GiB.
     if (memory := re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) ?(?:g|gb|gib)", text)) and Fraction(memory[1]) > 0:
         return Card(f"{memory[1]} GiB", int(Fraction(memory[1]) * GIB), None, None)
     meant = _NOT_OF_A_NAME.sub("", text)

@@ -1,4 +1,4 @@
-"""The smallest changes with which a training fits a GPU that it does not fit. Needs no torch."""
+"""The smallest changes that make a training fit a GPU."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from halfstep.numerics.planning.models import Transformer
 from halfstep.numerics.planning.plans import USUAL_BUCKET, Plan, plan
 from halfstep.numerics.planning.sharding import BUSES
 
-SHORTEST = 512  # tokens of the shortest sequence that is proposed
+SHORTEST = 512  # the shortest sequence to propose, in tokens
 MOST_GPUS = 64
-MOST_CHANGES = 4  # in one way
+MOST_CHANGES = 4  # per way
 MOST_WAYS = 4
-# Changes that neither change what is learned nor need more hardware.
+# Arguments whose changes neither affect what is learned nor need more hardware.
 MILD = {"flash", "loss_chunks", "checkpointing", "batch"}
 
 
 class Change(NamedTuple):
-    """A change of arguments of `plan`; `effort` ranks it among others."""
+    """A change of arguments of `plan`."""
 
     options: dict[str, Any]
-    text: str  # what it is and what it costs, with the numbers of `_costs` in braces
-    effort: int
+    text: str  # the change and its cost, with the keys of `_costs` in braces
+    effort: int  # ranks ways: that of a way is the sum over its changes
 
 
 @dataclass(frozen=True)
 class Way:
-    """Changes that make a training fit."""
+    """Changes that together make a training fit."""
 
-    options: dict[str, Any]  # the arguments of `plan` that change; ``flash`` is that of the model
-    texts: tuple[str, ...]  # for each change, what it is and what it costs
+    options: dict[str, Any]  # the arguments of `plan` that change, and the model's ``flash``
+    texts: tuple[str, ...]  # a description of each change and its cost
     plan: Plan  # with the changes
 
 
 def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
-    """The four smallest changes after which the peak is at most `memory` bytes, those of least effort first.
+    """Up to four ways to reduce the peak to at most `memory` bytes, those of least effort first.
 
-    No way contains all changes of another one, or larger ones, nor all its changes but those of `MILD` and more. A
-    training that fits needs no change: the list is then empty.
+    No way includes all changes of an earlier one, or larger ones, nor, apart from those in `MILD`, all of its changes
+    and more. If the training fits already, the list is empty.
 
     Args:
-        memory: bytes, without the reserve for what a plan does not count; see `usable`.
+        memory: available bytes, after subtracting a reserve for what a plan does not count; see `usable`.
         arguments: the arguments of `plan`.
 
     Raises:
-        ValueError: `plan` refuses an argument.
+        ValueError: `plan` rejects an argument.
 
     Examples:
         >>> from halfstep.numerics.planning import MODELS, card, usable, ways_to_fit
@@ -61,7 +61,7 @@ def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
     if before.totals.peak <= memory:
         return []
     levers = [lever for lever in _levers(before, arguments) if lever]
-    # A pick is the number of a change by the number of its lever.
+    # A pick maps the index of a lever to the index of one of its changes.
     picks = [
         dict(zip(chosen, numbers, strict=True))
         for count in range(1, MOST_CHANGES + 1)
@@ -84,7 +84,7 @@ def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
             changed["model"] = replace(arguments["model"], flash=True)
         try:
             after = plan(**changed)
-        except ValueError:  # these changes do not go together
+        except ValueError:  # these changes cannot be combined
             continue
         if after.totals.peak <= memory:
             costs = _costs(before, after)
@@ -98,10 +98,10 @@ def ways_to_fit(memory: int, **arguments: Any) -> list[Way]:
 
 
 def _costs(before: Plan, after: Plan) -> dict[str, str]:
-    """What changes cost, as texts: bytes per parameter, FLOPs, memory of the host, bytes over the bus and sent."""
+    """The costs of changes as texts: bytes per parameter, FLOPs, host memory, bytes over PCIe and bytes sent."""
     bus = sum(message.bytes for message in after.communication if message.ranks == 1)
     again = 0.0 if after.work is None else after.work.hardware / after.work.training - 1
-    trained = after.parameters - before.parameters  # with LoRA, whose adapters are all that is added
+    trained = after.parameters - before.parameters  # with LoRA, which adds only its adapters
     less, usual = after.bytes_per_parameter, before.bytes_per_parameter
     times = ", ".join(f"{bus / rate:.2g} s at {rate // 10**9} GB/s" for _, rate in BUSES)
     return {
@@ -114,7 +114,7 @@ def _costs(before: Plan, after: Plan) -> dict[str, str]:
 
 
 def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change]]:
-    """Changes by what they change; a way takes at most one of each."""
+    """Alternative changes of one setting each; a way includes at most one change per lever."""
     settings = before.settings
     model, batch, seq, gpus = arguments.get("model"), settings["batch"], settings["seq"], settings["gpus"]
     no_view = {"bucket_view": False} if settings["bucket_view"] else {}
@@ -148,7 +148,7 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
 
 
 def _layouts(before: Plan) -> Iterator[Change]:
-    """Layouts of halfstep with fewer bytes per parameter, for the weights' precision."""
+    """halfstep layouts with fewer bytes per parameter, for the precision of the weights."""
     bf16: dict[str, Any] = {"precision": "bf16", "moments": None}
     family = "halfstep" if before.layout.adamw is None else "halfstep-muon"
     rows: tuple[tuple[dict[str, Any], str, int], ...] = (

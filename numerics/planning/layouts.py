@@ -1,11 +1,9 @@
-"""The memory of optimizers per parameter: one frozen row per optimizer and precision.
+"""The memory of optimizers per parameter: one row per optimizer and precision.
 
-A row gives the formats of weights, gradients, master and moments, the format in which the model computes, and the
-temporary memory of `step`. The rows of halfstep are those of its `StateLayout`; rows of other libraries come from their
+A row has the formats of weights, gradients, master and moments, the format in which the model computes, and the
+temporary memory of `step`. halfstep's rows follow from its `StateLayout`; those of other libraries were read from their
 source code, at the version in `Layout.source`. tests/numerics/planning/test_planning_reality.py compares the rows of
 halfstep, torch and flashoptim with the memory that they allocate.
-
-Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,22 +19,22 @@ from halfstep.numerics.state_layout import ADAM, BF16, FP16, FP32, INT8, StateLa
 INT8_GROUPS = StoredFormat("int8 in groups of 32", 1, group=32, scale=2)
 INT8_BLOCKS = StoredFormat("int8 in blocks of 256", 1, group=256, scale=4, least=4096)
 PRECISIONS = ("fp32", "bf16", "fp16", "amp-bf16", "amp-fp16")
-MOMENTS = ("fp32", "bf16", "8bit")  # formats of those of halfstep
+MOMENTS = ("fp32", "bf16", "8bit")  # formats of halfstep's moments
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The formats in which an optimizer stores a model of one precision."""
+    """How an optimizer stores the weights, gradients and states of a model with a given precision."""
 
     optimizer: str
-    precision: str  # "fp32", "bf16", "fp16": of the parameters; "amp-bf16", "amp-fp16": fp32 under `torch.autocast`
-    weights: StoredFormat  # and of gradients
-    compute: StoredFormat  # of matrix products and activations
-    formats: tuple[tuple[str, StoredFormat], ...] = ()  # of the states, by name, of other libraries
-    state_layout: StateLayout | None = None  # of halfstep's
-    adamw: Layout | None = None  # with Muon, the layout of parameters that are no matrices, which AdamW steps
+    precision: str  # of parameters: "fp32", "bf16", "fp16"; "amp-bf16", "amp-fp16": fp32 under `torch.autocast`
+    weights: StoredFormat  # format of weights and gradients
+    compute: StoredFormat  # format of matrix products and activations
+    formats: tuple[tuple[str, StoredFormat], ...] = ()  # states of other libraries' optimizers: (name, format)
+    state_layout: StateLayout | None = None  # states of halfstep's optimizers
+    adamw: Layout | None = None  # with Muon, the layout of parameters that are not matrices, which AdamW steps
     temporary: int = 0  # bytes per parameter that `step` allocates and frees
-    scalars: int = 0  # further bytes on the device per parameter tensor: its step count
+    scalars: int = 0  # additional bytes on the device per parameter tensor: its step count
     source: str = ""  # where the numbers of this row come from
 
     @property
@@ -55,7 +53,7 @@ class Layout:
 
     @property
     def autocast(self) -> bool:
-        """Whether matrix products have another format than the parameters."""
+        """Whether the model computes in another format than that of the parameters."""
         return self.weights != self.compute
 
     def states(self) -> tuple[tuple[str, StoredFormat], ...]:
@@ -63,32 +61,32 @@ class Layout:
         return self.formats if self.state_layout is None else tuple(self.state_layout.formats.items())
 
     def per_parameter(self) -> Fraction:
-        """Bytes of weight, gradient and states; with Muon, of a matrix."""
+        """Bytes per parameter of weight, gradient and states; with Muon, those of a matrix."""
         return 2 * self.weights.per_parameter + sum((stored.per_parameter for _, stored in self.states()), Fraction(0))
 
     def moved_per_step(self) -> Fraction:
-        """The least number of bytes per parameter that one step reads and writes.
+        """The minimum number of bytes per parameter that one step reads and writes.
 
-        It reads the gradient, and reads and writes states and weight, but does not read a weight with a full master.
+        It reads the gradient, and reads and writes states and weight; a weight with a full master is only written.
         """
         states = (stored.per_parameter for _, stored in self.states())
         return self.moved_besides_states + 2 * sum(states, Fraction(0))
 
     @property
     def moved_besides_states(self) -> Fraction:
-        """What `moved_per_step` counts of gradients and weights, and of the matrices of Muon in scratch memory."""
+        """The part of `moved_per_step` for gradients, weights, and Muon's matrices in scratch memory."""
         accesses = 2 if "master" in dict(self.states()) else 3
         return accesses * self.weights.per_parameter + (0 if self.adamw is None else 4)
 
     @property
     def needs_rows(self) -> bool:
-        """Whether the shards of parameters must consist of whole rows."""
+        """Whether shards must consist of whole rows of parameters."""
         return any(stored.without_rows is not None for _, stored in self.states())
 
 
 _ALL, _HALF = (FP32, BF16, FP16), (BF16, FP16)
 _TORCH = "torch 2.13, torch/optim/adam.py"
-# Of ours, after the name of the algorithm: the formats of the parameters, `master_weights`, and formats of the moments.
+# halfstep's, by the suffix after "halfstep": formats of the parameters, `master_weights`, and formats of the moments.
 _MASTERS: dict[str, tuple[tuple[StoredFormat, ...], str | None, tuple[str, ...]]] = {
     "": (_ALL, "auto", MOMENTS[:1]),
     "-full": (_HALF, "full", MOMENTS[:1]),
@@ -96,7 +94,7 @@ _MASTERS: dict[str, tuple[tuple[StoredFormat, ...], str | None, tuple[str, ...]]
     "-split24": (_HALF[:1], "split24", MOMENTS),
     "-stochastic": (_HALF, None, MOMENTS),
 }
-# Of others: the formats of the parameters, of the master, of the moments (None: that of the parameters), and the rest.
+# Others: formats of the parameters, format of the master, of the moments (None: that of the parameters), other fields.
 _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredFormat | None, dict[str, Any]], ...] = (
     # foreach, torch's default on a GPU, allocates the square root of exp_avg_sq
     ("torch", (FP32,), None, FP32, {"temporary": 4, "source": _TORCH}),
@@ -109,7 +107,7 @@ _OTHERS: tuple[tuple[str, tuple[StoredFormat, ...], StoredFormat | None, StoredF
 
 
 def _with_momentum(row: Layout, algorithm: str, **options: Any) -> Layout:
-    """The row of AdamW's for an algorithm whose only moment is the momentum buffer."""
+    """A row of AdamW converted to an algorithm whose only moment is the momentum buffer."""
     assert row.state_layout is not None
     state_layout = replace(row.state_layout, moments=("momentum_buffer",), linear=algorithm == "muon")
     optimizer = row.optimizer.replace("halfstep", f"halfstep-{algorithm}")
@@ -117,7 +115,7 @@ def _with_momentum(row: Layout, algorithm: str, **options: Any) -> Layout:
 
 
 def _rows() -> tuple[Layout, ...]:
-    """The rows of all optimizers, and those with fp32 parameters once more for each dtype of autocast."""
+    """The rows of all optimizers, with those of fp32 parameters repeated for each autocast dtype."""
     adamw = [
         Layout(
             *(f"halfstep{name}{'' if state == 'fp32' else f'-{state}'}", form.name, form, form),
@@ -151,7 +149,7 @@ def layout(optimizer: str = "halfstep", precision: str = "bf16", *, moments: str
     Args:
         optimizer: a name of `OPTIMIZERS`.
         precision: a name of `PRECISIONS`.
-        moments: another format for the moments of one of halfstep's optimizers: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
+        moments: overrides the format of the moments of a halfstep optimizer: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
 
     Raises:
         ValueError: there is no such row, or the optimizer does not support the format.

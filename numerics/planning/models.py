@@ -1,4 +1,4 @@
-"""The parameters of a model, tensor by tensor, and the transformer that most plans describe. Needs no torch."""
+"""The parameters of a model, tensor by tensor, and a parametric transformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: str = "matrix"  # or "bias", "norm", "embedding"; "all" for parameters of unknown shapes
+    kind: str = "matrix"  # or "bias", "norm", "embedding"; "all" for parameters whose shapes are unknown
 
     @property
     def elements(self) -> int:
@@ -27,31 +27,31 @@ class Tensor:
 
     @property
     def for_muon(self) -> bool:
-        """Whether `halfstep.muon_groups` gives it to Muon, by its name and shape, unless it is an embedding."""
+        """Whether `halfstep.muon_groups` assigns it to Muon."""
         return self.kind == "all" or (self.kind != "embedding" and is_matrix(self.name, self.shape))
 
     @property
     def cast(self) -> bool:
-        """Whether autocast makes a 16-bit copy, as it does of the operands of matrix products."""
+        """Whether autocast makes a 16-bit copy of it, as of all operands of matrix products."""
         return self.kind in ("matrix", "bias", "all")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together: a block, or the root, which holds the parameters outside all blocks."""
+    """Parameters that FSDP gathers together: those of a block, or of the root, which has all that are in no block."""
 
     name: str
     tensors: tuple[Tensor, ...]  # in the order of the model
-    count: int = 1  # such units in the model
-    root: bool = False  # which FSDP2 keeps gathered between forward and backward
+    count: int = 1  # number of such units in the model
+    root: bool = False  # FSDP2 keeps the root gathered between forward and backward
 
     @property
     def elements(self) -> int:
-        """Parameters of one such unit."""
+        """Number of parameters of one such unit."""
         return sum(tensor.elements for tensor in self.tensors)
 
     def of_muon(self, for_muon: bool) -> Unit:
-        """The unit with only those tensors that Muon steps, or only the others."""
+        """The unit with only the tensors that Muon steps, or only the others."""
         return replace(self, tensors=tuple(tensor for tensor in self.tensors if tensor.for_muon == for_muon))
 
 
@@ -72,12 +72,12 @@ def unit(
 
 
 def tensors_of(units: Iterable[Unit]) -> Iterator[tuple[Tensor, int]]:
-    """Every tensor, and how often the model contains it."""
+    """Every tensor with the number of times that it occurs in the model."""
     return ((tensor, unit.count) for unit in units for tensor in unit.tensors)
 
 
 def each_tensor_of(units: Iterable[Unit]) -> Iterator[Tensor]:
-    """Every tensor as often as the model contains it, in its order."""
+    """Every tensor, repeated as it occurs in the model, and in that order."""
     return (tensor for unit in units for _ in range(unit.count) for tensor in unit.tensors)
 
 
@@ -88,17 +88,17 @@ def parameters_of(units: Iterable[Unit]) -> int:
 
 @dataclass(frozen=True)
 class Transformer:
-    """A decoder or encoder of equal blocks: attention and MLP, each with a norm and a residual connection.
+    """A decoder or encoder of identical blocks: attention and MLP, each with a norm and a residual connection.
 
     The defaults are those of GPT-2: learned positions, LayerNorm before attention, MLP and head, and biases in all
-    layers except the head.
+    linear layers except the head.
 
     Args:
         layers: number of blocks.
-        hidden: width h.
-        heads: number of attention heads a; divides `hidden`.
-        vocab: rows V of the embedding and of the head.
-        seq: length s of the longest sequence, and rows of learned positions.
+        hidden: model width h.
+        heads: number of attention heads a; divides `hidden` unless `head_dim` is set.
+        vocab: vocabulary size V, the rows of the embedding and of the head.
+        seq: maximum sequence length s, the rows of learned positions.
         ffn: width of the MLP. Default: 4·h.
         kv_heads: heads of keys and values (grouped-query attention); divides `heads`. Default: `heads`.
         head_dim: width of one head. Default: `hidden` / `heads`.
@@ -107,17 +107,17 @@ class Transformer:
             never has one.
         norm: ``"layer"`` with weight and bias, or ``"rms"`` with a weight only.
         block_norms: number of norms in a block.
-        qk_norm: the norms of queries and keys: ``""`` for none, ``"head"`` with a weight per dimension of a head, or
-            ``"width"`` with a weight per row.
+        qk_norm: norms of queries and keys: ``""`` for none, ``"head"`` for one of `head_dim` weights that all heads
+            share, or ``"width"`` for one over all heads.
         final_norm: whether there is a norm before the head, as in pre-norm models but not in the original transformer.
         positions: whether positions are learned; rotary positions have no parameters.
-        tied: whether the head uses the matrix of the embedding.
+        tied: whether the head shares the matrix of the embedding.
         dropout: whether there is dropout, on attention weights, on the outputs of attention and MLP, and on the
             embedding.
-        flash: whether attention stores one fp32 number per row of scores, as flash attention and torch's
+        flash: whether attention saves one fp32 number per row of scores, as flash attention and torch's
             scaled_dot_product_attention do, instead of the scores.
-        experts: number of MLPs of a mixture-of-experts block, and a router; 0 for one MLP without a router.
-        active_experts: experts that compute each token.
+        experts: number of experts (MLPs) of a mixture-of-experts block, which also has a router; 0 for a dense MLP.
+        active_experts: number of experts per token.
 
     Raises:
         ValueError: a size is not an integer of at least 1, or does not divide another size as required.
@@ -174,12 +174,12 @@ class Transformer:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Total width of the keys; also that of the values."""
         return self.head_width * self.kv
 
     @property
     def query_width(self) -> int:
-        """Width of the queries, and of the result of the attention before its projection."""
+        """Total width of the queries; also that of the attention output before its projection."""
         return self.head_width * self.heads
 
     @property
@@ -188,7 +188,7 @@ class Transformer:
 
     @property
     def matrices(self) -> int:
-        """Matrices of one MLP."""
+        """Number of matrices of one MLP."""
         return 3 if self.gated else 2
 
     def units(self) -> tuple[Unit, ...]:
@@ -216,7 +216,7 @@ class Transformer:
             for name in ("mlp.up", "mlp.gate")[: self.matrices - 1][::-1]:
                 block += linear(name, f, h)
             block += linear("mlp.down", h, f)
-        # A tied matrix is also the matrix of the head, and therefore an operand of a matrix product.
+        # A tied embedding is also the head, and therefore an operand of a matrix product.
         root = [Tensor("embed", (self.vocab, h), "matrix" if self.tied else "embedding")]
         root += [Tensor("positions", (self.seq, h), "embedding")] if self.positions else []
         root += norm("norm") if self.final_norm else []
@@ -224,7 +224,7 @@ class Transformer:
         return Unit("block", tuple(block), self.layers), Unit("root", tuple(root), root=True)
 
     def adapters(self, rank: int) -> tuple[Unit, ...]:
-        """The adapters of a rank (Hu et al., LoRA, 2021): two for each matrix of the blocks but router and experts."""
+        """LoRA adapters of this rank (Hu et al., 2021): two per matrix of the blocks, except router and experts."""
         block = self.units()[0]
         matrices = [tensor for tensor in block.tensors if len(tensor.shape) == 2 and tensor.name != "router"]
         tensors = [Tensor(f"{tensor.name}_a", (rank, tensor.shape[1])) for tensor in matrices]
@@ -232,17 +232,17 @@ class Transformer:
         return (replace(block, tensors=tuple(tensors)),)
 
     def units_with_adapters(self, rank: int) -> tuple[Unit, ...]:
-        """All weights, those of the adapters in the units of their matrices."""
+        """All units, with the LoRA adapters in the units of their matrices."""
         block, root = self.units()
         return replace(block, tensors=block.tensors + self.adapters(rank)[0].tensors), root
 
     @property
     def parameters(self) -> int:
-        """The number of parameters. A tied matrix counts once."""
+        """The number of parameters. A tied embedding counts once."""
         return parameters_of(self.units())
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that compute a token: all but those of experts that the router does not choose."""
+        """The number of parameters used per token: all but those of experts that the router does not select."""
         idle = self.experts - self.active_experts
         return self.parameters - self.layers * idle * self.matrices * self.mlp * self.hidden

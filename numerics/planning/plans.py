@@ -1,4 +1,4 @@
-"""Plans of trainings: bytes per GPU by part, messages per step and FLOPs, and the largest plan that fits a GPU."""
+"""The plan of a training: memory per GPU by part, communication and FLOPs per step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halfstep.numerics.state_layout import StoredFormat
 
 ALWAYS, BACKWARD, STEP = "always", "backward", "step"
 GPU, HOST = "gpu", "host"
-USUAL_BUCKET = 25 * 2**20  # bytes, of `halfstep.integrations.offload`
+USUAL_BUCKET = 25 * 2**20  # bytes; the default bucket_bytes of `halfstep.integrations.offload`
 DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size
 
 
@@ -28,9 +28,9 @@ class Part:
     """A part of the memory of one GPU."""
 
     name: str
-    bytes: int  # on this GPU, or in this GPU's share of the host's memory
-    per_parameter: float | None = None  # bytes per parameter before sharding; None if it depends on something else
-    divisor: int = 1  # the number of GPUs among which it is sharded
+    bytes: int  # on this GPU, or in host memory for this GPU
+    per_parameter: float | None = None  # bytes per parameter before sharding; None if not proportional to parameters
+    divisor: int = 1  # the number of GPUs over which it is sharded
     phase: str = BACKWARD  # when it is allocated: "always", "backward" (forward and backward) or "step"
     exact: bool = False  # otherwise `bytes` is an estimate
     place: str = GPU  # or "host"
@@ -41,40 +41,40 @@ class Part:
 class Totals:
     """Bytes per GPU.
 
-    The peak is an upper bound if gradients are set to None between steps, since they are then not allocated when
+    If gradients are set to None between steps, the peak is an upper bound, since they are then not allocated while
     activations are largest.
     """
 
-    state: int  # what is always allocated: weights, gradients, states
-    backward: int  # what forward and backward need in addition
-    step: int  # what the optimizer's step needs in addition
-    peak: int  # the sum of `state` and the larger of the two
-    host: int  # bytes of the host's memory for this GPU
+    state: int  # always allocated: weights, gradients, states
+    backward: int  # allocated in addition during forward and backward
+    step: int  # allocated in addition during the optimizer step
+    peak: int  # `state` plus the larger of `backward` and `step`
+    host: int  # host memory for this GPU
 
 
 @dataclass(frozen=True)
 class Work:
     """FLOPs of one GPU in one step."""
 
-    training: int  # forward and backward: the count of MFU
-    hardware: int  # `training` and what checkpointing recomputes: the count of HFU
+    training: int  # forward and backward, as counted for MFU
+    hardware: int  # `training` and the recomputation of checkpointing, as counted for HFU
     exact: bool  # counted from the shape; otherwise 6 per parameter and token (Kaplan et al., Scaling laws, 2020, §2.1)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The resources that training a model takes on each GPU."""
+    """The resources per GPU that training a model needs."""
 
-    parameters: int  # of the model
-    active_parameters: int  # that compute a token
+    parameters: int  # number of parameters of the model
+    active_parameters: int  # number of parameters used per token
     layout: Layout
     settings: dict[str, Any]  # the arguments of `plan`, with defaults filled in
     parts: tuple[Part, ...]
     totals: Totals
-    communication: tuple[Collective, ...]  # the messages of one GPU in a step
-    work: Work | None  # in a step; None without a batch
-    step_traffic: int  # bytes that the step of the optimizer reads and writes
-    bytes_per_parameter: float  # of weight, gradient and states, before they are divided
+    communication: tuple[Collective, ...]  # what one GPU sends per step
+    work: Work | None  # per step; None without a batch
+    step_traffic: int  # bytes that the optimizer step reads and writes
+    bytes_per_parameter: float  # of weight, gradient and states, before sharding
 
     def part(self, name: str) -> Part:
         """The part with this name; raises ValueError if there is none."""
@@ -83,11 +83,11 @@ class Plan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one GPU sends to others in a step, without copies to and from its host."""
+        """Bytes that one GPU sends to others per step, without copies to and from its host."""
         return sum(message.bytes for message in self.communication if message.ranks > 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as numbers, strings, lists and dicts. docs/planning.md describes the keys."""
+        """The plan as plain values for JSON. docs/planning.md describes the keys."""
         row = self.layout
         return {
             "parameters": self.parameters,
@@ -107,8 +107,8 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     """Plan the training of a model.
 
     Args:
-        params: number of parameters; or pass `model` or `units`.
-        settings: the arguments of `Training`.
+        params: number of parameters; alternatively pass `model` or `units`.
+        settings: the other arguments of `Training`.
 
     Raises:
         ValueError: an argument is out of its range, or two arguments cannot be combined.
@@ -187,24 +187,24 @@ def _stored(training: Training) -> Iterator[Part]:
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:
-    """The most bytes of gradients with steps in the backward, of `size` bytes in all, and what they are.
+    """The peak bytes of gradients with steps in the backward, out of `size` bytes in total, and a note.
 
-    A bucket holds what it had before its last gradient, and that one. Replicas reduce a copy of one bucket, in which
-    gradients begin at multiples of 16 bytes and a mark follows for each, while the next one is filled. FSDP2 reduces
-    the gradients of a unit into one buffer, which exists until the last of them is stepped. The units with the first
-    and the last gradient of the bucket may be larger than what the bucket takes of them.
+    A full bucket exceeds `bucket_bytes` by up to its last gradient. Replicas reduce a copy of one bucket, with its
+    gradients padded to 8 elements and a flag for each, while the next bucket is filled. FSDP2 reduces the gradients of
+    a unit in one buffer, which exists until the last of them is stepped, so the units of the bucket's first and last
+    gradient count in full.
     """
     gradients, shaped = training.shards.gradients, training.sharding.shaped
     divided = training.strategy_row.weights and training.sharding.divisor > 1
     bucket_bytes = min(bucket_bytes + _largest(training) - (shaped and not divided), size)
     if training.strategy != "ddp" or training.gpus == 1:
         return bucket_bytes, "one bucket, stepped in the backward"
-    added = 16 * sum(count for _, count, _ in gradients) if shaped else 0
+    added = 8 * training.row.gradients.width * sum(count for _, count, _ in gradients) if shaped else 0
     return 2 * bucket_bytes + added, "one bucket filled and one reduced, stepped in the backward"
 
 
 def _largest(training: Training) -> int:
-    """The bytes of the largest gradient or, under FSDP2, of the buffers of two units; 0 if they are not known."""
+    """The bytes of the largest gradient or, under FSDP2, of the buffers of two units; 0 if shapes are unknown."""
     stored = training.row.gradients
     if not training.sharding.shaped:
         return 0
@@ -227,8 +227,8 @@ def _buckets(training: Training) -> Iterator[Part]:
 
 
 def _computed(training: Training) -> Iterator[Part]:
-    """The weights that are computed with: under FSDP the unit being computed, the next one being gathered, and the
-    root, already cast; otherwise the 16-bit copies of fp32 weights that autocast keeps until the backward."""
+    """The weights in the format of the computation: under FSDP the current unit, the next one being prefetched, and the
+    root; otherwise the 16-bit copies of fp32 weights that autocast keeps until the backward."""
     compute, shaped, gathers = training.row.compute, training.sharding.shaped, training.strategy_row.weights
     if training.row.autocast and not gathers:
         cast = sum(tensor.elements * count for tensor, count in tensors_of(training.weights) if tensor.cast)

@@ -1,13 +1,12 @@
-"""How each strategy divides weights, gradients and states among GPUs, and the bytes that a GPU sends in a step.
+"""How each strategy shards weights, gradients and states over GPUs, and the bytes that a GPU sends per step.
 
-The shards of FSDP and ZeroRedundancyOptimizer have exactly the sizes of torch 2.13. FSDP2 splits the first dimension of
-each parameter and pads the weights and gradients of short shards, but not the states
+Shards of FSDP and ZeroRedundancyOptimizer have exactly the sizes of those of torch 2.13. FSDP2 splits the first
+dimension of each parameter, and pads weights and gradients of smaller shards, but not states
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, _fsdp_collectives.py). FSDP1 pads the flat parameter of each unit
 (fsdp/_flat_param.py). ZeroRedundancyOptimizer assigns whole parameters, the largest first, each to the rank with the
 fewest elements so far (distributed/optim). ``zero1`` to ``zero3`` follow the paper (Rajbhandari et al., ZeRO: memory
 optimizations toward training trillion parameter models, 2020, §5) and DeepSpeed: one flat buffer, or each parameter in
-stage 3, is divided into equal parts, rounded up. The bytes sent are those of ring algorithms, which are optimal.
-Needs no torch.
+stage 3, is divided into equal parts, rounded up. Bytes sent are those of ring algorithms, which are optimal.
 """
 
 from __future__ import annotations
@@ -25,40 +24,39 @@ from halfstep.numerics.planning.layouts import Layout
 from halfstep.numerics.planning.models import Tensor, Unit, each_tensor_of, parameters_of, tensors_of
 from halfstep.numerics.state_layout import LEAST_CODED
 
-BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe with 16 lanes, and bytes per second that copies reach
+BUSES = (("4.0", 25 * 10**9), ("5.0", 55 * 10**9))  # PCIe x16 generation, and achievable bytes per second of copies
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How data parallelism divides its memory."""
+    """How a strategy of data parallelism shards memory."""
 
     name: str  # on the command line
-    weights: bool = False  # whether they are divided, and gathered unit by unit for forward and backward
+    weights: bool = False  # whether weights are sharded, and gathered unit by unit for forward and backward
     gradients: bool = False
     states: bool = False
-    # What is divided: "nothing", "flat" (one flat buffer), "parameters" (each rank gets whole parameters), "rows" (of
+    # What is split: "nothing", "flat" (one flat buffer), "parameters" (each rank gets entire parameters), "rows" (of
     # each parameter), "units" (one flat parameter per unit) or "elements" (each parameter, flattened).
     by: str = "nothing"
     buckets: bool = False  # whether DDP's buckets are allocated in addition to the gradients
-    text: str = ""  # a description in one line
+    text: str = ""  # a one-line description
 
     @property
     def offloads(self) -> bool:
-        """Whether `offload` moves states to the host, and weights and gradients too where weights are divided."""
+        """Whether `offload` is supported. It moves states to the host, and sharded weights and gradients too."""
         return self.by != "parameters"
 
     @property
     def by_rows(self) -> bool:
-        """Whether every rank has whole rows of all parameters, or all of them."""
+        """Whether shards consist of whole rows."""
         return self.by in ("nothing", "rows")
 
     def holds(self, row: Layout) -> bool:
-        """Whether shards have what states need: whole rows for blocks, and DTensors or all for the matrices of Muon."""
+        """Whether shards fit the states: whole rows for blocks of codes, and DTensors or replicas for Muon."""
         return self.by_rows or (row.adamw is None and (self.by == "parameters" or not row.needs_rows))
 
     def releases(self, row: Layout) -> bool:
-        """Whether `halfstep.integrations.release` supports it: it steps in the backward, and sends no parts of
-        matrices."""
+        """Whether `halfstep.integrations.release` can step in the backward, where Muon cannot exchange matrices."""
         return row.ours and self.by_rows and (row.adamw is None or not self.states)
 
 
@@ -80,8 +78,8 @@ STRATEGIES = {
 }  # fmt: skip
 
 
-# Local tensors of a rank: their elements, how many there are, and the elements in a row, an index of dimension 0. The
-# latter is 0 for vectors, for parameters of less than `LEAST_CODED` elements, and for shards that are not whole rows.
+# Local tensors of a rank as (elements, count, row length), where a row is one index of dimension 0. The row length is 0
+# for vectors, for parameters with fewer than `LEAST_CODED` elements, and for shards that are not whole rows.
 Locals = tuple[tuple[int, int, int], ...]
 
 
@@ -94,31 +92,31 @@ class Shards(NamedTuple):
 
 
 def elements(tensors: Iterable[tuple[int, int, int]]) -> int:
-    """The number of elements of all local tensors."""
+    """The total number of elements of local tensors."""
     return sum(size * count for size, count, _ in tensors)
 
 
 class Scratch(NamedTuple):
-    """What a rank needs to orthogonalize the matrices of Muon."""
+    """What a rank needs to orthogonalize Muon's matrices."""
 
-    parts: int  # elements in scratch memory, of its parts
-    received: int  # elements there that others send to it
+    parts: int  # elements of scratch memory for its own parts
+    received: int  # elements of scratch memory for parts of other ranks
     copies: int  # bytes of copies of the largest matrix; 0 if shapes are unknown
-    sent: int  # bytes to others in a step
+    sent: int  # bytes sent to other ranks per step
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of message in a step."""
+    """One kind of communication in a step."""
 
     name: str  # the operation
-    what: str  # the data that is sent
-    bytes: int  # that one GPU sends in a step
-    ranks: int  # that take part
+    what: str  # the data sent
+    bytes: int  # bytes that one GPU sends per step
+    ranks: int  # number of participating ranks
 
 
 def ring(ranks: int) -> Fraction:
-    """The share of a buffer that each rank sends to all-gather or reduce-scatter it: (N − 1)/N. An all-reduce is both.
+    """The fraction of a buffer that each rank sends in an all-gather or reduce-scatter: (N − 1)/N. All-reduce is both.
 
     No algorithm sends less: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009).
     """
@@ -127,22 +125,22 @@ def ring(ranks: int) -> Fraction:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A model divided among GPUs, and the messages of data parallelism."""
+    """A model sharded over GPUs, and the communication of data parallelism."""
 
     strategy: Strategy
     ranks: int  # data-parallel GPUs
     group: int | None  # GPUs in one group of ``"hsdp"``
-    # Whether units have the shapes of the parameters, and not only their number. Without shapes, the parameters count
-    # as one long row, and every rank is assumed to hold an equal part.
+    # Whether units have the shapes of the parameters, not only their number. Without shapes, the parameters count as
+    # one long row, of which every rank is assumed to have an equal part.
     shaped: bool
 
     @property
     def divisor(self) -> int:
-        """GPUs among which the model is divided."""
+        """Number of GPUs over which the model is sharded."""
         return self.group or (self.ranks if self.strategy.states else 1)
 
     def shards(self, units: Sequence[Unit], rank: int | None = None) -> Shards:
-        """The local tensors of a rank; of the one that holds most if `rank` is None."""
+        """The local tensors of a rank; if `rank` is None, of the rank that has most."""
         by, divisor, count_of = self.strategy.by, self.divisor, list(tensors_of(units))
         whole = tuple((tensor.elements, count, self._row(tensor)) for tensor, count in count_of)
         if divisor == 1 or by == "nothing":
@@ -152,7 +150,7 @@ class Sharding:
             part = ((size, 1, 0 if self.shaped else size),)
             return Shards(whole, part if self.strategy.gradients else whole, part)
         if by == "parameters":
-            # In the order of the model, which decides among parameters of the same size.
+            # In the order of the model, which breaks ties between parameters of the same size.
             tensors = [(tensor.elements, 1, self._row(tensor)) for tensor in each_tensor_of(units)]
             by_rank: list[list[tuple[int, int, int]]] = [[] for _ in range(min(divisor, len(tensors)))]
             for owner, local in zip(assigned([size for size, *_ in tensors], divisor), tensors, strict=True):
@@ -180,7 +178,7 @@ class Sharding:
         return math.prod(tensor.shape[1:]) if coded else 0
 
     def padded(self, units: Sequence[Unit]) -> int:
-        """The number of elements of gathered weights and unreduced gradients: all, and the padding of shards."""
+        """The number of elements of gathered weights or unreduced gradients, including the padding of shards."""
         if self.strategy.by == "parameters":
             return parameters_of(units)
         shards = self.shards(units)
@@ -189,16 +187,16 @@ class Sharding:
     def communication(
         self, trained: Sequence[Unit], units: Sequence[Unit], widths: tuple[Fraction, Fraction]
     ) -> tuple[Collective, ...]:
-        """The messages that one GPU sends in a step for data parallelism.
+        """What one GPU sends per step for data parallelism.
 
-        DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter gradients and gather weights,
-        which is as much if both have the same width. ZeRO-3 and FSDP gather weights twice, 1.5 times as much
-        (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2.
+        DDP all-reduces gradients: 2·(N − 1)/N × their bytes. ZeRO-1 and 2 reduce-scatter gradients and all-gather
+        weights, which is as much if both have the same width. ZeRO-3 and FSDP gather weights twice, which makes 1.5
+        times as much (Rajbhandari et al., §7), except those of the root unit of FSDP1 and FSDP2.
 
         Args:
             trained: the units whose gradients are sent.
-            units: the units whose weights are sent, also those of frozen ones.
-            widths: bytes per gradient and per weight in a message.
+            units: the units whose weights are sent, including frozen ones.
+            widths: bytes per element of gradients and of weights when sent.
         """
         ranks, divisor, by = self.ranks, self.divisor, self.strategy.by
         if ranks == 1:
@@ -226,23 +224,23 @@ class Sharding:
         return divided if groups == 1 else (*divided, across)
 
 
-@lru_cache(maxsize=64)  # `ways_to_fit` asks thousands of times
+@lru_cache(maxsize=64)  # `ways_to_fit` calls it thousands of times
 def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, codes: bool) -> Scratch:
-    """What the matrices in `units` need, as `halfstep.Muon` groups them by whether momentum is in codes."""
+    """What the matrices in `units` need. Like `halfstep.Muon`, groups them by whether their momentum is in codes."""
     launches = defaultdict[tuple[bool, bool], list[tuple[int, ...]]](list)
     if not shaped:
         shard = -(-parameters_of(units) // ranks)
         together = min(shard, MOST)
         return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
     matrices, parts, received, sent = list(each_tensor_of(units)), 0, 0, 0
-    ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # further ones have nothing
+    ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # the others have no parts
     if rank >= ranks:
         return Scratch(0, 0, 0, 0)
     copies = 0
     for matrix in matrices:
         exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
         rows, columns = matrix.shape[-2:] if len(matrix.shape) == 3 else (matrix.shape[0], math.prod(matrix.shape[1:]))
-        # Two in bf16, the one that was exchanged, and two products of the short side.
+        # Two copies in bf16, a third one of exchanged matrices, and two square products of the short side.
         copies = max(copies, (4 + 2 * exchanged) * rows * columns + 4 * min(rows, columns) ** 2)
         launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
     for (_, exchanged), shapes in launches.items():
@@ -262,8 +260,8 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
 
 
 def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool) -> tuple[Collective, ...]:
-    """The copies between a GPU and its host if states, or everything, are offloaded."""
-    # Strategies that divide weights gather them twice, from the host unless they stay on the GPU.
+    """The copies between a GPU and its host with offloading."""
+    # Strategies that shard weights gather them twice, from the host unless they stay on the GPU.
     padded = strategy.gradients and not mirrored
     gradients = elements(shards.gradients if padded else shards.states) * row.gradients.width
     weights = 2 * elements(shards.weights) if strategy.weights and not mirrored else elements(shards.states)
@@ -271,5 +269,5 @@ def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool
     from_host = Collective("copy from the host", "weights", weights * row.weights.width, 1)
     if not mirrored:
         return to_host, from_host
-    # `halfstep.integrations.offload` steps from the weights on the device, which others may have written.
+    # `halfstep.integrations.offload` steps from the weights on the device, which other code may have written.
     return to_host, replace(from_host, name="copy to the host"), from_host

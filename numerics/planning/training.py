@@ -1,4 +1,4 @@
-"""A training to plan: its settings, checked, and what follows from them. Needs no torch."""
+"""The settings of a training to plan, their validation, and what follows from them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from halfstep.numerics.planning.work import CHECKPOINTING
 
 
 class Stepped(NamedTuple):
-    """Parameters whose states have one layout."""
+    """Parameters whose states have the same layout."""
 
     row: Layout
     units: Sequence[Unit]
-    shards: Shards  # of the planned rank
-    share: Fraction  # of the parameters
+    shards: Shards  # those of the planned rank
+    share: Fraction  # their fraction of all trained parameters
 
 
 @dataclass(frozen=True)
 class Training:
-    """The training of a model, given by exactly one of `params`, `model` and `units`.
+    """The training of a model, specified by exactly one of `params`, `model` and `units`.
 
     Args:
         params: number of parameters. Without shapes, activations and gathered units are unknown and not counted.
@@ -36,22 +36,22 @@ class Training:
         strategy: a name of `STRATEGIES`. Default: ``"single"`` on one GPU, otherwise ``"ddp"``.
         shard: GPUs in one group of ``"hsdp"``.
         precision, optimizer, moments: the layout; see `layout`.
-        batch: sequences on one GPU.
-        seq: length of a sequence. Default: `model.seq`.
+        batch: sequences per GPU.
+        seq: sequence length. Default: `model.seq`.
         checkpointing: see `work.activations`.
-        offload: whether the memory of the host holds what the strategy can offload. With ``"single"`` and ``"ddp"`` it
-            stands for `halfstep.integrations.offload`, with one of halfstep's optimizers.
-        keep_weights: whether the weights stay on the GPU with `offload`, as they always do with ``"single"`` and
-            ``"ddp"``: with ``"fsdp"`` and ``"hsdp"``, for `halfstep.integrations.offload` instead of CPUOffloadPolicy.
+        offload: whether the strategy offloads what it can to the host. With ``"single"`` and ``"ddp"`` this means
+            `halfstep.integrations.offload`, with a halfstep optimizer.
+        keep_weights: whether weights stay on the GPU with `offload`, as they always do with ``"single"`` and ``"ddp"``.
+            With ``"fsdp"`` and ``"hsdp"`` this means `halfstep.integrations.offload` instead of CPUOffloadPolicy.
         bucket_view: whether gradients are views of DDP's buckets (``gradient_as_bucket_view``).
-        step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, with which only the
-            gradients of one bucket exist, or of two with ``"ddp"``, which stands for its `process_group`. Default: all
+        step_in_backward: the `bucket_bytes` of `halfstep.integrations.release.step_in_backward`, which keeps only the
+            gradients of one bucket, or of two with ``"ddp"``, which then means its `process_group`. Default: all
             gradients exist until the step.
-        lora: rows of the adapters of the matrices of the blocks (Hu et al., LoRA, 2021). The other weights are then
+        lora: rank of the LoRA adapters of the matrices in the blocks (Hu et al., 2021). All other weights are then
             frozen. Default: all weights are trained.
-        rank: the rank whose memory is planned, among those that shard the model. Default: the one that holds most.
-        loss_chunks: the number of parts of the tokens of which head and loss compute logits one after the other, as
-            the chunked losses of Liger and torchtune do.
+        rank: the rank whose memory is planned, among those that shard the model. Default: the rank that has most.
+        loss_chunks: the number of chunks of tokens for which head and loss compute logits one after the other, as the
+            chunked losses of Liger and torchtune do.
 
     Raises:
         ValueError: an argument is out of its range, or two arguments cannot be combined.
@@ -99,10 +99,10 @@ class Training:
         if self.params is not None:
             whole("params", self.params)
         elif not parameters_of(self.weights):
-            raise ValueError("Expected units to contain parameters, but got none: give at least one tensor")
+            raise ValueError("Expected units to contain parameters, but got none: pass at least one tensor")
 
     def _combinations(self) -> Iterator[tuple[bool, str, str, str]]:
-        """Arguments that cannot be combined: whether these are refused, argument, what is allowed, and remedy."""
+        """Checks of combinations of arguments: whether to refuse, the argument, what is allowed, and the remedy."""
         strategy, gpus, last = self.strategy, self.gpus, self.sharding.divisor - 1
         stepping, lora, no_model = self.step_in_backward is not None, self.lora is not None, self.model is None
         rows, muon = "moments in 8 bits, whose blocks lie within rows of parameters", self.row.adamw is not None
@@ -153,7 +153,7 @@ class Training:
 
     @property
     def mirrored(self) -> bool:
-        """Whether weights and gradients also stay on the GPU while the host has them."""
+        """Whether weights and gradients are on the GPU as well as on the host."""
         return self.offload and (self.keep_weights or self.strategy_row.by == "nothing")
 
     @cached_property
@@ -166,7 +166,7 @@ class Training:
 
     @cached_property
     def weights(self) -> Sequence[Unit]:
-        """All weights, frozen ones too."""
+        """All weights, including frozen ones."""
         if self.model is not None:
             return self.model.units() if self.lora is None else self.model.units_with_adapters(self.lora)
         if self.units is not None:
@@ -175,12 +175,12 @@ class Training:
 
     @cached_property
     def trained(self) -> Sequence[Unit]:
-        """`weights`, but for frozen ones."""
+        """The weights that are not frozen."""
         return self.weights if self.lora is None or self.model is None else self.model.adapters(self.lora)
 
     @cached_property
     def by_rule(self) -> list[Stepped]:
-        """What is trained, by the layout of its states: with Muon, the matrices and all others."""
+        """The trained parameters by the layout of their states: with Muon, the matrices and all others."""
         units: dict[Layout, Sequence[Unit]] = {self.row: self.trained}
         if self.row.adamw is not None:
             for row, of_muon in ((self.row, True), (self.row.adamw, False)):
@@ -193,7 +193,7 @@ class Training:
 
     @cached_property
     def scratch(self) -> Scratch | None:
-        """What the matrices of Muon need; None without any."""
+        """What Muon's matrices need; None if there are none."""
         row, units, *_ = self.by_rule[0]
         sharding = self.sharding
         if row.adamw is None:
@@ -202,5 +202,5 @@ class Training:
 
     @cached_property
     def shards(self) -> Shards:
-        """Those of the planned rank."""
+        """The shards of the planned rank."""
         return self.sharding.shards(self.trained, self.rank)

@@ -1,7 +1,4 @@
-"""FLOPs of a transformer, of which only matrix products count, and bytes saved for the backward. Needs no torch.
-
-A multiplication and an addition are two FLOPs.
-"""
+"""FLOPs of a transformer's matrix products, where a multiply-add counts as two, and bytes saved for the backward."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ CHECKPOINTING = ("none", "full")
 
 
 def score_flops(model: Transformer, seq: int) -> int:
-    """Forward FLOPs of the two products with the scores in one layer, on one sequence: 4·s²·h if heads are h wide."""
+    """Forward FLOPs of QKᵀ and scores · V in one layer, on one sequence: 4·s²·h if all heads together are h wide."""
     return 4 * seq**2 * model.query_width
 
 
@@ -26,7 +23,7 @@ def layer_flops(model: Transformer, seq: int) -> int:
 
 
 def forward_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
-    """Forward FLOPs of blocks and head on `batch` sequences, with adapters of a rank. Embeddings take none.
+    """Forward FLOPs of blocks and head on `batch` sequences, with LoRA adapters of this rank. Embeddings take none.
 
     This agrees with Narayanan et al., Efficient large-scale language model training on GPU clusters (2021), appendix,
     who count 96·b·s·l·h²·(1 + s/(6·h) + V/(16·l·h)) for training with full recomputation.
@@ -36,9 +33,9 @@ def forward_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> in
 
 
 def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> int:
-    """FLOPs of forward and backward, in which every product has two: for the gradients of both operands.
+    """FLOPs of forward and backward. The backward of a product is two products, for the gradients of both operands.
 
-    Frozen weights, those of all but the adapters of a rank, have no gradient, so their products have one.
+    With LoRA adapters of this rank, all other weights are frozen, and the backward of their products is one product.
     """
     forward = forward_flops(model, batch, seq, rank)
     if not rank:
@@ -48,20 +45,20 @@ def training_flops(model: Transformer, batch: int, seq: int, rank: int = 0) -> i
 
 
 def layer_activations(model: Transformer, batch: int, seq: int, *, width: int = 2) -> int:
-    """Bytes that one block saves for the backward. `width`: bytes of an activation.
+    """Bytes that one block saves for the backward, with activations of `width` bytes.
 
     From Korthikanti et al., Reducing activation recomputation in large transformer models (2022), §4. With two bytes
     per element, one per element of a dropout mask, stored scores and an MLP of width 4·h, this is
     s·b·h·(34 + 5·a·s/h).
     """
     tokens, h = batch * seq, model.hidden
-    # Inputs of both norms, of the projections and of the MLP; and masks.
+    # Inputs of both norms, of the QKV projection and of the MLP, and dropout masks.
     size = tokens * h * (4 * width + (2 if model.dropout else 0))
-    # Queries and the result of the attention, keys and values, and the activations between the matrices of the MLP.
+    # Queries and the attention output, keys and values, and the activations between the matrices of the MLP.
     between = (4 if model.gated else 2) * model.mlp * (model.active_experts or 1)
     size += width * tokens * (2 * model.query_width + 2 * model.kv_width + between)
     if model.flash:
-        return size + 4 * model.heads * tokens  # the logarithm of the sum of each row, in fp32
+        return size + 4 * model.heads * tokens  # the log-sum-exp of each row, in fp32
     return size + model.heads * tokens * seq * (2 * width + 1 if model.dropout else width)
 
 
@@ -69,7 +66,7 @@ class Activations(NamedTuple):
     """Bytes saved for the backward."""
 
     saved: int  # by all blocks in the forward
-    recomputed: int  # by the block that is recomputed at one time in the backward
+    recomputed: int  # by the one block that is being recomputed in the backward
     ends: int  # outside the blocks
 
 

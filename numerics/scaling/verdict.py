@@ -141,7 +141,7 @@ class Checker:
             grads = [grads[slot] for slot in slots]
         batches = self._batches(parameters, grads, slots, scales=step is not None)
         # Before the first check: the CPU would wait for that, too.
-        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(key[0] for key in batches)}
+        numbers = {device: _on_device(device, factor, step) for device in dict.fromkeys(map(itemgetter(0), batches))}
         verdicts = {}
         for key, (values, of_values) in batches.items():
             device, _, supported = key

@@ -169,7 +169,7 @@ def advise_scale(
         >>> advice.verdict
         'scaled'
     """
-    chosen = formats[format]
+    chosen = formats.element(format)
     if isinstance(share, bool) or not 0 <= share < 1:
         raise ValueError(f"Expected share to be a number from 0 to below 1, but got {share!r}")
     if isinstance(headroom, bool) or not isinstance(headroom, int) or headroom < 0:

@@ -9,7 +9,7 @@ ties to even. Any other scale is multiplied in fp32 first, as in a training loop
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -21,10 +21,7 @@ from halfstep.kernels.cells import (
     CELLS,
     CLASSES,
     ERROR_BINS,
-    HIGHEST,
-    INFINITE,
     LOWEST,
-    NOT_A_NUMBER,
     PER_OCTAVE,
     ROWS,
     ZERO,
@@ -315,43 +312,6 @@ class Statistics(Sequence[Row]):
         shown("picture", self, None, path)
 
 
-def of_arrays(arrays: Mapping[str, tuple[str, np.ndarray]], format: Any, scale: float = 1.0) -> Statistics:
-    """What `statistics` counts, by NumPy: slower, but without torch.
-
-    Args:
-        arrays: for each name the name of a dtype, and the numbers in fp32.
-        format, scale: as for `statistics`.
-    """
-    chosen, scale = formats[format], checked_scale("scale", scale)
-    rows = [_count(numbers.reshape(-1), grid_of(chosen), scale) for _, numbers in arrays.values()]
-    return Statistics([*arrays], [dtype for dtype, _ in arrays.values()], chosen, scale, np.stack(rows))
-
-
-def _count(x: np.ndarray, grid: Grid, scale: float) -> np.ndarray:
-    """The counts of flat fp32 numbers, as `reference` in kernels/statistics.py makes them."""
-    dropped, emin, emax, overflow = grid
-    power, shift = math.frexp(scale)
-    factor, shift = (1.0, shift - 1) if power == 0.5 else (scale, 0)
-    unscaled, infinity = x.view(np.int32) & 0x7FFFFFFF, 0x7F800000
-    with np.errstate(all="ignore"):
-        magnitude = (x * np.float32(factor)).view(np.int32) & 0x7FFFFFFF
-    small = magnitude < 0x800000  # subnormal: convert the integer number of units of 2^-149 to a normal number
-    key = np.where(small, magnitude.astype(np.float32).view(np.int32), magnitude)
-    exponent, fraction = (key >> 23) - np.where(small, 127 + 149, 127) + shift, key & 0x7FFFFF
-    cell = (exponent.clip(LOWEST, HIGHEST) - LOWEST) * CLASSES + (fraction != 0) + (fraction >= overflow)
-    special = [ZERO * CLASSES, INFINITE * CLASSES, NOT_A_NUMBER * CLASSES]
-    cell = np.select([unscaled == 0, unscaled == infinity, unscaled > infinity], special, cell)
-    significand = fraction | 0x800000
-    unit = 1 << (dropped + (emin - exponent).clip(0)).clip(max=25)
-    rest = significand & (unit - 1)
-    error = np.minimum(rest, unit - rest)
-    relative = (error.astype(np.float32) / significand.astype(np.float32)).view(np.int32)
-    octave = np.where(error == 0, 0, (relative >> 20) - ((127 - 24) << 3) + 1)
-    counted = (cell < special[0]) & ((exponent < emax) | ((exponent == emax) & (fraction < overflow)))
-    bins = np.bincount(octave[counted], minlength=ERROR_BINS)
-    return np.concatenate([np.bincount(cell, minlength=CELLS), bins, [relative[counted].max(initial=0)]])
-
-
 # -------------------------------------------------------------------------------------------------------------- public
 
 
@@ -397,7 +357,7 @@ def statistics(
     from halfstep.kernels.streams import to_device
     from halfstep.numerics.statistics.named_tensors import count_, countable, named_tensors
 
-    chosen = formats[format]
+    chosen = formats.element(format)
     grid = grid_of(chosen)
     named = named_tensors(tensors, of=of)
     if isinstance(scale, torch.Tensor):

@@ -30,26 +30,26 @@ class Command(NamedTuple):
 _LOOKUP = "halfstep.cli.formats.commands"  # whose main takes the command's name too
 GROUPS = {
     "Training": (
-        Command("plan", "halfstep.cli.plan", "bytes by part, messages and FLOPs of each GPU; whether it fits"),
-        Command("doctor", "halfstep.cli.doctor", "what is wrong with a checkpoint, or with this machine"),
+        Command("plan", "halfstep.cli.plan", "memory, communication and FLOPs per GPU; whether the model fits"),
+        Command("doctor", "halfstep.cli.doctor", "find problems of a checkpoint, or of this machine"),
     ),
     "Numbers": (
-        Command("why", _LOOKUP, "how a number is rounded, and the rule that decides"),
-        Command("encode", _LOOKUP, "numbers rounded to every format, and their codes"),
-        Command("decode", _LOOKUP, "the value of a code in every format of its width"),
-        Command("format", _LOOKUP, "range, spacing and digits of number formats"),
-        Command("compare", _LOOKUP, "formats side by side, and the values that they share"),
-        Command("ladder", _LOOKUP, "a picture of range, density and codes of formats"),
-        Command("explore", _LOOKUP, "a page on which to click bits, type numbers, compare formats"),
+        Command("why", _LOOKUP, "explain how a number is rounded, and the rule that applies"),
+        Command("encode", _LOOKUP, "round numbers to every format, and show their codes"),
+        Command("decode", _LOOKUP, "show the value of a code in every format of its width"),
+        Command("format", _LOOKUP, "show range, spacing and digits of number formats"),
+        Command("compare", _LOOKUP, "compare formats, and count the values that they share"),
+        Command("ladder", _LOOKUP, "draw range and codes of formats"),
+        Command("explore", _LOOKUP, "open a page to click bits, type numbers and compare formats"),
     ),
     "Checkpoints": (
         Command("inspect", "halfstep.cli.inspect", "count the values of a checkpoint by their class in a format"),
-        Command("convert", "halfstep.cli.convert", "a checkpoint of an earlier version, or a model for other programs"),
+        Command("convert", "halfstep.cli.convert", "convert an earlier checkpoint, or export a model"),
     ),
     "Kernels": (
-        Command("bench run", "halfstep.bench.run", "measure every kernel and the AMP step, and installed peers"),
-        Command("bench gpu", "halfstep.bench.gpu", "check kernels and steps on a GPU, and measure them"),
-        Command("bench audit", "halfstep.bench.audit.command", "compile every kernel for four GPUs, and check it"),
+        Command("bench run", "halfstep.bench.run", "measure every kernel, the AMP step and installed peers"),
+        Command("bench gpu", "halfstep.bench.gpu", "check and measure kernels and steps on a GPU"),
+        Command("bench audit", "halfstep.bench.audit.command", "compile and check every kernel for four GPUs"),
     ),
 }
 COMMANDS = tuple(command for group in GROUPS.values() for command in group)

@@ -1,4 +1,4 @@
-"""The cases: every provider here passes its check, and the check notices what a wrong provider would do."""
+"""The cases: every available provider passes its check, and the check detects wrong providers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = cases(list(GROUPS), SMALL)
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: case.name)
-def test_every_provider_here_agrees_with_float64_twice(case: Case) -> None:
+def test_every_available_provider_agrees_with_float64_twice(case: Case) -> None:
     """Providers share the inputs: one that wrote them would spoil the next check."""
     inputs = case.prepare(CPU)
     found = []
@@ -69,7 +69,7 @@ def _status(operation: str, provider: str = "halfstep") -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_result_is_seen(
+def test_wrong_results_are_detected(
     operation: str, name: str, spoil: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(halfstep, name, spoil(getattr(halfstep, name)))
@@ -81,7 +81,7 @@ def test_a_wrong_result_is_seen(
         EVERY = before
 
 
-def test_a_step_that_does_not_skip_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_to_skip_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(self: torch.amp.GradScaler, optimizer: Any) -> None:
         torch.amp.GradScaler.step(self, torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.0))
         optimizer.grad_scale, optimizer.found_inf = self._scale, None

@@ -1,4 +1,4 @@
-"""`halfstep bench gpu` on the model of a GPU: what its checks find, and what is on the disk when it is killed."""
+"""`halfstep bench gpu` on the model of a GPU: what its checks detect, and what is on disk when it is killed."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_bits_of_every_job_of_ours_are_compared(group: str) -> None:
+def test_the_bits_of_every_halfstep_provider_are_compared(group: str) -> None:
     """On the CPU, whose kernels are C++."""
     ours = [name for case in cases((group,), gpu_checks.CHECKED) for name in case.providers if name[:8] == "halfstep"]
     assert gpu_checks.bits(group, CPU) == {"compared": len(ours)} and len(ours) >= 3
 
 
-def test_a_bit_of_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_one_bit_difference_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     values = gpu_checks._values
 
     def flipped(case: Any, provider: str, device: torch.device) -> Any:
@@ -59,7 +59,7 @@ def test_a_bit_of_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         gpu_checks.bits("adam", CPU)
 
 
-def test_the_largest_come_first_and_what_compiles_last() -> None:
+def test_largest_cases_come_first_and_compiled_ones_last() -> None:
     cases = gpu_checks.timings(quick=True)
     compiled = [any(map(gpu_checks.compiles, case.providers)) for case in cases.values()]
     assert compiled == sorted(compiled) == [name.endswith(", compiled") for name in cases]
@@ -118,7 +118,7 @@ gpu_checks.main(sys.argv[1:], torch.device("cpu"))
 """
 
 
-def test_a_check_that_hangs_and_one_that_ends_its_process_do_not_keep_others_from_running(
+def test_hanging_and_crashing_checks_do_not_prevent_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = {"machine": "first", "dies": "bits", "hangs": "times", "last": "times"}

@@ -1,4 +1,4 @@
-"""The harness: no figure without a green check, and what is computed from the samples."""
+"""The harness: no figure without a passed check, and the figures computed from samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doubler(factor: float, called: list[str] | None = None, name: str = "") -> C
     return make
 
 
-def test_only_what_passes_its_check_gets_figures() -> None:
+def test_only_providers_that_pass_their_check_get_figures() -> None:
     def raising(inputs: torch.Tensor) -> Prepared:
         raise RuntimeError("no such kernel\nsecond line")
 
@@ -92,7 +92,7 @@ def test_figures_from_known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a.rounds == 7
 
 
-def test_a_provider_of_another_layout_is_measured_by_its_own_bytes() -> None:
+def test_a_provider_with_another_layout_is_measured_by_its_own_bytes() -> None:
     """Its GB/s, and the copy that it is compared with."""
     moved: list[int] = []
 

@@ -40,7 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--out", __file__], "File exists; pass a folder that can"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_allowed(
+def test_errors_name_the_value_and_what_is_allowed(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert halfstep_main(["bench", "run", *arguments]) == 2
@@ -77,7 +77,7 @@ def test_groups_choose_cases_and_json_is_printed(capsys: pytest.CaptureFixture[s
     assert sum(row["operation"] == "cast" and row["provider"] == "halfstep" for row in printed["results"]) == 8
 
 
-def test_cases_are_chosen_by_a_part_of_their_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_selected_by_part_of_their_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["adam", "cast", "--only", "fp32 master, 3 tensors", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]
     assert {(row["operation"], row["dtype"], row["size"]["tensors"]) for row in rows} == {
@@ -114,7 +114,7 @@ def test_cases_of_other_modules_are_measured_too(
         assert reason in capsys.readouterr().err
 
 
-def test_time_can_be_that_of_the_processor(
+def test_processor_time_can_be_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A provider that waits without working is not charged for it."""
@@ -128,7 +128,7 @@ def test_time_can_be_that_of_the_processor(
     assert "processor time" in capsys.readouterr().out
 
 
-def test_a_wrong_kernel_of_ours_has_no_figure_and_fails_the_run(
+def test_a_wrong_halfstep_kernel_has_no_figure_and_fails_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good: Callable[..., Any] = halfstep.cast

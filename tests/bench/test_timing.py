@@ -30,13 +30,13 @@ def test_rounds_interleave_and_no_call_always_follows_the_same() -> None:
     assert len(clock.orders) == 8 == len(samples[2])  # three calls of a second fill 24 seconds eight times
 
 
-def test_samples_stay_with_their_call_although_the_order_turns() -> None:
+def test_samples_stay_with_their_call_although_the_order_changes() -> None:
     calls = [lambda: None, lambda: 1, lambda: 2]
     clock = FixedClock({calls[0]: [2.0] * 9, calls[1]: [3.0] * 9})
     assert timing.rounds(clock, calls) == [[2.0] * 7, [3.0] * 7, [1.0] * 7]
 
 
-def test_as_many_rounds_as_fit_but_neither_few_nor_endless() -> None:
+def test_the_number_of_rounds_follows_the_time_within_limits() -> None:
     for seconds, count in ((0.0, 7), (20.0, 20), (1e6, 50)):
         assert [len(samples) for samples in timing.rounds(FixedClock({}), [lambda: None], seconds)] == [count]
 
@@ -53,7 +53,7 @@ def test_a_sample_is_the_mean_of_as_many_calls_as_take_a_millisecond() -> None:
     assert called[0] == 4 + 7 * 9, "a warm-up and three estimates, then nine calls for each of seven samples"
 
 
-def test_the_collector_waits_while_calls_are_timed() -> None:
+def test_garbage_collection_is_off_while_calls_are_timed() -> None:
     enabled: list[bool] = []
     assert gc.isenabled()
     timing.rounds(CpuClock(sample=0), [lambda: enabled.append(gc.isenabled())])
@@ -101,7 +101,7 @@ def test_a_gpu_is_kept_busy_until_the_host_has_queued_a_call(gpu_clock: Any) -> 
         assert len(busy) == 6, "it is known by now that it cannot be helped"
 
 
-def test_what_waits_is_not_captured(gpu_clock: Any) -> None:
+def test_calls_that_wait_are_not_captured(gpu_clock: Any) -> None:
     """As torch's foreach AMP step, which asks whether to skip: its failure would leave the process in capture mode."""
     begun: list[object] = []
     with Model("late") as model:

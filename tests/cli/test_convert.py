@@ -13,7 +13,7 @@ from halfstep.cli.convert import main
 from halfstep.integrations import checkpoint
 
 
-def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_converted_and_models_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with zipfile.ZipFile(Path(__file__).parents[1] / "integrations" / "checkpoints_before.zip") as archive:
         archive.extractall(tmp_path)
     for old in ("step-00000002", "step-00000003.pt"):
@@ -27,7 +27,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], model.weight)
     capsys.readouterr()
     for arguments, words in (
-        ([str(tmp_path / "step-00000003.pt"), str(new)], "exists: give a folder that does not"),
+        ([str(tmp_path / "step-00000003.pt"), str(new)], "exists: pass a folder that does not"),
         ([str(tmp_path / "nowhere"), str(tmp_path / "x")], "cannot be converted: "),
         (["--model", str(new), str(tmp_path / "x")], "holds no model: save it with model="),
     ):

@@ -1,4 +1,4 @@
-"""What every command prints, on every kind of output."""
+"""The output of every command, to terminals, pipes and other encodings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = [
     *(f"why 0.1 {' '.join(formats)}", "why 1e9 fp16 e4m3 e2m1", "why nan fp16 e8m0 int8"),
     *("plan --params 7e9", "plan --model llama-3-8b --gpus 16 --strategy hsdp --shard 8 --seq 4096 --card h100"),
     *("plan --params 7e9 --gpus 8 --compare layouts", "plan --params 7e9 --gpus 64 --compare strategies --card h100"),
-    *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt --env", "help", "bench --help"),
+    *("inspect x.pt", "inspect x.pt --advise --scale 2^10", "doctor x.pt", "doctor", "help", "bench --help"),
 ]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -42,7 +42,7 @@ def printed(words: str, **more: object) -> list[str]:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_output(words: str) -> None:
+def test_every_output_is_printable_and_the_same_with_colour_and_in_ascii(words: str) -> None:
     plain = printed(words, COLUMNS="80")
     assert max(map(len, plain)) <= 80
     assert all(line.isprintable() for line in plain)
@@ -79,7 +79,7 @@ def test_lines_in_a_pipe_are_never_broken(words: str) -> None:
         ({"TERM": "dumb"}, True, False),
     ],
 )
-def test_when_there_is_colour(variables: dict[str, str], is_terminal: bool, coloured: bool) -> None:
+def test_colour_follows_terminal_and_environment(variables: dict[str, str], is_terminal: bool, coloured: bool) -> None:
     found = lines("encode", "2.5", "-f", "fp16", terminal=is_terminal, **{"TERM": "xterm", **variables})
     assert any("\x1b" in line for line in found) == coloured
     assert "\x1b" not in said("encode", "2.5", "--json", terminal=is_terminal, **{"TERM": "xterm", **variables})[1]

@@ -1,4 +1,4 @@
-"""`halfstep plan`: what it prints, writes and draws."""
+"""`halfstep plan`: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def told(words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "number"), [("7e9", 7e9), ("7B", 7e9), ("1.5b", 1.5e9), ("350M", 3.5e8), ("7_000", 7e3), ("2.5e1", 25)]
 )
-def test_ways_to_write_a_number(text: str, number: float) -> None:
+def test_numbers_may_have_suffixes_and_exponents(text: str, number: float) -> None:
     assert numbers.count()(text) == number
 
 
@@ -92,7 +92,7 @@ def test_the_config_of_a_model_is_a_model(tmp_path: Path, monkeypatch: pytest.Mo
         "--params 7e9 --card 24GiB --moments bf16",
     ],
 )
-def test_each_way_to_fit_does_when_typed(words: str) -> None:
+def test_each_way_to_fit_fits_when_typed(words: str) -> None:
     content, shown = told(words), printed(words)
     assert not content["plans"][0]["card"]["fits"] and content["ways"]
     assert shown.index("Does not fit") < shown.index("It fits with any one of these") < shown.index("part")

@@ -1,4 +1,4 @@
-"""What is refused, and how: status 2, one line on standard error that says what is allowed, and nothing is written."""
+"""Wrong usage: status 2, one line on standard error that says what is allowed, and nothing is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["plan", "why", "inspect", "convert", "bench run"])
-def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path) -> None:
+def test_an_unknown_option_gets_the_closest_as_a_suggestion(name: str, folder: Path) -> None:
     for typed in ("--jsno", "--helpp=3"):
         found = complaint(*name.split(), *NEEDED.get(name, []), typed)
         assert found.startswith(f"halfstep {name}: error: unknown option {typed}; ")
@@ -66,6 +66,13 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         ("encode 1 -f fp16 2.5", "argument -f/--format: unknown format '2.5'; choose from fp64, fp32"),
         ("encode -f fp16 -2.5", "; numbers come before -f"),
         ("why fp16 2.5", "; fp16 is a format, and the number comes first"),
+        ("why 1 2 mxfp8 fp16", "expected a format of blocks, such as mxfp8, which several numbers or another"),
+        (f"why {'1 ' * 17} nvfp4", "expected up to 16 numbers, a block of nvfp4, but got 17"),
+        ("why 1 e2m1 mxpf4", "unknown format 'mxpf4'; did you mean 'mxfp4'?"),
+        ("encode 1 -f mxfp4", "Expected a format of single numbers, but got 'mxfp4', one of blocks: choose that"),
+        ("compare mxfp8 nvfp4", "mxfp8_e4m3, a format of blocks, is compared by its errors: pass --numbers 0.1 -100"),
+        ("compare mxfp8 --numbers 1 --file x.npy", "--numbers and --file are both the numbers to compare by; leave"),
+        ("compare mxfp8 --file none.npy", "expected a .npy file of numbers, but none.npy is none"),
         ("encode 1 --rounding nearst", "argument --rounding: unknown rounding 'nearst'; did you mean 'nearest'? Choos"),
         ("encode 1 --seed 1", "--seed 1 draws nothing with --rounding nearest; leave it out, or pass"),
         ("decode 0x1ffff -f fp16", "argument CODE: expected a code of fp16 from 0x0 to 0xffff, but got 0x1ffff"),
@@ -88,14 +95,14 @@ def test_an_unknown_option_is_answered_with_the_nearest(name: str, folder: Path)
         # checkpoints
         ("inspect integers.pt", "integers.pt: expected floating-point tensors, but got none, only 1 of int64"),
         ("inspect zeros.pt --advise", "gradients hold no finite number but 0"),
-        ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', and so has a file before it; inspect them one by on"),
+        ("inspect zeros.pt zeros.pt", "zeros.pt has a tensor 'a', which a file before it also has; inspect them one b"),
         ("inspect zeros.pt --format int8", "argument -f/--format: Expected format to be a floating-point form"),
         ("inspect zeros.pt --scale 2^200", "argument --scale: expected a number from 2^-126 to 2^126"),
         ("inspect zeros.pt --scale 1000 --advise", "--advise: expected --scale to be a power of two, such as 2^16"),
         ("convert nowhere x", "cannot be converted: "),
     ],
 )  # fmt: skip
-def test_what_is_wrong_gets_one_line(words: str, said: str, folder: Path) -> None:
+def test_errors_are_one_line_and_status_2(words: str, said: str, folder: Path) -> None:
     for name, content in (("f", "kept"), ("f.pt", "x"), ("empty.pt", ""), ("README", "# Text, and no tensors in it\n")):
         Path(name).write_text(content)
     torch.save({"a": torch.tensor(3)}, "integers.pt")

@@ -1,4 +1,4 @@
-"""Texts, tables on narrow screens, and the progress bar."""
+"""Text, tables on narrow terminals, and the progress bar."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_windows_of_a_batch_never_change() -> None:
     assert corpus.batch(2**63 - 1, 10**9, range(2), 8)[0][:, 0].tolist() == [140, 157]
 
 
-def test_targets_are_the_next_bytes_and_never_of_the_other_part(corpus: Corpus) -> None:
+def test_targets_are_the_next_bytes_of_the_same_part(corpus: Corpus) -> None:
     train, val = corpus.train.tobytes(), corpus.val.tobytes()
     for part, (inputs, targets) in (
         (train, corpus.batch(0, 0, range(50), 32)),

@@ -1,4 +1,4 @@
-"""Under torchrun --max-restarts a run whose rank is killed goes on by itself, and ends with the bits of a calm one.
+"""Under torchrun --max-restarts, a run whose rank is killed continues, and ends with the bits of an undisturbed one.
 
 The processes are real, and so is ``kill -9``.
 """

@@ -1,4 +1,4 @@
-"""The model: emulated products against a float64 oracle, the same start in every precision, initial weights."""
+"""The model: emulated products against a float64 oracle, and the same initial weights in every precision."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_byte_is_predicted_from_earlier_ones_only() -> None:
     assert model(inputs[:, :21], targets[:, :21]) != model(changed[:, :21], targets[:, :21])
 
 
-def test_adapters_begin_as_the_model_train_only_themselves_and_compute_the_product_of_the_paper() -> None:
+def test_adapters_start_as_the_model_train_alone_and_compute_loras_product() -> None:
     """W + 2 B A in fp64, of every matrix in the blocks."""
     tokens = torch.randint(0, 256, (4, 33), generator=torch.Generator().manual_seed(0))
     model, target = (GPT(SIZES["nano"], Precision.on("fp32", CPU), 0) for _ in range(2))

@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_one_process(runs: tuple[Runs, list[str]]) -> None:
         assert made.report(name)["train_loss"] == pytest.approx(made.report("fp32")["train_loss"], rel=2e-5)
 
 
-def test_each_rank_holds_its_part(runs: tuple[Runs, list[str]]) -> None:
+def test_each_rank_has_its_part_of_the_state(runs: tuple[Runs, list[str]]) -> None:
     made, _ = runs
     whole = [made.report("fp16")[f"{part}_bytes_per_param"] for part in PARTS]
     sizes = {name: [made.report(name)[f"{part}_bytes_per_param"] for part in PARTS]
@@ -137,7 +137,7 @@ def test_another_strategy_continues(runs: tuple[Runs, list[str]], name: str) -> 
         }
 
 
-def test_what_only_saves_memory_changes_no_bit(runs: tuple[Runs, list[str]]) -> None:
+def test_options_that_save_memory_change_no_bit(runs: tuple[Runs, list[str]]) -> None:
     state = runs[0].state
     assert differences(state("ddp"), state("zero1")) == []
     assert differences(state("ddp"), state("zero1 to ddp")) == []

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py from its words to its files: what it writes, what it reports, what it refuses."""
+"""examples/train_gpt.py from the command line to its files: the report, early stopping, signals, and errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -54,6 +55,19 @@ def _runs(folder: Path) -> dict[str, dict[str, Any]]:
     return {run["name"]: run for run in json.loads((folder / "report.json").read_text())["runs"]}
 
 
+def test_a_run_that_ends_with_nan_is_reported(text: Path, tmp_path: Path) -> None:
+    words = ("--precision", "fp32", "--steps", 4, "--warmup", 0, "--lr", 1e30)
+    assert _train(text, tmp_path, *words) == 0
+    run = _runs(tmp_path)["fp32"]
+    assert run["final_train_loss"] is run["final_val_loss"] is None and run["steps"] == 4
+    assert run["validation"] == [] and run["best_val_loss"] is None
+
+
+def test_a_validation_that_is_nan_is_never_the_best() -> None:
+    history = {"validation": [[1, math.nan], [2, 3.0], [3, 2.5], [4, math.nan]]}
+    assert train_gpt.Trainer.best(SimpleNamespace(history=history)) == (3, 2.5, 1)  # type: ignore[arg-type]
+
+
 def test_compare_reports_four_runs(compared: Path) -> None:
     assert sorted(os.listdir(compared)) == ["report.html", "report.json"]
     content, runs = json.loads((compared / "report.json").read_text()), _runs(compared)
@@ -78,7 +92,7 @@ def test_compare_reports_four_runs(compared: Path) -> None:
     assert content["machine"]["halfstep"] == halfstep.__version__
 
 
-def test_the_report_begins_with_what_was_shown_and_stands_alone(compared: Path) -> None:
+def test_the_report_starts_with_the_printed_text_and_is_self_contained(compared: Path) -> None:
     runs, page = _runs(compared), (compared / "report.html").read_text()
     outcome = page.partition('<p class="outcome">')[2].partition("</p>")[0]
     change = 100 * (runs["bf16"]["final_val_loss"] / runs["fp32"]["final_val_loss"] - 1)
@@ -180,7 +194,7 @@ def test_the_table_is_printed(text: Path, tmp_path: Path, capsys: pytest.Capture
     assert re.search(r"Unigram entropy of the text \(.*\): [0-9.]{6}\. MFU", printed)
 
 
-def test_a_loss_that_is_no_number_is_said_and_fails(
+def test_a_non_finite_loss_is_reported_and_fails(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--lr", "1e30", "--warmup", 0, "--steps", 40, "--precision", "fp32", "--save-every", 4)
@@ -275,7 +289,7 @@ def test_resuming_another_run_is_refused_and_nothing_touched(
         (("--resume", "--data", __file__), "data is "),
         (("--resume", "--precision", "fp16"), "there is no checkpoint below"),
         (("--precision", "fp16", "--resume", out), f"--resume {out} has no checkpoint of 'fp16'; pass a checkpoint"),
-        ((), "step-00000012 is there already; pass --resume to continue, or another --out"),
+        ((), "step-00000012 already exists; pass --resume to continue, or another --out"),
     ):
         assert _train(text, out, "--save-every", 6, *more) == 2
         assert expected in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent; what is damaged, missing or foreign is named; the last good one loads."""
+"""A checkpoint is complete or absent; damaged, missing and foreign files are named; the last good one loads."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
 REFUSED: dict[str, tuple[Any, str]] = {
     "path": (Path("x"), r"state\.x to be a tensor.* but got a pathlib\.PosixPath, .*: save str\(\.\.\.\) of it"),
-    "object": (Custom(), "but got a .*Custom, which load could not restore"),
+    "object": (Custom(), "but got a .*Custom, which load cannot restore"),
     "subclass": (collections.defaultdict(list), "but got a collections.defaultdict, .*: save dict"),
-    "module": (torch.nn.Linear(1, 1), "Linear, which load could not restore: save its state_dict"),
+    "module": (torch.nn.Linear(1, 1), "Linear, which load cannot restore: save its state_dict"),
     "key": ({Path("x"): 1}, "a key of state.x to be a tensor"),
     "key with a tensor": ({(torch.ones(1),): 1}, "a key of state.x.0 not to contain tensors"),
     "cycle": (CYCLE, "nested more than 100 deep"),
     "integer": (10**4000, "state.x is an integer of more than 3,000 digits"),
-    "numpy text": (np.array(["a"]), "state.x is of numpy's <U1: save its .tolist"),
+    "numpy text": (np.array(["a"]), "state.x has numpy dtype <U1: save its .tolist"),
     "sparse": (torch.eye(2).to_sparse(), "tensor state.x to be dense, but got torch.sparse_coo: save its to_dense"),
     "meta": (torch.ones(1, device="meta"), "tensor state.x to be an ordinary tensor with memory, but got meta"),
     "complex128": (torch.ones(1, dtype=torch.complex128), "but got torch.complex128: save a view or a copy"),
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+def test_values_that_could_not_be_read_back_are_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
     value, words = REFUSED[name]
     with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.save(tmp_path / "run", 1, {"x": value})
@@ -196,7 +196,7 @@ def test_a_model_is_exported_for_other_programs(tmp_path: Path) -> None:
         checkpoint.export(checkpoint.save(tmp_path / "whole", 1, {"x": 1}), tmp_path / "out")
 
 
-def test_with_and_without_a_model_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_checkpoints_with_and_without_a_model_are_not_confused(tmp_path: Path) -> None:
     without, shards = checkpoint.save(tmp_path, 1, {"x": 1}), _save(tmp_path, 2)
     assert checkpoint.checkpoints(tmp_path) == [(1, without), (2, shards)]
     _refused(without, "it holds no model: load it without model=, then use load_model")
@@ -207,11 +207,13 @@ def test_with_and_without_a_model_are_not_taken_for_each_other(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"asynchronous": True}, "Expected model to be given together with asynchronous, but got None"),
-        ({"optimizer": 1}, "Expected model to be given together with optimizer, but got None: pass model="),
-        ({"scaler": 1}, "Expected model to be given together with scaler, but got None"),
-        ({"keep": 0}, "Expected keep to be at least 1, but got 0"),
-        ({"step": -1}, "Expected step to be at least 0, but got -1"),
+        ({"asynchronous": True}, "Expected a model together with asynchronous, but got model=None"),
+        ({"optimizer": 1}, "Expected a model together with optimizer, but got model=None: pass model="),
+        ({"scaler": 1}, "Expected a model together with scaler, but got model=None"),
+        ({"keep": 0}, "Expected keep to be an integer of at least 1, but got 0"),
+        ({"keep": 2.0}, "Expected keep to be an integer of at least 1, but got 2.0"),
+        ({"step": -1}, "Expected step to be an integer of at least 0, but got -1"),
+        ({"step": 1.5}, "Expected step to be an integer of at least 0, but got 1.5"),
         ({"optimizer_state": "compact"}, "Expected optimizer_state to be 'held' or 'canonical', but got 'compact'"),
     ],
 )
@@ -239,7 +241,7 @@ def test_every_flipped_byte_and_every_truncation_is_found(two: tuple[Path, Path]
     _is_good(path, 20)
 
 
-def test_damage_is_named_with_the_good_one_and_newest_passes_over_what_is_cut(two: tuple[Path, Path]) -> None:
+def test_damage_is_named_with_a_good_checkpoint_and_newest_skips_truncated_ones(two: tuple[Path, Path]) -> None:
     good, path = two
     whole = (path / MODEL).read_bytes()
     (path / MODEL).write_bytes(whole[:-3] + bytes([whole[-3] ^ 16]) + whole[-2:])
@@ -249,7 +251,7 @@ def test_damage_is_named_with_the_good_one_and_newest_passes_over_what_is_cut(tw
     _refused(path, rf"{MODEL} has {len(whole) - 7} of {len(whole)} bytes: it was cut off; {good} is good")
     assert checkpoint.newest(path.parent) == good
     shutil.copy(good / MODEL, path / MODEL)
-    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it was changed or .*, or is of another")
+    _refused(path, rf"{MODEL} does not have the checksum in manifest.json: it was changed or .*, or belongs to another")
     (good / MODEL).unlink()
     _refused(path, "no other checkpoint in that folder is good: delete it")
 
@@ -261,7 +263,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: shutil.copy(path / MODEL, path / "model-00002-of-00002.safetensors"),
         r"it holds model-00002-of-00002.safetensors, which its manifest.json does not list: shards of another",
     ),
-    "no checkpoint": (shutil.rmtree, r"no checkpoint .*step-00000020; in that folder there are: .*step-00000010"),
+    "no checkpoint": (shutil.rmtree, r"no checkpoint .*step-00000020; that folder has: .*step-00000010"),
     "4 TB": (lambda path: os.truncate(path / OPTIMIZER, 4 << 40), rf"{OPTIMIZER} has {4 << 40} of \d+ bytes"),
 }
 
@@ -276,7 +278,7 @@ def test_files_that_do_not_belong_together_are_named(two: tuple[Path, Path], nam
     assert checkpoint.newest(path.parent) == good and time.monotonic() - begun < 5
 
 
-def test_an_unreadable_neighbour_is_passed_over(two: tuple[Path, Path]) -> None:
+def test_unreadable_neighbours_are_skipped(two: tuple[Path, Path]) -> None:
     good, path = two
     for number, manifest in enumerate((b"[" * 10**5, b'{"content": 1e999}', b"\xff", b"")):
         neighbour = path.with_name(f"step-0000009{number}")
@@ -333,7 +335,7 @@ def test_folders_of_torch_alone_are_read_but_not_without_their_files(tmp_path: P
     (path / "__0_0.distcp").unlink()
     _refused(path, r"its file '__0_0.distcp' is missing")
     (path / ".metadata").unlink()
-    _refused(path, "has no manifest.json, and is not a checkpoint of torch with .metadata")
+    _refused(path, "has no manifest.json, and is not a torch.distributed.checkpoint folder with .metadata")
 
 
 def test_members_of_enums_may_be_pickled_by_getattr(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_members_of_enums_may_be_pickled_by_getattr(tmp_path: Path) -> None:
     assert torch.equal(fresh.weight, model.weight)
 
 
-def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_path: Path) -> None:
+def test_torchs_optimizer_is_saved_and_loaded_and_halfstep_continues_it(tmp_path: Path) -> None:
     model, _ = _training(5.0)
     theirs = torch.optim.AdamW(model.parameters(), lr=0.25)
     for parameter in model.parameters():
@@ -371,7 +373,7 @@ def test_torchs_optimizer_is_saved_and_loaded_as_well_and_ours_continues_it(tmp_
     assert torch.equal(other.masters()[fresh.weight], model.weight.float())
 
 
-def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_path: Path) -> None:
+def test_checkpoints_of_earlier_versions_load_and_convert_with_the_same_bits(tmp_path: Path) -> None:
     """checkpoints_before.zip was written by the version before "halfstep checkpoint 2": canonical, held, one file."""
     with zipfile.ZipFile(Path(__file__).with_name("checkpoints_before.zip")) as archive:
         archive.extractall(tmp_path / "old")
@@ -389,6 +391,8 @@ def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_pat
         new = checkpoint.convert(old, tmp_path / "new" / old.name)
         assert sorted(os.listdir(new)) == sorted([*FILES, "state-00001-of-00001.safetensors"])
         assert attacks.content_of(new)["step"] == step
+        renamed = checkpoint.convert(old, tmp_path / "new" / f"run{step}" / "v2-step-00000040")
+        assert attacks.content_of(renamed)["step"] == 40
         bits_of_new, state_of_new = loaded(new)
         assert bits_of_new == bits and repr(state_of_new) == repr(state)
         assert state["pair"] == (1, b"x") and type(state["array"]) is np.ndarray
@@ -400,10 +404,10 @@ def test_checkpoints_of_before_load_and_are_converted_with_the_same_bits(tmp_pat
         checkpoint.load(file)
     state = checkpoint.load(checkpoint.convert(file, tmp_path / "new" / "step-00000003"))
     assert state["tokens"] == 30 and state["model"]["weight"].dtype == torch.bfloat16
-    with pytest.raises(checkpoint.CheckpointError, match="step-00000003 exists: give a folder that does not"):
+    with pytest.raises(checkpoint.CheckpointError, match="step-00000003 exists: pass a folder that does not"):
         checkpoint.convert(file, tmp_path / "new" / "step-00000003")
     file.write_bytes(file.read_bytes()[:-90] + file.read_bytes()[-89:])
-    with pytest.raises(checkpoint.CheckpointError, match="do not have the checksum on its last line"):
+    with pytest.raises(checkpoint.CheckpointError, match="do not match the checksum on its last line"):
         checkpoint.convert(file, tmp_path / "new" / "step-00000004")
     shard = old / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
@@ -433,7 +437,7 @@ def test_a_folder_of_this_format_that_four_ranks_wrote_loads_with_the_same_bits(
 # ------------------------------------------------------------------------------------------------------ interruptions
 
 
-def test_the_newest_are_kept_and_nothing_of_others_is_touched(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_other_files_untouched(tmp_path: Path) -> None:
     names = "notes.txt step-1 step-00000003.pt .checkpoint-12345678 .halfstep-notes .replaced-x x.lock".split()
     names += [".halfstep-0123456789abcdef0", ".halfstep-0123456789abcdef", ".halfstep-0123456789abcdeg.lock"]
     for name in names:
@@ -450,7 +454,7 @@ def test_the_newest_are_kept_and_nothing_of_others_is_touched(tmp_path: Path) ->
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_a_save_that_ends_early_costs_nothing(
+def test_an_aborted_save_leaves_earlier_checkpoints_intact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, failure: BaseException
 ) -> None:
     for step in (1, 2):
@@ -518,7 +522,7 @@ tests._save(tests.Path(sys.argv[1]), 7)
     _is_good(tmp_path / "step-00000007", 7)
 
 
-def test_a_folder_that_a_rank_does_not_see_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_rank_does_not_see_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = storage.write_shards
     monkeypatch.setattr(storage, "write_shards", lambda folder, *rest: write(Path("nowhere"), *rest))
     with pytest.raises(checkpoint.CheckpointError, match=r"Expected a folder that all ranks share, .* see nowhere"):
@@ -542,7 +546,7 @@ def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_training_goes_on_while_it_is_written(tmp_path: Path, go: threading.Event) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, go: threading.Event) -> None:
     model, optimizer = _training(3.0)
     expected = attacks.state_of(model, optimizer, None)
     state: dict[str, Any] = {"at": 3, "list": [1], "array": np.zeros(2), "tensor": torch.zeros(2)}
@@ -566,9 +570,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path, go: threading.Even
     assert attacks.state_of(fresh, other, None) == expected
 
 
-def test_an_interrupt_while_a_save_in_the_background_is_waited_for_does_not_lose_it(
-    tmp_path: Path, go: threading.Event
-) -> None:
+def test_an_interrupted_wait_does_not_lose_an_asynchronous_save(tmp_path: Path, go: threading.Event) -> None:
     pending = _save(tmp_path, 1, asynchronous=True)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
@@ -579,7 +581,9 @@ def test_an_interrupt_while_a_save_in_the_background_is_waited_for_does_not_lose
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_an_error_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+def test_an_error_of_an_asynchronous_save_is_raised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
     _save(tmp_path, 1)
 
     def full(descriptor: int) -> None:
@@ -602,7 +606,7 @@ def test_an_error_in_the_background_is_told_once(tmp_path: Path, monkeypatch: py
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
 
 
-def test_saves_in_the_background_follow_each_other(tmp_path: Path) -> None:
+def test_asynchronous_saves_run_one_after_the_other(tmp_path: Path) -> None:
     pendings = [_save(tmp_path, step, asynchronous=True, keep=3) for step in range(1, 6)]
     pendings[-1].result()
     assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [3, 4, 5]

@@ -1,4 +1,4 @@
-"""Checkpoints of the optimizer's state as it is held: their size, resuming in another process, what is refused."""
+"""Checkpoints of the optimizer state in the held format: size, resuming in another process, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 ELSEWHERE = (
-    "load it into an optimizer of halfstep, in one process or under fully_shard, and save it there with "
+    "load it into a halfstep optimizer, in one process or under fully_shard, and save it again with "
     "optimizer_state='canonical'"
 )
 OF_AN_ENTRY = 1024  # bytes of an entry on disk besides its elements: in the header, the manifest and state.json
@@ -98,7 +98,7 @@ def test_the_file_takes_the_bytes_that_the_state_takes(layout: str, tmp_path: Pa
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @layouts
-def test_a_run_goes_on_with_the_same_bits(layout: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_bits(layout: str, asynchronous: bool, tmp_path: Path) -> None:
     """Steps that are taken while a checkpoint is written in the background do not reach it."""
     run = _run(layout, steps=3, where=OffloadedAdamW if asynchronous else halfstep.AdamW)
     pending: Any = _save(tmp_path, run, asynchronous=asynchronous)
@@ -121,7 +121,7 @@ def test_one_file_of_gathered_state_goes_on_with_the_same_bits(tmp_path: Path) -
     assert _bits(resumed) == _bits(run)
 
 
-def test_it_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Path) -> None:
+def test_held_is_the_default_and_other_optimizers_are_saved_canonical(tmp_path: Path) -> None:
     model, optimizer = _run("split, 8 bits", steps=1)
 
     def keys(**options: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, the last good one, and nothing left for good."""
+"""Ctrl-C while a checkpoint is written or read: KeyboardInterrupt, a good checkpoint, and no leftover files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_interrupt_between_two_parts_is_prompt_and_is_what_is_raised(
     assert found.keys() == state.keys()
 
 
-def test_signals_are_kept_back_and_then_delivered_in_order() -> None:
+def test_signals_are_delayed_and_then_delivered_in_order() -> None:
     heard = []
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: heard.append(number))
@@ -91,7 +91,7 @@ def test_signals_are_kept_back_and_then_delivered_in_order() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def test_threads_neither_hold_nor_deliver() -> None:
+def test_other_threads_neither_delay_nor_deliver_signals() -> None:
     def elsewhere() -> None:
         with interrupts.held():
             interrupts.poll()

@@ -1,7 +1,8 @@
-"""The doctor: texts, what it leaves behind, first_nonfinite, checkpoints and environments."""
+"""The doctor: texts, faulty training loops, first_nonfinite, checkpoints and environments."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
 from contextlib import nullcontext
@@ -18,10 +19,11 @@ from torch import nn
 
 import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
-from halfstep.integrations.doctor.environment import Machine, examine_environment
+from halfstep.integrations.doctor.environment import examine_environment, facts
 from halfstep.integrations.doctor.findings import TEXTS
 from halfstep.integrations.doctor.rules import examine_checkpoint
 from halfstep.integrations.tensor_files import read_all
+from halfstep.kernels import compiler
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +70,7 @@ def test_the_shares_of_lost_updates_are_those_of_steps() -> None:
     assert found.stake == f"{100 * unchanged / total:.1f} % of the updates in 3 steps change nothing"
 
 
-def test_muon_in_bf16_is_answered() -> None:
+def test_lost_updates_and_16_bit_momentum_of_muon_are_found() -> None:
     model = torch.nn.Linear(256, 256, bias=False).bfloat16()
     found = halfstep.doctor(model, torch.optim.Muon(model.parameters(), lr=1e-4))
     assert found.names == ["updates-lost", "moments-in-16-bits"] and "halfstep.Muon" in str(found)
@@ -86,23 +88,24 @@ def test_lost_updates_are_predicted_at_rest(dtype: torch.dtype, lr: float, which
         optimizer.step()
 
 
-def test_arguments_that_cannot_be_examined() -> None:
+def test_arguments_that_cannot_be_examined_are_refused() -> None:
     model = _net()
     assert error_of(TypeError, lambda: doctor([model], None)) == (  # type: ignore[arg-type]
         "Expected model to be a torch.nn.Module, but got a list"
     )
-    assert error_of(TypeError, lambda: doctor(model, [model])) == (
-        "Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a Sequential"
-    )
+    for optimizer, name in (([model], "Sequential"), (0, "int"), (False, "bool")):
+        assert error_of(TypeError, lambda optimizer=optimizer: doctor(model, optimizer)) == (
+            f"Expected optimizer to be an optimizer with param_groups, or a sequence of them, but got a {name}"
+        )
     for scaler in ("fp16", torch.float16, model, Precision("fp16")):
         assert error_of(TypeError, lambda scaler=scaler: doctor(model, None, scaler)) == (
             "Expected scaler to be a loss scaler with scale, step, update and get_scale, or an object with one as "
             f"_scaler, loss_scaler, scaler, but got a {type(scaler).__name__}: pass the torch.amp.GradScaler or "
-            "halfstep.GradScaler, or None without one"
+            "halfstep.GradScaler, or None if there is none"
         )
 
 
-def test_optimizers_and_scalers_are_examined_in_what_holds_them() -> None:
+def test_wrapped_optimizers_and_scalers_are_examined() -> None:
     model = _net()
     optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
     collapsed = torch.amp.GradScaler("cpu", init_scale=0.0)
@@ -124,7 +127,7 @@ def test_no_false_alarm(case: doctor_cases.Case) -> None:
 
 
 @pytest.mark.parametrize("case", doctor_cases.BREAKS, ids=str)
-def test_a_broken_loop_is_told(case: doctor_cases.Case) -> None:
+def test_faults_of_training_loops_are_named(case: doctor_cases.Case) -> None:
     names = case.told()
     assert case.name in names
     # Steps do not show these to be copies.
@@ -146,7 +149,7 @@ def test_one_value_that_is_not_finite_is_named(dtype: torch.dtype, value: float)
     assert "halfstep.integrations.doctor.first_nonfinite(model)" in found.remedy
 
 
-def test_where_nan_is() -> None:
+def test_nan_in_buffers_and_codes_and_inf_in_gradients_are_located() -> None:
     model = nn.Sequential(nn.Linear(128, 64, dtype=BF16), nn.BatchNorm1d(64))
     optimizer = halfstep.AdamW(model.parameters(), state_dtype="8bit", rounding="stochastic")
     for value in (0.0, math.nan):
@@ -271,7 +274,7 @@ def test_operations_of_a_backward_and_in_place_are_named() -> None:
     assert str(found) == "Inf from aten.mul_.Tensor in no module; inputs: fp16 of shape (2,) up to 300"
 
 
-def test_infinities_that_are_meant_are_not_reported() -> None:
+def test_intended_infinities_are_not_reported() -> None:
     """Masks of attention, and what follows from NaN inputs."""
     scores = torch.randn(1, 4, 8, 8)
     with first_nonfinite(nn.Identity()) as found:
@@ -294,7 +297,7 @@ def _saved(folder: Path, **tensors: torch.Tensor) -> Diagnosis:
     return examine_checkpoint(read_all([file]))
 
 
-def test_a_healthy_checkpoint(tmp_path: Path) -> None:
+def test_a_healthy_checkpoint_has_no_findings(tmp_path: Path) -> None:
     model = _net()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -307,19 +310,19 @@ def test_a_healthy_checkpoint(tmp_path: Path) -> None:
 
 
 CHECKPOINTS: list[tuple[dict[str, torch.Tensor], str, str]] = [
-    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "is NaN or Inf"),
-    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "is NaN or Inf"),
+    ({"weight": torch.tensor([1.0, float("nan")])}, "values-not-finite", "stays NaN or Inf"),
+    ({"weight": torch.tensor([1e38, -math.inf])}, "values-not-finite", "stays NaN or Inf"),
     ({"state__exp_avg_sq": torch.tensor([1.0, -1e-9])}, "negative-second-moment", "is NaN"),
     ({"state__exp_avg_sq": torch.ones(4, dtype=BF16)}, "moments-in-16-bits", "steps shrank"),
-    ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer holds them in bf16"),
+    ({"exp_avg": torch.randn(1000).bfloat16().float()}, "state-was-rounded", "unless the optimizer keeps them in bf16"),
     ({"weight": torch.randn(1024).bfloat16().float()}, "weights-in-twice-the-bytes", "2 KiB of the file"),
-    ({"weight": torch.empty(0)}, "tensors-without-elements", "does not hold the model"),
+    ({"weight": torch.empty(0)}, "tensors-without-elements", "does not contain the model"),
     ({"head": torch.arange(2048.0) / 3, "embedding": torch.arange(2048.0) / 3}, "saved-twice", "8 KiB; if they"),
 ]
 
 
 @pytest.mark.parametrize(("tensors", "name", "stake"), CHECKPOINTS)
-def test_a_checkpoint_that_shows_a_fault(
+def test_faults_in_a_checkpoint_are_named(
     tmp_path: Path, tensors: dict[str, torch.Tensor], name: str, stake: str
 ) -> None:
     found = _saved(tmp_path, **tensors)
@@ -327,7 +330,7 @@ def test_a_checkpoint_that_shows_a_fault(
 
 
 @pytest.mark.parametrize("count", [1 << 40, (1 << 63) - 1])
-def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count: int) -> None:
+def test_a_small_file_with_an_expanded_tensor_is_examined_quickly(tmp_path: Path, count: int) -> None:
     """What is read is the memory, which is what the file has."""
     found = _saved(tmp_path, ones=torch.ones(1).expand(count), rows=torch.tensor([1.0, math.nan]).expand(1 << 40, 2))
     assert found.examined.endswith("with 2 tensors, 12 B") and found.names == ["values-not-finite"]
@@ -336,63 +339,64 @@ def test_a_small_file_of_an_expanded_tensor_is_little_work(tmp_path: Path, count
 
 # ---------------------------------------------------------------------------------------------------------- environment
 
-RANK = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "9", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
-TORCHRUN = {**RANK, "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "1"}
-GOOD: dict[str, Any] = {
-    "variables": TORCHRUN,
-    "cores": 64,
-    "gpus": 8,
-    "gpu_files": True,
-    "cuda": "12.9",
-    "versions": {"torch": "2.13.0+cu129", "triton": "3.7.1"},
-    "interfaces": ("lo", "docker0", "eth0"),
-    "shared_memory": 8 << 30,
-}
+
+def _machine(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, *, gpu: bool = False, triton: str = "3.7.1",
+    torch_version: str = "2.13.0", cxx: bool = True, interpret: str = "0",
+) -> None:  # fmt: skip
+    """Pretend that this machine is so; `triton` is "" where it is not installed."""
+
+    def version(name: str) -> str:
+        if not triton:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return triton
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(compiler, "compiler", lambda: ["c++"] if cxx else None)
+    monkeypatch.setattr(compiler, "FOLDER", cache / "no wheel")
+    monkeypatch.setenv("HALFSTEP_CACHE", str(cache / "kernels"))
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
 
 
-def test_a_good_environment() -> None:
-    machine = Machine(**GOOD)
-    assert examine_environment(machine).ok
-    assert ("rank", "9 of 16 on 2 machines") in machine.facts() and ("interfaces", "eth0") in machine.facts()
-    assert examine_environment(Machine({})).ok
-    for names in ("eth", "^docker", "=eth0"):  # as NCCL reads them
-        assert examine_environment(Machine(**{**GOOD, "variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": names}})).ok
-    facts = dict(Machine.here().facts())
-    assert facts["torch"] == torch.__version__ and int(facts["cores"]) >= 1
+@pytest.mark.parametrize(
+    ("kernels", "changed"),
+    [("C++", {}), ("C++", {"triton": ""}), ("Triton", {"gpu": True}), ("Triton", {"gpu": True, "cxx": False})],
+)
+def test_a_good_environment_has_no_findings(
+    kernels: str, changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch, tmp_path, **changed)
+    assert examine_environment().ok and facts()["kernels"] == kernels
+
+
+def test_libraries_of_a_wheel_need_neither_compiler_nor_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _machine(monkeypatch, tmp_path, cxx=False)
+    monkeypatch.setattr(compiler, "FOLDER", tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert examine_environment().ok and facts()["kernels"] == "C++"
 
 
 ENVIRONMENTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"versions": {"torch": "2.10.0"}, "gpus": 0, "gpu_files": False}, "version-too-old", "torch 2.10.0"),
-    ({"cuda": None, "gpus": 0}, "gpu-not-usable", "torch.cuda"),
-    ({"versions": {"torch": "2.13.0"}}, "no-triton", "triton"),
-    ({"compiler": False, "gpus": 0, "gpu_files": False}, "no-compiler", "C++"),
-    ({"variables": {"SLURM_NTASKS": "4"}}, "ranks-not-set", "SLURM_NTASKS=4"),
-    ({"variables": RANK}, "ranks-not-set", "MASTER_PORT"),
-    ({"variables": {**TORCHRUN, "RANK": "16"}}, "rank-out-of-range", "RANK=16"),
-    ({"gpus": 1}, "rank-without-gpu", "LOCAL_RANK=1"),
-    ({"variables": {**TORCHRUN, "MASTER_ADDR": "localhost"}}, "master-is-local", "MASTER_ADDR=localhost"),
-    (
-        {"variables": {**TORCHRUN, "NCCL_SOCKET_IFNAME": "ib"}},
-        "interface-not-there",
-        "NCCL_SOCKET_IFNAME=ib",
-    ),
-    ({"interfaces": ("lo", "eth0", "ib0")}, "interface-not-chosen", "eth0, ib0"),
-    ({"variables": {**TORCHRUN, "TRITON_INTERPRET": "1"}}, "kernels-interpreted", "TRITON_INTERPRET"),
-    ({"variables": {**TORCHRUN, "CUDA_LAUNCH_BLOCKING": "1"}}, "slow-setting", "CUDA_LAUNCH_BLOCKING=1"),
-    ({"variables": {**TORCHRUN, "CUDA_VISIBLE_DEVICES": ""}}, "gpus-hidden", "CUDA_VISIBLE_DEVICES"),
-    (
-        {"variables": {**TORCHRUN, "OMP_NUM_THREADS": "1"}, "gpus": 0, "gpu_files": False},
-        "one-thread-per-rank",
-        "OMP_NUM_THREADS=1",
-    ),
-    ({"shared_memory": 64 << 20}, "little-shared-memory", "/dev/shm"),
+    ({"torch_version": "2.10.0+cu128"}, "version-too-old", "torch 2.10.0+cu128"),
+    ({"triton": "3.5.1"}, "version-too-old", "triton 3.5.1"),
+    ({"gpu": True, "triton": ""}, "no-triton", "triton"),
+    ({"cxx": False}, "no-compiler", "C++"),
+    ({}, "cache-not-writable", "kernels"),
+    ({"interpret": "1"}, "kernels-interpreted", "TRITON_INTERPRET"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "name", "where"), ENVIRONMENTS)
-def test_an_environment_with_a_fault(changed: dict[str, Any], name: str, where: str) -> None:
-    found = examine_environment(Machine(**{**GOOD, **changed}))
-    assert [(one.name, one.where) for one in found.findings] == [(name, where)], str(found)
+def test_faults_of_an_environment_are_named(
+    changed: dict[str, Any], name: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machine(monkeypatch, tmp_path, **changed)
+    if name == "cache-not-writable":  # root may write everywhere
+        monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    found = examine_environment()
+    assert [(one.name, Path(one.where).name) for one in found.findings] == [(name, where)], str(found)
 
 
 def test_each_finding_has_a_row_in_the_docs_and_a_case() -> None:

@@ -1,4 +1,4 @@
-"""What frameworks and users of torch's optimizers count on beyond the arithmetic."""
+"""What frameworks and users of torch's optimizers rely on beyond the arithmetic."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def training(layout: str, steps: int = 3) -> tuple[torch.nn.Module, Any]:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_frameworks_that_ask_for_torchs_class_find_it(ours: Any, theirs: Any) -> None:
+def test_optimizers_are_instances_of_torchs_classes(ours: Any, theirs: Any) -> None:
     optimizer = ours([torch.nn.Parameter(torch.ones(3))])
     assert isinstance(optimizer, theirs) and isinstance(optimizer, torch.optim.Adam)
     assert isinstance(optimizer, halfstep.Adam)
@@ -252,7 +252,7 @@ def test_a_step_count_that_is_none_is_refused(count: Any, message: str) -> None:
         assert all(torch.equal(value, after["state"][index][key]) for key, value in entry.items())
 
 
-def test_tensors_of_others_in_the_state_move_to_the_parameters_device() -> None:
+def test_loaded_tensors_move_to_the_device_of_their_parameter() -> None:
     """As torch's do; the dtype stays."""
     parameter = torch.nn.Parameter(torch.ones(3, device="meta"))
     optimizer = halfstep.AdamW([parameter])
@@ -302,7 +302,7 @@ def test_a_master_kept_in_another_way_from_now_on_keeps_its_bits(before: str, af
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": False}, {"eps": 0.0}])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_asking_for_the_state_of_a_fresh_optimizer_takes_no_step(options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_state_dict_of_a_new_optimizer_takes_no_step(options: dict[str, Any], dtype: torch.dtype) -> None:
     """torch.distributed.checkpoint takes a step with lr = 0 and gradients of 0 to find out what state there is."""
     model = torch.nn.Linear(3, 3).to(dtype)
     fresh = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Optimizers and scaler on a real GPU: the reference's bits, no waiting, few launches, streams, CUDA graphs.
+"""Optimizers and scaler on a real GPU: the reference's bits, no synchronization, few launches, streams, CUDA graphs.
 
 Imports nothing but pytest and torch, so that they run on a machine that has only these.
 """

@@ -1,4 +1,4 @@
-"""States of the 8-bit optimizers of bitsandbytes, torchao and flashoptim: real ones where they are installed."""
+"""Loading state of the 8-bit optimizers of bitsandbytes, torchao and flashoptim; real state if they are installed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def moments_of_torch(dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", ["AdamW8bit", "Adam8bit", "PagedAdamW8bit"])
-def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
+def test_states_of_bitsandbytes_are_decoded(kind: str, dtype: torch.dtype) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     if kind.startswith("Paged") and not torch.cuda.is_available():
         pytest.skip("pages need a GPU")
@@ -73,7 +73,7 @@ def test_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:OptimState:UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
-def test_torchao(kind: str, dtype: torch.dtype) -> None:
+def test_states_of_torchao_are_decoded(kind: str, dtype: torch.dtype) -> None:
     """The states of its optimizers, whose steps are compiled, filled by its own operators."""
     optim = pytest.importorskip("torchao.optim")
     from torchao.optim import subclass_4bit, subclass_8bit, subclass_fp8
@@ -132,7 +132,7 @@ def as_flashoptim(parameters: list[Any], moments: list[Any], master_bits: int | 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("master_bits", [None, 24, 32])
-def test_flashoptim(dtype: torch.dtype, master_bits: int | None) -> None:
+def test_states_and_masters_of_flashoptim_are_decoded(dtype: torch.dtype, master_bits: int | None) -> None:
     if dtype == FP32 and master_bits:
         pytest.skip("fp32 parameters have no rests")
     parameters, exact = parameters_of(dtype, SHAPES), moments_of_torch(dtype)
@@ -196,7 +196,7 @@ def test_codes_load_into_ours_rounded_to_nearest() -> None:
 
 
 @pytest.mark.parametrize("blocks", [33, 5, 4])
-def test_scales_of_another_blocking_are_named(blocks: int) -> None:
+def test_scales_of_another_block_size_are_refused(blocks: int) -> None:
     """Blocks of 256 and, in older versions of bitsandbytes, of 2,048 elements."""
     codes = torch.randint(256, SHAPES[0], dtype=torch.uint8)
     state = {"step": 3, "state1": codes, "state2": codes}
@@ -216,7 +216,7 @@ def test_scales_of_another_blocking_are_named(blocks: int) -> None:
     assert not optimizer.state
 
 
-def test_what_cannot_be_decoded_is_named() -> None:
+def test_states_that_cannot_be_decoded_are_refused() -> None:
     parameter = parameters_of(FP32, SHAPES)[0]
     optimizer = halfstep.AdamW([parameter])
     groups = optimizer.state_dict()["param_groups"]

@@ -1,4 +1,4 @@
-"""Checkpoints of other optimizers, in the shapes that they save, and ours in theirs."""
+"""Loading checkpoints of other optimizers in the formats that they save, and halfstep's into theirs."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_parameters_without_state_keep_the_masters_given() -> None:
 
 
 @layouts
-def test_entries_of_nobody_are_carried_along(name: str) -> None:
+def test_unknown_entries_are_kept(name: str) -> None:
     """As torch does, which lets others keep numbers of their own in the state."""
     optimizer = trained(name)[1]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -154,7 +154,7 @@ def test_transformer_engine_leaves_none_where_it_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}, {}])
 @layouts
-def test_ours_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any]) -> None:
+def test_state_loads_into_torchs_adamw_and_back(name: str, options: dict[str, Any]) -> None:
     """torch's then trains fp32 parameters from the masters; going back, ours has torch's moments and weights."""
     dtype, layout = LAYOUTS[name]
     amsgrad = options.get("amsgrad", False)
@@ -266,7 +266,7 @@ def test_parameters_of_the_same_names_in_another_order_are_refused() -> None:
         ([torch.ones(5, 7).int()] * 4, "Expected masters[0] to be a floating-point tensor, but got torch.int32"),
     ],
 )
-def test_masters_that_cannot_be_are_refused(masters: Any, message: str) -> None:
+def test_invalid_masters_are_refused(masters: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         with_masters(as_apex(trained("split")[1]), masters)
     assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Ctrl-C in `step` and `load_state_dict`. The program runs in a process of its own: it replaces handlers of signals."""
+"""Ctrl-C in `step` and `load_state_dict`, in a separate process, because the program replaces signal handlers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from halfstep.integrations.interrupts import apply
     ("backend", "options"),
     [("auto", ""), ("auto", "--offloaded"), ("auto", "--offloaded --sharded"), ("reference", ""), ("auto", "--muon")],
 )
-def test_an_interrupted_step_or_load_is_done_or_not_begun(backend: str, options: str) -> None:
+def test_an_interrupted_step_or_load_is_complete_or_not_begun(backend: str, options: str) -> None:
     tries = "15"
     done = forks.run([interrupts.__file__, "--tries", tries, "--seed", "1", "--backend", backend, *options.split()])
     assert done.returncode == 0, done.stdout + done.stderr

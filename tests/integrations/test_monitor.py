@@ -1,4 +1,4 @@
-"""AmpMonitor: what it counts in a training loop is what the gradients were, whatever the loss scale did."""
+"""AmpMonitor: its counts are those of the unscaled gradients, whatever the loss scale does."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_stepping_by_hand_and_detaching() -> None:
     assert monitor.report().steps == 0
 
 
-def test_what_was_counted_goes_on_from_a_checkpoint() -> None:
+def test_counts_continue_from_a_checkpoint() -> None:
     model = model_of()
     first = AmpMonitor(model, every=2)
     for _ in range(3):
@@ -104,6 +104,8 @@ def test_what_was_counted_goes_on_from_a_checkpoint() -> None:
     assert state["counts"].sum() < second.state_dict()["counts"].sum(), "the state is a copy"
     with pytest.raises(ValueError, match="Expected format in state_dict to be that of this monitor, 'bf16', but got"):
         AmpMonitor(model, format="bf16").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"Expected format in state_dict .*, 'fp16', but got None"):
+        AmpMonitor(model).load_state_dict({})
     with pytest.raises(ValueError, match=r"Expected names in state_dict to be that of this monitor, \['weight',"):
         AmpMonitor(model[0]).load_state_dict(state)
 
@@ -141,7 +143,7 @@ def test_scalars_are_those_of_the_step(make: Any) -> None:
     assert all(type(value) is float for row in rows for value in row.values())
 
 
-def test_scalars_of_steps_without_a_scaler_of_ours() -> None:
+def test_scalars_without_a_halfstep_scaler() -> None:
     model = model_of()
     optimizer = halfstep.AdamW(model.parameters(), max_grad_norm=0.1)
     monitor = AmpMonitor(model, torch.amp.GradScaler("cpu", init_scale=2.0, enabled=False)).attach(optimizer)
@@ -158,7 +160,7 @@ def test_scalars_of_steps_without_a_scaler_of_ours() -> None:
     assert monitor.scalars() == {"halfstep/scale": 2.0, "halfstep/underflow": 0}
 
 
-def test_gradients_that_overflow_and_those_that_are_not_there() -> None:
+def test_overflowing_and_missing_gradients() -> None:
     model, scaler = model_of(), SCALERS["halfstep"]()
     optimizer = halfstep.AdamW(model.parameters())
     monitor = AmpMonitor(model, scaler, every=1).attach(optimizer)

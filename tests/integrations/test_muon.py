@@ -1,4 +1,4 @@
-"""What Muon alone has: matrices, blocks, groups of AdamW, ranks that exchange matrices. test_rules.py has the rest."""
+"""What is specific to Muon: matrices, blocks, AdamW groups, exchange between ranks. test_rules.py has the rest."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_states_of_keller_jordans_optimizer_load() -> None:
     ((4, 16), 0, 1, True), ((4, 16), 1, 1, True), ((4, 16), 0, 2, False), ((4, 16), 0, 4, False), ((6, 16), 0, 3, True),
     ((4, 8, 16), 0, 1, False), ((4, 8, 16), 1, 1, True),
 ])  # fmt: skip
-def test_whether_two_ranks_have_parts_of_matrices(shape: tuple[int, ...], dim: int, blocks: int, cuts: bool) -> None:
+def test_shards_that_cut_matrices_are_recognized(shape: tuple[int, ...], dim: int, blocks: int, cuts: bool) -> None:
     assert cuts_matrices(shape, dim, cut(shape[dim], 2), blocks) == cuts
 
 

@@ -1,4 +1,4 @@
-"""Optimizers on the host: the bits of a step on the device, and nothing but weights on the device."""
+"""Optimizers on the host: the bits of a step on the device, and only weights in device memory."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ orders = pytest.mark.parametrize("order", ["late", "random", "at once"])
 
 @cases
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
-def test_the_bits_are_those_of_a_step_on_the_device(layout: str, mode: Any, bucket_bytes: int) -> None:
+def test_a_step_has_the_bits_of_a_step_on_the_device(layout: str, mode: Any, bucket_bytes: int) -> None:
     runs = _pair(layout, mode, bucket_bytes)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for _, optimizer in runs]
     for step in range(5):
@@ -277,7 +277,9 @@ def test_the_host_holds_what_is_planned(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("mode", "micro"), [("copy", 1), ("copy", 2), (None, 1)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_streams_in_any_order(order: str, seed: int, mode: Any, micro: int, sharded: bool, mesh: Any) -> None:
+def test_any_order_of_streams_gives_the_same_weights(
+    order: str, seed: int, mode: Any, micro: int, sharded: bool, mesh: Any
+) -> None:
     """Gradients leave and weights return on streams of their own; compute reads and frees in between."""
     mesh = mesh if sharded else None
     with on_a_gpu(order, seed=seed, in_backward=mode, mesh=mesh) as (model, parameters, optimizer):
@@ -436,7 +438,7 @@ def test_a_step_in_the_backward_waits_for_what_fsdp2_copies_to_the_host(mesh: An
         assert local(parameters[0].detach()).tolist() == [-0.5] * 5
 
 
-def test_at_most_two_buckets_of_gradients_are_on_their_way() -> None:
+def test_at_most_two_buckets_of_gradients_are_being_copied() -> None:
     under_way = []
     with on_a_gpu(count=9) as (_, parameters, optimizer):
         for parameter in parameters:
@@ -478,7 +480,7 @@ def test_masters_are_those_of_weights_that_other_code_wrote() -> None:
     assert (optimizer.masters()[weight].bfloat16() == 3.0).all()
 
 
-def test_errors(mesh: Any) -> None:
+def test_errors_name_the_argument_and_the_remedy(mesh: Any) -> None:
     net, half, sparse = made(), made(FP16), torch.nn.Embedding(9, 4, sparse=True)
     optimizer, refusing = OffloadedAdamW(net.parameters()), OffloadedAdamW(sparse.parameters())
     wide = torch.nn.Parameter(torch.empty(2, dtype=torch.float64))
@@ -500,10 +502,10 @@ def test_errors(mesh: Any) -> None:
     refuses(TypeError, "but got a computed tensor in torch.float64 on cpu", new(wide * 2))
     refuses(TypeError, "optimizer can only optimize Tensors", new(3))
     on_host = (
-        "Expected a shard on a cuda device, as its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"
+        "Expected a shard on a cuda device, like its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"
     )
     refuses(TypeError, on_host, new(_sharded(torch.ones(6), mesh)))
-    refuses(TypeError, "FullyShardedDataParallel has not flattened, but got one of shape (6,), whose memory", new(flat))
+    refuses(TypeError, "but got a flat parameter of FullyShardedDataParallel of shape (6,), which replaces", new(flat))
     refuses(KeyError, "not a parameter of this optimizer", lambda: optimizer.masters()[torch.ones(1)])
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         refuses(TypeError, "save state_dict(), and load it into an optimizer of the copied model", call)

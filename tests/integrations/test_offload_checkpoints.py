@@ -1,4 +1,4 @@
-"""Checkpoints of offloaded optimizers by the names of parameters: torch.distributed.checkpoint, and ours of shards."""
+"""Checkpoints of offloaded optimizers by parameter name, with torch.distributed.checkpoint and with halfstep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers on the host under FSDP2 on one rank, and checkpoints on several; others are in test_cases_on_ranks.py."""
+"""Optimizers on the host under FSDP2 on one rank, and checkpoints on several. See also test_cases_on_ranks.py."""
 
 from __future__ import annotations
 

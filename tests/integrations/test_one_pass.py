@@ -1,4 +1,4 @@
-"""A whole AMP step with clipping, counted: each gradient read twice and never written, nothing allocated or copied.
+"""The operations of an AMP step with clipping: each gradient is read twice and never written, nothing is allocated.
 
 Launches, five for any number of tensors, are counted on a GPU in test_gpu.py.
 """

@@ -1,4 +1,4 @@
-"""AdamW and Adam as a user of torch.optim meets them."""
+"""AdamW and Adam through the interface of torch.optim."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_masters_of_24_bits_are_saved_as_they_are_and_loaded_rounded_to_nearest(
         (lambda s: s["param_groups"][0].update(lr=float("nan")), "Invalid learning rate: nan"),
     ],
 )
-def test_loading_what_does_not_fit_says_so_and_changes_nothing(spoil: Any, message: str) -> None:
+def test_loading_a_state_that_does_not_fit_raises_and_changes_nothing(spoil: Any, message: str) -> None:
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, lr=1e-2)
     train(optimizer, range(3))
@@ -290,7 +290,7 @@ def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any
         (torch.ones(1).expand(3), {}, ValueError, "each element of parameter 0 of group 0 to have memory of its own,"),
     ],
 )
-def test_bad_parameters_are_refused_when_the_optimizer_is_made(
+def test_bad_parameters_are_refused_when_the_optimizer_is_created(
     parameter: Any, options: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -335,7 +335,7 @@ def test_errors_in_a_step_come_before_any_weight_is_touched(spoil: Any, message:
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_gradients_are_let_go_after_a_step(max_grad_norm: Any) -> None:
+def test_a_step_keeps_no_reference_to_gradients(max_grad_norm: Any) -> None:
     """What still held them would keep their memory through the next forward pass."""
     parameters = parameters_of(BF16)
     optimizer = halfstep.AdamW(parameters, max_grad_norm=max_grad_norm)

@@ -1,4 +1,4 @@
-"""What PyTorch asks of its own optimizers, asked of ours: with its list of arguments, in each of our layouts.
+"""PyTorch's tests of its optimizers applied to halfstep's, with its list of arguments, in each layout.
 
 Every case runs over the arguments that `torch.testing._internal.common_optimizers` lists for Adam and AdamW on any
 device, as for-loop, foreach and fused by turns. What torch computes on fp32 parameters is what our masters must hold.
@@ -138,7 +138,7 @@ class Fit:
 
 
 @every
-def test_a_run_with_gradients_that_come_and_go_is_torchs(ours: Any, layout: str) -> None:
+def test_a_run_with_missing_gradients_equals_torchs(ours: Any, layout: str) -> None:
     """One step has no gradient at all, two lack one parameter's; some parameters have no or one element."""
     for options in arguments(ours, layout):
         mine, theirs = weights_of(layout), weights_of("fp32")
@@ -284,7 +284,7 @@ def test_states_of_other_versions_and_implementations_load(ours: Any, layout: st
 
 
 @every
-def test_a_state_is_shared_with_nobody_who_loaded_it(ours: Any, layout: str) -> None:
+def test_a_loaded_state_shares_no_memory(ours: Any, layout: str) -> None:
     for options in arguments(ours, layout):
         lists = [weights_of(layout) for _ in range(3)]
         source, first, second = (ours(own, **copy.deepcopy(options)) for own in lists)
@@ -337,7 +337,7 @@ def test_hooks_of_state_dict_and_load_state_dict(ours: Any, layout: str) -> None
 
 
 @every
-def test_copies_keep_every_public_attribute_and_go_on_alike(ours: Any, layout: str) -> None:
+def test_copies_keep_every_public_attribute_and_continue_alike(ours: Any, layout: str) -> None:
     for options in arguments(ours, layout, max_grad_norm=2.0):
         for copier in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
             parameters = weights_of(layout, SHAPES[:3])

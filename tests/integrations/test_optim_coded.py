@@ -1,4 +1,4 @@
-"""Moments in 8 bits as a user of AdamW meets them: which parameters, checkpoints, other layouts, errors."""
+"""AdamW with 8-bit moments: which parameters, checkpoints, other layouts, errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_memory(optimizer: Any, parameters: list[Any]) -> list[Any]:
     return found
 
 
-def test_steps_are_stochastic_unless_the_user_insists_who_is_warned() -> None:
+def test_steps_are_stochastic_unless_nearest_is_chosen_which_warns() -> None:
     """To nearest, second moments stop changing."""
     results = []
     for options in ({}, {"rounding": "stochastic"}, {"seed": 1}):

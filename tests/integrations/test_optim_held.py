@@ -1,4 +1,4 @@
-"""The state of an optimizer as it is held: its bytes, and loading it into every layout."""
+"""The optimizer state in the held format: its bytes, and loading it into every layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _bytes(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} -> {case[1]}{', amsgrad' * case[2]}")
-def test_it_loads_into_every_layout_with_the_bits_of_the_canonical_state(case: tuple[str, str, bool]) -> None:
+def test_held_state_loads_into_every_layout_with_the_bits_of_the_canonical_state(case: tuple[str, str, bool]) -> None:
     """The same layout has the same codes, and so the same memory. The seed of the noise comes with the state."""
     layout, other, amsgrad = case
     source = _run(layout, steps=3, amsgrad=amsgrad, seed=77)
@@ -259,7 +259,7 @@ def test_model_and_optimizer_load_in_either_order(layout: str, other: str, first
         assert _canonical(loaded) == _canonical(expected)
 
 
-def test_remainders_that_flat_states_left_out_are_not_lost_in_silence() -> None:
+def test_remainders_missing_from_flat_states_raise() -> None:
     """Code that loads flat states looks entries up by their names in memory."""
     model = torch.nn.Linear(64, 64).bfloat16()
     optimizer = halfstep.AdamW(model.parameters())

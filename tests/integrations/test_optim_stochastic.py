@@ -1,4 +1,4 @@
-"""Stochastic rounding as a user of AdamW meets it: the same bits for any grouping, sharding, order and restart."""
+"""AdamW with stochastic rounding: the same bits for any grouping, sharding, order and restart."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_option_changes_the_bits_and_the_seed_does(layout: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "master"), [(torch.float32, "auto"), (BF16, "split"), (BF16, "full"), (torch.float16, "full")]
 )
-def test_where_there_is_nothing_to_round_by_chance_it_is_nearest(dtype: torch.dtype, master: Any) -> None:
+def test_without_anything_to_round_stochastic_equals_nearest(dtype: torch.dtype, master: Any) -> None:
     results = []
     for rounding in ("nearest", "stochastic"):
         parameters = parameters_of(dtype)

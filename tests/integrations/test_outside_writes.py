@@ -1,4 +1,4 @@
-"""Weights written from outside between steps: what becomes of the masters."""
+"""Weights that other code writes between steps: masters follow them."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ WRITERS = [copy_in, load_in, data_replaced, through_detach, as_vector]
 @layouts
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("between", ["nothing", "frozen", "group added"])
-def test_the_weights_that_were_written_are_trained_on(
-    name: str, write: Callable[[Any, Any], None], between: str
-) -> None:
+def test_training_continues_from_written_weights(name: str, write: Callable[[Any, Any], None], between: str) -> None:
     """Whatever else happens before the next step, which an lr of 0 leaves without effect on weights and masters."""
     model, optimizer = trained(name)
     new = other_weights(model)
@@ -131,7 +129,7 @@ def test_the_same_weights_written_again_keep_every_bit_of_the_master(
 
 
 @layouts
-def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
+def test_masters_are_kept_where_a_mask_leaves_weights_unchanged(name: str) -> None:
     """Pruning writes after every step. What it keeps is trained as if nothing had been written."""
     dtype, layout = LAYOUTS[name]
     ends = []
@@ -153,7 +151,7 @@ def test_masters_go_on_where_a_mask_leaves_weights_alone(name: str) -> None:
 
 
 @layouts
-def test_taking_up_what_was_written_waits_for_no_device(name: str) -> None:
+def test_detecting_written_weights_does_not_wait_for_the_device(name: str) -> None:
     """Nothing asks for a number on the host: neither the step, nor masters, nor refresh_master."""
     model, optimizer = trained(name)
     asked = []

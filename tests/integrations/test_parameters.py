@@ -1,4 +1,4 @@
-"""Parameters given twice, compiled steps, lazy negations, and `cast_parameters`: 16 bits, buffers as they were."""
+"""Duplicate parameters, compiled steps, lazy negations, and `cast_parameters`, which leaves buffers unchanged."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_doctor_has_no_complaint_about_the_buffers() -> None:
     assert "buffers-in-16-bits" in halfstep.doctor(there, halfstep.AdamW(there.parameters())).names
 
 
-def test_it_trains_and_goes_back_to_fp32() -> None:
+def test_a_cast_model_trains_and_converts_back_to_fp32() -> None:
     model = cast_parameters(torch.nn.Linear(4, 2))
     optimizer = halfstep.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()

@@ -101,7 +101,7 @@ def _watch(net: Module, seen: list[int]) -> None:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 2**20])
-def test_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
+def test_only_the_gradients_of_one_bucket_exist(bucket_bytes: int) -> None:
     net, seen = made(), [0]
     _watch(net, seen)
     optimizer = halfstep.AdamW(net.parameters())
@@ -236,7 +236,7 @@ def test_what_needs_a_gradient_after_the_backward_raises_an_error() -> None:
 
 
 @both
-def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
+def test_a_second_gradient_or_step_raises_with_a_remedy(offloads: bool) -> None:
     """That these are refused is in test_user_loops.py."""
     net, optimizer = _started(offloads, bucket_bytes=1)
     remedy = "use in_backward='copy'" if offloads else "in `with handle.accumulate():`"
@@ -260,7 +260,7 @@ def test_what_a_second_gradient_or_step_is_told(offloads: bool) -> None:
     optimizer.step()  # nothing is left of that step
     backward()
     optimizer.param_groups[0]["lr"] *= 0.5
-    assert "got other ones, such as another lr" in error_of(RuntimeError, optimizer.step)
+    assert "but got other ones: set lr and others before the backward" in error_of(RuntimeError, optimizer.step)
     net.zero_grad()
     backward()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -301,7 +301,7 @@ def test_after_a_backward_that_failed_when_it_had_stepped_a_state_must_be_loaded
     assert same((net, optimizer), (expected, after))
 
 
-def test_what_needs_no_numbers_of_a_gradient_works_after_the_backward() -> None:
+def test_operations_that_read_no_gradient_values_work_after_the_backward() -> None:
     net = made()
     optimizer = halfstep.AdamW(net.parameters(), lr=0.01)
     accelerated: Any = SimpleNamespace(optimizer=optimizer, param_groups=optimizer.param_groups)
@@ -376,13 +376,13 @@ def test_a_sparse_gradient_is_refused() -> None:
         net(torch.tensor([1])).sum().backward()
 
 
-def test_errors() -> None:
+def test_errors_name_the_argument_and_the_remedy() -> None:
     net, half = made(), Linear(2, 2).half()
     optimizer, offloaded = halfstep.AdamW(net.parameters()), OffloadedAdamW(net.parameters())
     torchs: Any = torch.optim.AdamW(net.parameters())
     started = partial(step_in_backward, net, optimizer)
-    refuses(TypeError, "OffloadedAdamW: make it with in_backward='step'", lambda: step_in_backward(net, offloaded))
-    refuses(TypeError, "an optimizer of halfstep, but got a AdamW", lambda: step_in_backward(net, torchs))
+    refuses(TypeError, "OffloadedAdamW: create it with in_backward='step'", lambda: step_in_backward(net, offloaded))
+    refuses(TypeError, "a halfstep optimizer, but got a AdamW", lambda: step_in_backward(net, torchs))
     for size in (0, 1.5, True):
         refuses(ValueError, f"an integer of at least 1, but got {size!r}", partial(started, bucket_bytes=size))
     refuses(ValueError, "to be one of model, but it is not", lambda: step_in_backward(net.first, optimizer))

@@ -139,7 +139,7 @@ def test_a_check_or_a_backward_that_failed_is_repeated() -> None:
     assert same((net, optimizer), expected)
 
 
-def test_what_exact_clipping_refuses() -> None:
+def test_exact_clipping_refuses_misuse() -> None:
     net, optimizer = _run()
     handle = step_in_backward(net, optimizer, clipping="exact")
     before = copy.deepcopy(net.state_dict())
@@ -377,7 +377,7 @@ def test_what_a_trainer_clips_and_logs() -> None:
     loss_of(run[0], 0).backward()
     for max_norm in (LIMIT, LIMIT, float("inf")):
         assert clip_in_next_step(run[1], max_norm).item() == pytest.approx(expected, rel=1e-6)
-    assert "let the trainer not clip" in error_of(RuntimeError, lambda: clip_in_next_step(run[1], LIMIT / 2))
+    assert "disable clipping in the trainer" in error_of(RuntimeError, lambda: clip_in_next_step(run[1], LIMIT / 2))
     run[1].step()
     squares = handle.state_dict()["sum_of_squares"]
     assert squares is not None and squares**0.5 == pytest.approx(expected, rel=1e-6)
@@ -392,7 +392,7 @@ def test_what_a_trainer_clips_and_logs() -> None:
 # ----------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_errors() -> None:
+def test_errors_name_the_argument_and_the_remedy() -> None:
     clips, plain = _run(), _run(limit=None)
     scaler, writes = halfstep.GradScaler("cpu"), halfstep.GradScaler("cpu", write_back=True)
     wrapped: Any = SimpleNamespace(optimizer=plain[1], param_groups=plain[1].param_groups)  # as Accelerate's
@@ -404,7 +404,7 @@ def test_errors() -> None:
     refuses(ValueError, "None, 'exact' or 'previous', but got 'last'", started(clips, clipping="last"))
     refuses(ValueError, "with clipping='previous', but got None", started(plain, clipping="previous"))
     both = started(clips, clipping="previous", scaler=scaler)
-    refuses(ValueError, "'exact' with a scaler, but got 'previous': an overflow found after a step has begun", both)
+    refuses(ValueError, "'exact' with a scaler, but got 'previous': a step that has begun could not be undone", both)
     torchs, disabled = torch.amp.GradScaler("cpu"), halfstep.GradScaler("cpu", enabled=False)
     refuses(TypeError, "an enabled halfstep.GradScaler, but got a GradScaler", started(plain, scaler=torchs))
     refuses(TypeError, "but got a GradScaler that is disabled", started(plain, scaler=disabled))

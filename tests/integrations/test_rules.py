@@ -1,4 +1,4 @@
-"""SGD and Muon where users meet them: scaler, clipping, release, offload, shards, checkpoints, schedulers, torch's."""
+"""SGD and Muon with scaler, clipping, release, offload, shards, checkpoints and schedulers, against torch's."""
 
 from __future__ import annotations
 

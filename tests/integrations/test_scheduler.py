@@ -1,4 +1,4 @@
-"""SkipAwareScheduler is a learning-rate scheduler to whoever asks, and stands still for skipped steps."""
+"""SkipAwareScheduler behaves like any learning rate scheduler, and does not advance on skipped steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rates_are_those_of_the_steps_that_were_taken(name: str) -> None:
+def test_rates_follow_the_steps_that_were_taken(name: str) -> None:
     one, other = Training(), Training()
     schedule = SkipAwareScheduler(SCHEDULES[name](one.optimizer), one.scaler)
     control = SCHEDULES[name](other.optimizer)
@@ -71,7 +71,7 @@ def test_the_rates_are_those_of_the_steps_that_were_taken(name: str) -> None:
     "combine",
     [lambda o, parts: lr_scheduler.SequentialLR(o, parts, [2]), lambda o, parts: lr_scheduler.ChainedScheduler(parts)],
 )
-def test_it_may_stand_inside_of_other_schedulers(combine: Any) -> None:
+def test_it_works_inside_other_schedulers(combine: Any) -> None:
     def combined(training: Training, wrap: Any) -> LRScheduler:
         o = training.optimizer
         return combine(o, [wrap(lr_scheduler.ConstantLR(o, 0.5, 3)), wrap(lr_scheduler.ExponentialLR(o, 0.9))])
@@ -86,7 +86,7 @@ def test_it_may_stand_inside_of_other_schedulers(combine: Any) -> None:
         assert schedule.get_last_lr() == control.get_last_lr()
 
 
-def test_a_plateau_is_told_every_metric_unless_nothing_was_trained() -> None:
+def test_a_plateau_scheduler_gets_every_metric_unless_all_steps_were_skipped() -> None:
     """Stepped once per epoch, it must not lose an epoch to one skipped step."""
     training = Training()
     plateau = lr_scheduler.ReduceLROnPlateau(training.optimizer, patience=0, factor=0.5)
@@ -145,7 +145,7 @@ def test_states_with_and_without_the_wrapper_are_the_same(saved_by: str) -> None
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_count_on_from_where_they_are(how: Any) -> None:
+def test_copies_continue_counting(how: Any) -> None:
     training = Training()
     schedule = SkipAwareScheduler(lr_scheduler.StepLR(training.optimizer, 1), training.scaler)
     for overflow in (True, True, False):

@@ -1,4 +1,4 @@
-"""Saving an optimizer's state takes no memory of the device: peak bytes of `state_dict()` above what is held."""
+"""Saving an optimizer's state takes no device memory: peak bytes of `state_dict()` beyond the state itself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _held(model: torch.nn.Module, optimizer: Any) -> list[Any]:
 
 
 @layouts
-def test_a_plain_optimizer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_dict_allocates_nothing(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after other code has written the same weights, with which full masters are compared in pieces."""
     monkeypatch.setattr(state, "PIECE", SIZE)
     dtype, options = LAYOUTS[layout]
@@ -79,7 +79,7 @@ def test_a_plain_optimizer(layout: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("wrapping", ["DDP", "FSDP1", "FSDP2", "ZeRO-1"])
 @pytest.mark.parametrize("layout", ["split", "fp16", "split24, 8 bits"])
-def test_under_wrappers_and_torchs_helpers(layout: str, wrapping: str) -> None:
+def test_state_dicts_of_wrappers_and_torchs_helpers_allocate_nothing(layout: str, wrapping: str) -> None:
     dtype, options = LAYOUTS[layout]
     model = _model(dtype)
     make: Any = halfstep.AdamW

@@ -1,4 +1,4 @@
-"""Every way of holding a parameter: its bytes as planned, as allocated and as saved, and its names and dtypes."""
+"""Every layout of a parameter: planned, allocated and saved bytes, names and dtypes."""
 
 from __future__ import annotations
 

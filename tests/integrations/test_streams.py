@@ -1,4 +1,4 @@
-"""Captured steps, eager steps and streams in any order, on a model of a GPU that is late (stream_model.py)."""
+"""Captured steps, eager steps and streams in any order, on a model of a GPU that runs late (stream_model.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def moved(parameters: list[torch.nn.Parameter]) -> list[float]:
 # ----------------------------------------------------------------------------------------------- graphs and eager steps
 
 
-def test_a_loaded_state_is_what_a_graph_goes_on_from() -> None:
+def test_a_graph_continues_from_a_loaded_state() -> None:
     with Model("late") as model:
         for kind in (FP32, BF16, FP16):
             parameter = torch.nn.Parameter(torch.zeros(5, dtype=kind, device=model.device))
@@ -266,7 +266,7 @@ def test_checks_of_other_optimizers_wait_for_their_flag_only() -> None:
         assert (model.blocking, model.pageable) == (["aten._local_scalar_dense"] * 2, [])
 
 
-def test_the_mirror_is_not_asked_while_a_graph_is_captured() -> None:
+def test_the_host_copy_is_not_read_during_a_capture() -> None:
     with Model("late") as model:
         parameters, optimizer, scaler = settled(model)
         give(parameters, 1.0)
@@ -286,7 +286,7 @@ def test_the_mirror_is_not_asked_while_a_graph_is_captured() -> None:
         assert scaler.last_step_skipped() is True and scaler.skips_known() == 2
 
 
-def test_a_graph_notes_overflows_where_eager_checks_do() -> None:
+def test_a_graph_records_overflows_where_eager_checks_do() -> None:
     with Model("late") as model:
         parameters, optimizer, scaler = settled(model)
 
@@ -298,7 +298,7 @@ def test_a_graph_notes_overflows_where_eager_checks_do() -> None:
         assert (found.nan_steps, found.first_step, found.last_step) == (2, 3, 4)
 
 
-def test_what_a_graph_writes_its_answers_to_is_its_own() -> None:
+def test_a_graph_has_its_own_memory_for_results() -> None:
     """A group that is added has eager checks make longer answers; the graph's must not become others' memory."""
     with Model("late") as model:
         _, optimizer, scaler = settled(model)
@@ -329,7 +329,7 @@ def test_the_interpreter_has_the_same_bits_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("first", ["step", "other stream"])
-def test_a_bucket_of_gradients_of_two_streams(first: str) -> None:
+def test_the_step_of_a_bucket_waits_for_gradients_of_two_streams(first: str) -> None:
     """The step waits for both gradients, and the memory of each is reused only after the step."""
     with Model("late") as model:
         parameters, optimizer = made(model.device, 0.0, 0.0)
@@ -352,7 +352,7 @@ def test_a_bucket_of_gradients_of_two_streams(first: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["end of the check", "other stream"])
-def test_a_check_of_gradients_of_two_streams(first: str) -> None:
+def test_a_check_waits_for_gradients_of_two_streams(first: str) -> None:
     """The sums of a part are added after they were computed, and their memory is reused only afterwards."""
     with Model("late") as model:
         parameters, optimizer = made(model.device, 0.0, 0.0)

@@ -1,8 +1,9 @@
-"""Reading files of tensors: what comes back is what was written, and nothing in a file can do harm."""
+"""Reading files of tensors: values come back as written, and malicious files do no harm."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -43,7 +44,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def test_safetensors(tmp_path: Path) -> None:
+def test_safetensors_are_read_with_every_dtype_and_not_written(tmp_path: Path) -> None:
     dtypes = "float64 float32 float16 bfloat16 float8_e4m3fn int64 uint8".split()
     tensors = {dtype: torch.arange(24, dtype=torch.uint8).view(getattr(torch, dtype)) for dtype in dtypes}
     tensors |= {"0-dim": torch.tensor(1.5), "empty": torch.empty(0, 3), "flag": torch.tensor([True])}
@@ -56,7 +57,7 @@ def test_safetensors(tmp_path: Path) -> None:
     assert path.read_bytes() == before, "nothing that is written reaches the file"
 
 
-def test_files_of_torch(tmp_path: Path) -> None:
+def test_nested_values_of_torch_save_are_read_by_dotted_names(tmp_path: Path) -> None:
     shared = torch.arange(4.0)
     weight = torch.randn(4, 6)
     content: dict[Any, Any] = {
@@ -85,7 +86,7 @@ def test_files_of_torch(tmp_path: Path) -> None:
     assert list(read_tensors(str(tmp_path / "one.pt"))) == ["tensor"]
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_checkpoint_folders_are_read_and_verified(tmp_path: Path) -> None:
     model = attacks.model_of()
     optimizer = attacks.optimizer_of(model)
     path = checkpoint.save(tmp_path, 3, {"ema": torch.ones(3)}, model=model)
@@ -99,7 +100,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     with pytest.raises(TensorFileError, match=r"is damaged: its file model.* does not have the checksum"):
         read_tensors(path)
-    with pytest.raises(TensorFileError, match="is a folder, and no checkpoint, or is damaged: it has no"):
+    with pytest.raises(TensorFileError, match="is a folder that is not a checkpoint, or is damaged: it has no"):
         read_tensors(tmp_path)
 
 
@@ -116,7 +117,7 @@ HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_hostile_headers(tmp_path: Path, name: str) -> None:
+def test_hostile_safetensors_headers_are_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "x.safetensors", HEADERS[name], bytes(8))
     with pytest.raises(TensorFileError, match=r"x\.safetensors is not a safetensors file, is truncated or damaged: "):
         read_tensors(path)
@@ -128,7 +129,7 @@ def test_many_names_are_read_in_time_that_grows_with_their_number(tmp_path: Path
     assert len(read_tensors(write(tmp_path / "x.safetensors", empty))) == len(empty)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for content, words in (
         (b"", "is empty; pass a checkpoint"),
@@ -144,8 +145,22 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_tensors(tmp_path / "nowhere.pt")
     os.mkfifo(tmp_path / "pipe")
     for other in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(TensorFileError, match="is a pipe or a device; give a file of tensors"):
+        with pytest.raises(TensorFileError, match="is a pipe or a device; pass a file of tensors"):
             read_tensors(other)
+
+
+def test_an_entry_that_ends_after_its_archive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x/data/0", bytes(2000))
+        file.writestr("x/data.pkl", bytes(10))
+    content = bytearray(path.read_bytes())
+    sizes = content.rindex(b"PK\x01\x02") + 20
+    content[sizes : sizes + 8] = struct.pack("<II", 200, 200)  # more than there is to the end of the file
+    path.write_bytes(content)
+    for file in (str(path), io.BytesIO(content)):
+        with pytest.raises(pickles.PickleError, match=r"is not an archive of torch\.save, or is damaged"):
+            pickles.load(file, len(content))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -173,7 +188,7 @@ def test_memory_and_time_are_bounded_by_the_file(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1).expand(10**6, 10**6)}, path)
     assert read_tensors(path)["a"].shape == (1, 1)
     torch.save({"a": torch.ones(10**4).as_strided((5000, 5000), (1, 1))}, path)
-    with pytest.raises(TensorFileError, match=r"the strides of 'a' make 25,000,000 elements of 9,999"):
+    with pytest.raises(TensorFileError, match=r"the strides of 'a' turn 9,999 elements into 25,000,000"):
         read_tensors(path)
     indices = torch.zeros(1, 1, dtype=torch.int64).expand(1, 10**8)
     sparse = torch.sparse_coo_tensor(indices, torch.ones(1).expand(10**8), (10**12,), check_invariants=False)
@@ -185,7 +200,7 @@ def test_memory_and_time_are_bounded_by_the_file(tmp_path: Path) -> None:
     for _ in range(60):
         nested = [nested, nested]
     torch.save(nested, path)
-    with pytest.raises(TensorFileError, match="containers that contain themselves, or one another too often"):
+    with pytest.raises(TensorFileError, match="containers that contain themselves, or each other too often"):
         read_tensors(path)
     torch.save({"a": torch.ones(3, 5)}, path)
     whole = path.read_bytes()
@@ -200,7 +215,7 @@ def test_memory_and_time_are_bounded_by_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(attacks.bombs())))
-def test_bombs(tmp_path: Path, number: int) -> None:
+def test_pickle_bombs_are_refused_in_bounded_time_and_memory(tmp_path: Path, number: int) -> None:
     before, begun = peak(), time.process_time()
     with contextlib.suppress(pickles.PickleError):
         pickles.read(attacks.bombs()[number], {})
@@ -210,7 +225,7 @@ def test_bombs(tmp_path: Path, number: int) -> None:
     assert peak() - before < 200 << 20 and time.process_time() - begun < 5
 
 
-def test_names(tmp_path: Path) -> None:
+def test_colliding_names_are_numbered(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     names = {
         "b": {"a": torch.ones(1)},
@@ -222,7 +237,7 @@ def test_names(tmp_path: Path) -> None:
     found = {name: tensor.numel() for name, tensor in read_tensors(path).items()}
     assert found == {"b.a": 1, "b.a (2)": 2, "b.a (2) (2)": 3, r"\x1b[2J\n\u202e": 4, "3": 5, "3 (2)": 6}
     torch.save({"a" * 2001: torch.ones(1)}, path)
-    with pytest.raises(TensorFileError, match="a name in it is longer than 2,000 characters"):
+    with pytest.raises(TensorFileError, match="a tensor name is longer than 2,000 characters"):
         read_tensors(path)
     save_file({"\x1b]0;x\x07": torch.ones(1)}, tmp_path / "x.safetensors")
     assert list(read_tensors(tmp_path / "x.safetensors")) == [r"\x1b]0;x\x07"]
@@ -255,7 +270,7 @@ def test_a_folder_of_hugging_face_and_one_of_several_files(tmp_path: Path) -> No
     with pytest.raises(TensorFileError, match=r"model-2.safetensors is not a safetensors file, is truncated"):
         read_all([tmp_path])
     (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(TensorFileError, match=r"has an index, but not model-2.safetensors, which it names; add it"):
+    with pytest.raises(TensorFileError, match=r"lacks model-2.safetensors, which its index lists; add it"):
         read_all([tmp_path])
     index.write_text("[]")
     with pytest.raises(TensorFileError, match=r"index.json is damaged: .*; download it again"):

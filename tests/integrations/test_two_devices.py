@@ -1,4 +1,4 @@
-"""Numbers of a GPU that the CPU needs, and the other way round, on a model of a GPU that may be late (stream_model.py).
+"""Transfers between CPU and GPU, on a model of a GPU that may run late (stream_model.py).
 
 Each case runs with the work of the GPU executed at once, as late as possible and in random order, and on the CPU alone,
 and must have the same bits.
@@ -168,7 +168,7 @@ def test_every_operation_of_a_training_with_a_scaler(name: str, scale: str) -> N
     device_programs.compare(operations, (name, {"max_grad_norm": 4.0}, scale == "GPU"), seed=3)
 
 
-def test_a_random_program() -> None:
+def test_random_programs_do_not_depend_on_the_order_of_copies() -> None:
     """`make soak` runs 1,000."""
     device_programs.run(0)
 

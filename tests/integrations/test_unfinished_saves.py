@@ -1,4 +1,4 @@
-"""Processes that save into the same folder do not touch unfinished files of each other or of other programs."""
+"""Processes that save into the same folder touch neither each other's unfinished files nor those of other programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for step in range(int(sys.argv[2]), 1000, 2):
 """
 
 
-def test_what_another_process_is_writing_stays_until_that_process_is_dead(tmp_path: Path) -> None:
+def test_files_being_written_stay_until_their_process_is_dead(tmp_path: Path) -> None:
     other = forks.Program(["-c", HOLD, tmp_path])
     name = other.stdout.readline().strip()
     checkpoint.save(tmp_path, 1, {"x": 1})
@@ -60,7 +60,7 @@ def test_two_processes_save_into_one_folder_at_the_same_time(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["step-00010000"]
 
 
-def test_two_that_give_one_name_at_the_same_time_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_simultaneous_saves_of_the_same_step_both_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = attacks.model_of()
     replace = os.replace
     inside = []

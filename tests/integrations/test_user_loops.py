@@ -1,4 +1,4 @@
-"""Training loops as people write them (tests/support/user_loops.py), with each way to step: one result, or an error.
+"""Typical training loops (tests/support/user_loops.py) with each way to step: the same result, or an error.
 
 With steps in the backward and with masters on the host, a loop must leave the bits that the plain optimizer leaves, or
 raise an error that names the remedy. To differ and say nothing always fails, but for what `DIFFERENT` quotes from the
@@ -136,12 +136,12 @@ def is_refused(name: str, way: str, layout: str) -> bool:
 
 
 @cases(sorted({name for name, _ in refused}))
-def test_what_needs_the_gradients_later_is_refused_with_a_remedy(name: str, layout: str) -> None:
+def test_loops_that_need_the_gradients_later_are_refused_with_a_remedy(name: str, layout: str) -> None:
     assert [way for way in IN_BACKWARD if (name, way) in refused and not is_refused(name, way, layout)] == []
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_reads_weights_before_the_step_sees_them_stepped(name: str) -> None:
+def test_code_that_reads_weights_before_the_step_sees_them_stepped(name: str) -> None:
     assert differences(outcome(name, "release", "split"), expected(name, "split"))
 
 

@@ -1,4 +1,4 @@
-"""A `ZeroRedundancyOptimizer`'s state, gathered and loaded on one rank; on two it is in test_strategies.py."""
+"""The state of a `ZeroRedundancyOptimizer`, gathered and loaded on one rank; test_strategies.py has two ranks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_learning_rate_is_that_of_a_schedule() -> None:
 
 
 @layouts
-def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any) -> None:
+def test_the_gathered_state_is_that_of_one_process(shapes: Any, options: Any) -> None:
     plain = halfstep.AdamW(_groups(shapes), **options)
     divided = _divided(shapes, **options)
     for optimizer in (plain, divided):
@@ -71,7 +71,7 @@ def test_it_is_the_state_of_the_optimizer_without_zero(shapes: Any, options: Any
     assert differences(whole, zero.state_dict(divided, optimizer_state="canonical")) == []
 
 
-def test_which_state_is_gathered_is_named() -> None:
+def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("Expected optimizer_state to be 'held' or 'canonical', but got")):
         zero.state_dict(_divided(), optimizer_state="compact")  # type: ignore[arg-type]
 
@@ -128,7 +128,7 @@ def test_another_model_is_refused_and_nothing_touched() -> None:
     before = zero.state_dict(divided)
     groups = _groups()
     other = halfstep.AdamW(groups[:1]).state_dict()
-    with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2; use the same model"):
+    with pytest.raises(CheckpointError, match="has 2 parameters in 1 groups, this one 3 in 2: use the same model"):
         zero.load_state_dict(divided, other)
     assert differences(before, zero.state_dict(divided)) == []
 

@@ -61,7 +61,7 @@ def normal(rng: np.random.Generator, size: int, layout: Layout | None = None) ->
     [pytest.param(layout, marks=[pytest.mark.exhaustive] * (n % 2)) for n, layout in enumerate(FEW)],
     ids=label,
 )
-def test_layouts_that_hold_every_pair_of_choices(layout: Layout) -> None:
+def test_layouts_that_cover_every_pair_of_choices_match_the_oracle(layout: Layout) -> None:
     """The digests of every layout are in tests/golden."""
     tensors, steps = standard(layout)
     examine(("reference", "native"), layout, tensors, steps)
@@ -70,7 +70,7 @@ def test_layouts_that_hold_every_pair_of_choices(layout: Layout) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", EVERY, ids=label)
-def test_every_layout(layout: Layout) -> None:
+def test_every_layout_matches_the_oracle(layout: Layout) -> None:
     tensors, steps = standard(layout, seed=1)
     examine(ALL, layout, tensors, steps)
 
@@ -223,7 +223,7 @@ def test_step_counts(name: str, step: float, layout: Layout) -> None:
 
 @names
 @pytest.mark.parametrize("layout", [USUAL[0], LEAST, dataclasses.replace(LEAST, amsgrad=True)], ids=label)
-def test_a_huge_gradient_is_forgotten_again(name: str, layout: Layout) -> None:
+def test_the_effect_of_a_huge_gradient_decays(name: str, layout: Layout) -> None:
     """Its square is capped at the largest fp32: an infinite second moment would freeze the weight for ever."""
     rng = np.random.default_rng(11)
     tensors = [make(layout, np.ones(64, np.float32), rng, beta2=0.5)]
@@ -294,7 +294,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_shards_have_the_bits_of_the_whole(name: str, kind: str) -> None:
+def test_shards_have_the_bits_of_the_full_tensor(name: str, kind: str) -> None:
     rng = np.random.default_rng(3)
     size = int(np.prod(SHAPE))
     whole = make(LEAST, rng.standard_normal(size).astype(np.float32), rng, step=3, noise=Noise(11, 4))

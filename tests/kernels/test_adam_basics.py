@@ -1,4 +1,4 @@
-"""One step of Adam in every implementation, against torch.optim: what to read first. All else is in test_adam.py."""
+"""Start here: one step of Adam in every implementation, against torch.optim. test_adam.py has the rest."""
 
 from __future__ import annotations
 

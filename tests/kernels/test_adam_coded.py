@@ -1,4 +1,4 @@
-"""Adam with moments in 8 bits: rows of every length, shards, what is not finite; bit for bit the oracle's."""
+"""Adam with 8-bit moments against the oracle, bit for bit: rows of every length, shards, non-finite values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_of_every_length(layout: Layout) -> None:
     ],
     ids=["rows", "columns", "both"],
 )
-def test_shards_have_the_bits_of_the_whole(
+def test_shards_have_the_bits_of_the_full_tensor(
     name: str, layout: Layout, ranges: list[tuple[tuple[int, int], tuple[int, int]]]
 ) -> None:
     rng = np.random.default_rng(1)
@@ -86,7 +86,7 @@ def test_shards_have_the_bits_of_the_whole(
 @layouts
 @pytest.mark.parametrize("columns", [300, 320])  # 320: with wide accesses
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_not_finite_spoils_its_block_alone(name: str, layout: Layout, columns: int) -> None:
+def test_non_finite_values_affect_only_their_block(name: str, layout: Layout, columns: int) -> None:
     rng = np.random.default_rng(2)
     hostile = (NAN, -NAN, INF)
     tensors = [matrix(layout, 4, columns, rng, step=2) for _ in hostile]

@@ -1,4 +1,4 @@
-"""The switch between implementations: names, blocks, the environment variable, and what runs where."""
+"""The switch between implementations: names, blocks, the environment variable, and which one runs where."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
     return forks.run(["-c", code], {**kept, **environment}, cwd="/")
 
 
-def test_it_switches_for_good_or_for_a_block() -> None:
+def test_the_backend_switches_permanently_or_for_a_block() -> None:
     assert module.chosen() == "auto"
     halfstep.backend("reference")
     assert module.chosen() == "reference"
@@ -59,7 +59,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", module.NAMES)
-def test_the_environment_variable_sets_the_start(name: str) -> None:
+def test_the_environment_variable_sets_the_initial_backend(name: str) -> None:
     assert run(HALFSTEP_BACKEND=name).stdout.strip() == name
 
 
@@ -99,7 +99,7 @@ META = torch.device("meta")
         ("triton", {"triton": False}, CPU, "Expected triton to be installed for backend 'triton', but it is not: "),
     ],
 )
-def test_what_runs_where(
+def test_implementation_by_backend_device_and_installation(
     chosen: str, process: dict[str, bool], device: torch.device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreted = process.get("interpreted", False)

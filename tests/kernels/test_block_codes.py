@@ -1,4 +1,4 @@
-"""Blocks of 8-bit codes: every code and scale, rounding, what is not finite; the reference, C++ and Triton alike."""
+"""Blocks of 8-bit codes: every code and scale, rounding, non-finite values; in the reference, C++ and Triton."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ def test_thresholds_of_rounding(codec: Codec, kind: str, chance: bool) -> None:
 @kinds
 @modes
 @pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x7F800000, 0])
-def test_what_is_not_finite_makes_its_block_nan(codec: Codec, kind: str, chance: bool, bad: int) -> None:
+def test_non_finite_values_make_their_block_nan(codec: Codec, kind: str, chance: bool, bad: int) -> None:
     """NaN of any payload, infinity, and numbers beyond the largest one (0 stands for); other blocks do not notice."""
     x = np.ones((3, 300), np.float32)
     largest = np.float32(block_oracle.LARGEST_LINEAR if kind == "linear" else block_oracle.LARGEST)

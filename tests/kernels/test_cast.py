@@ -198,7 +198,7 @@ def test_nothing_beyond_the_target_is_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("source", "target"), [(FP32, FP16), (FP16, BF16), (BF16, FP32), (FP32, FP32)], ids=names)
-def test_out(name: str, source: torch.dtype, target: torch.dtype) -> None:
+def test_results_are_written_into_out_of_any_layout(name: str, source: torch.dtype, target: torch.dtype) -> None:
     """The same strides, others, gaps; the result is `out` itself."""
     values = torch.randn(6, 10).to(source)
     want = nearest(oracles.to_numpy(values), target)
@@ -271,7 +271,7 @@ def test_any_list_has_the_same_bits_everywhere(
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("target", FORMATS[1:], ids=names)
-def test_a_shard_gets_the_bits_of_the_whole(name: str, target: torch.dtype) -> None:
+def test_a_shard_gets_the_bits_of_the_full_tensor(name: str, target: torch.dtype) -> None:
     """Cut at multiples of 16 elements, of 4, and anywhere; at any alignment in memory."""
     whole = torch.randn(9001, generator=torch.Generator().manual_seed(0))
     options = {"rounding": "stochastic", "seed": 2**63 - 1}
@@ -486,14 +486,14 @@ REFUSED_LISTS: list[tuple[type[Exception], str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), REFUSED)
-def test_what_is_refused_is_named(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
+def test_bad_arguments_are_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
     with pytest.raises(error) as raised:
         halfstep.cast(**{"x": ONES, "dtype": FP16, **arguments})  # type: ignore[arg-type]
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(("error", "message", "arguments"), REFUSED_LISTS)
-def test_lists_that_are_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
+def test_bad_lists_are_refused(error: type[Exception], message: str, arguments: dict[str, object]) -> None:
     with pytest.raises(error) as raised:
         halfstep.foreach_cast(**{"tensors": [ONES], "dtype": FP16, **arguments})  # type: ignore[arg-type]
     assert str(raised.value) == message

@@ -1,4 +1,4 @@
-"""Casts against torch's own: what to read first. test_cast.py has every pair, rounding and kind of tensor."""
+"""Start here: casts against torch's. test_cast.py has every pair, rounding and kind of tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAIRS = [(torch.float32, FP16), (torch.float32, BF16), (FP16, BF16), (BF16, torc
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 @pytest.mark.parametrize("where", [*WHERE, "cpu"])
-def test_forward_and_backward(where: str, source: torch.dtype, target: torch.dtype) -> None:
+def test_casts_and_gradients_have_the_bits_of_torchs(where: str, source: torch.dtype, target: torch.dtype) -> None:
     """The bits of ``x.to``, of odd sizes, with a NaN, an overflow and a subnormal number; the gradient is cast back."""
     with kernels_on(where) as device:
         for size in (1, 15, 4097):
@@ -31,7 +31,7 @@ def test_forward_and_backward(where: str, source: torch.dtype, target: torch.dty
             assert_same_bits(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_overflow() -> None:
+def test_fp8_overflow_gives_nan_or_saturates() -> None:
     """E4M3 has no infinity: overflow gives NaN, or the largest number with `saturate`."""
     x = torch.tensor([464.0, 465.0, -1e9, float("inf"), float("nan")])
     plain, saturated = (halfstep.cast(x, E4M3, saturate=saturate).float() for saturate in (False, True))

@@ -59,6 +59,11 @@ def long_rows_in_pieces():
                 both_ways(torch.empty(rows, length + excess))
 
 
+def rows_that_begin_anywhere():
+    for begin in range(8):
+        both_ways(torch.empty(7 * 33 + begin)[begin:].view(7, 33))
+
+
 def lists_of_tensors():
     for count in LENGTHS:
         grads = [torch.empty(5 + index) for index in range(count)]
@@ -146,6 +151,7 @@ jobs = {
     "one mask for all queries": one_mask_for_all_queries,
     "another dimension": another_dimension,
     "long rows in pieces": long_rows_in_pieces,
+    "rows that begin anywhere": rows_that_begin_anywhere,
     "lists of tensors": lists_of_tensors,
     "lists of two dtypes": lists_of_two_dtypes,
     "one tensor": one_tensor,
@@ -210,6 +216,8 @@ LISTS = ("check_kernel", "finish_kernel", "cast_kernel", "multi_cast_kernel", "p
         ("another dimension", {"forward_strided_kernel": 7 + 3, "backward_strided_kernel": 7}),
         # Rows that begin on boundaries and rows that do not; two stages each.
         ("long rows in pieces", {"forward_row_kernel": 4, "backward_row_kernel": 4}),
+        # Of addresses, Triton asks whether 16 divides them; y and the gradients are allocated where it does.
+        ("rows that begin anywhere", {"forward_row_kernel": 2, "backward_row_kernel": 1}),
         ("lists of tensors", dict.fromkeys(LISTS, 1)),
         ("lists of two dtypes", {"check_kernel": 2, "finish_kernel": 1}),
         ("one tensor", {"cast_kernel": 1}),

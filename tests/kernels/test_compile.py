@@ -1,4 +1,4 @@
-"""Every kernel variant compiles for every target with no GPU: no spills, no contraction, the bytes of the floor.
+"""Every kernel variant compiles for every target without a GPU: no spills, no contraction, the minimum bytes.
 
 Two nets. The rules below hold for every kernel, whatever was recorded; each exception is named in one table, with its
 reason. The bounds in ``audit_bounds.json`` hold each variant to what it had reached; `make bounds` records them.

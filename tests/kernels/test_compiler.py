@@ -1,4 +1,4 @@
-"""The libraries of a wheel: which of them a CPU gets, and that they work where there is no compiler."""
+"""The prebuilt libraries of a wheel: which one a CPU loads, and that they need no compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels on a real GPU, against the reference on the CPU; without one, on the model of its streams, and small.
+"""The kernels on a real GPU, against the reference on the CPU; otherwise smaller ones on the model of its streams.
 
 Imports nothing but pytest, numpy and torch, so that they run on a machine that has only these.
 """

@@ -1,4 +1,4 @@
-"""The loss scale: every implementation against the loops of those whose rules it offers, written out in Python."""
+"""The loss scale: every implementation against Python versions of the rules of torch, DeepSpeed and Megatron-LM."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_rules_of_deepspeed_and_megatron(name: str, flags: list[float], rule
 
 @pytest.mark.parametrize(("growth", "backoff"), [(1.1, 0.9), (3.0, 1 / 3)])
 @pytest.mark.parametrize("name", ALL)
-def test_factors_that_are_no_fp32_numbers_are_torchs_to_the_bit(name: str, growth: float, backoff: float) -> None:
+def test_factors_that_fp32_cannot_represent_have_torchs_bits(name: str, growth: float, backoff: float) -> None:
     """Multiplied as fp32 by factors of fp32, every other step of 1.1 is off by an ulp."""
     generator = torch.Generator().manual_seed(0)
     count = 100 if name == "triton" else 1000  # under the interpreter a launch takes milliseconds

@@ -1,4 +1,4 @@
-"""The loss scale against torch's GradScaler: what to read first. test_loss_scale.py has the rules of Megatron-LM."""
+"""Start here: the loss scale against torch's GradScaler. test_loss_scale.py has the rules of Megatron-LM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device table and the list checks: what the rows hold, when they are written, and what is refused."""
+"""The device table and the checks of lists: the content of rows, when they are written, and errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_threads_do_not_read_each_others_tables() -> None:
         ),
     ],
 )
-def test_what_is_refused_is_named(tensors: object, error: type[Exception], message: str) -> None:
+def test_bad_lists_are_refused(tensors: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         check_tensor_list(tensors, "grads")  # type: ignore[arg-type]
     assert str(raised.value) == message

@@ -1,4 +1,4 @@
-"""Tensors whose elements lie at no address of theirs: wrapper subclasses, fake and meta tensors, freed storages.
+"""Tensors without memory of their own: wrapper subclasses, fake and meta tensors, freed storages.
 
 Kernels work on addresses. Such a tensor is worked on through its own operations, or refused before memory is touched.
 """
@@ -192,7 +192,7 @@ def test_wrappers_are_cast_counted_and_normalised(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("kind", ["fake", "meta", "fake, under its mode"])
-def test_fake_and_meta_tensors_give_their_like(kind: str, name: str) -> None:
+def test_fake_and_meta_tensors_give_fake_and_meta_results(kind: str, name: str) -> None:
     mode = FakeTensorMode()
 
     def like(made: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""One description of an operator serves every way of calling it. Softmax in transforms: test_softmax_api.py."""
+"""One definition of an operator serves every way of calling it. test_softmax_api.py has softmax in transforms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_who_watches_sees_one_operator(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_dispatch_modes_see_a_single_operator(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with Seen() as seen:
         call(x(4, 8))
     assert [name for name in seen.names if name.startswith("halfstep")] in (
@@ -66,7 +66,7 @@ def test_vmap_casts_each_sample_as_if_alone(options: dict[str, Any], dim: int, i
     same(batched, alone)
 
 
-def test_vmap_draws_as_it_was_told() -> None:
+def test_vmap_follows_its_randomness_option() -> None:
     given = torch.full((64, 33), 1.001)
 
     def draw(**options: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The sum over ranks against numpy's fp32 additions in order: what to read first."""
+"""Start here: the sum over ranks against numpy's fp32 additions in order."""
 
 from __future__ import annotations
 

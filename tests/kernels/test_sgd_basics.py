@@ -1,4 +1,4 @@
-"""Steps of SGD in every implementation, against torch.optim and the rule: what to read first."""
+"""Start here: steps of SGD in every implementation, against torch.optim and the rule."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SIZES = (1, 3, 15, 16, 17, 63, 64, 65, 129, 512, 513, 1000, 1025, 4097)
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 @pytest.mark.parametrize("columns", SIZES)
 @pytest.mark.parametrize("name", ALL)
-def test_row_lengths(name: str, columns: int, log: bool) -> None:
+def test_rows_of_every_length(name: str, columns: int, log: bool) -> None:
     for dtype in DTYPES if columns <= 1025 and name != "triton" else (BF16,):
         check(Case(normal(5, columns, dtype=dtype), log=log), name)
         check(Case(normal(5, columns, dtype=dtype), causal=True, scale=0.3, log=log), name)
@@ -167,7 +167,7 @@ def test_dropped_parts_of_a_tile() -> None:
 
 @pytest.mark.parametrize(("queries", "keys", "one_pass"), [(40, 40, True), (20, 133, True), (5, 303, False)])
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_dropped_is_not_looked_at(
+def test_masked_values_are_ignored(
     name: str, queries: int, keys: int, one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not one_pass:
@@ -338,7 +338,7 @@ def cases(draw: st.DrawFn, largest: int) -> tuple[Case, torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "path"), [*((name, "one pass") for name in ALL), ("triton", "two passes"), ("triton", "pieces")]
 )
-def test_generated_cases(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_cases_match_float64(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != "one pass":
         small_tiles(monkeypatch, 16, 32, programs_of(path))
         small_strided_tiles(monkeypatch, 16, 128)

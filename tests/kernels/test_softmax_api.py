@@ -1,4 +1,4 @@
-"""What softmax promises to autograd, torch.compile, torch.func and to whoever passes the wrong thing."""
+"""Softmax under autograd, torch.compile and torch.func, and its errors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_functional_transforms(function: Function) -> None:
 
 
 @FUNCTIONS
-def test_forward_mode_says_that_there_is_none(function: Function) -> None:
+def test_forward_mode_is_refused(function: Function) -> None:
     x = randn(3, 4)
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*use reverse mode \(torch.func.vjp"):
         torch.func.jvp(function, (x,), (x,))

@@ -1,6 +1,8 @@
-"""Counting: cells and bins against rounding in float64, and the same integers from all three implementations."""
+"""Counting: cells and bins against rounding in float64, and the same integers from both implementations."""
 
 from __future__ import annotations
+
+import itertools
 
 import falling
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import ALL, twins, using
+from implementations import twins, using
 from oracles import BF16, DTYPES, FP16
 from strategies import laid_out
 
@@ -25,10 +27,12 @@ from halfstep.kernels.cells import (
     Grid,
     width,
 )
-from halfstep.kernels.statistics import BLOCK, CHUNK, foreach_count_
+from halfstep.kernels.statistics import BLOCK, CHUNK, PATTERNS, count_on_cpu, foreach_count_, reference
 from halfstep.numerics.formats.table import formats
 
 pytestmark = [pytest.mark.sample(3), pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # numpy, on overflow and NaN
+
+ALL = ("reference", "triton")  # the former as it runs on a CPU, in parts and by patterns
 
 # What `numerics.statistics.counts.grid_of` makes of a format, written out by hand from the format's specification.
 GRIDS = {
@@ -115,9 +119,31 @@ def test_every_threshold_of_every_format(name: str, thresholds: torch.Tensor) ->
 
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3fn"])
-def test_every_code(name: str, dtype: torch.dtype) -> None:
+def test_every_code_of_a_16_bit_dtype_is_counted(name: str, dtype: torch.dtype) -> None:
     codes = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     examine([codes], name, 2.0**-3)
+
+
+def long_and_short() -> list[torch.Tensor]:
+    """Every 16-bit pattern, some twice; few of them; and fp32 numbers of any bits, more than are counted at a time."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.cat([torch.arange(65536), torch.randint(0, 65536, (5000,), generator=generator)]).to(torch.int16)
+    bits = torch.randint(-(2**31), 2**31, (2 * CHUNK + 5,), generator=generator).to(torch.int32)
+    halves = [part.view(dtype) for dtype in (FP16, BF16) for part in (codes, codes[31000 : 31000 + PATTERNS - 1])]
+    return [*halves, codes[:0].view(BF16), torch.full((PATTERNS,), 1e-7, dtype=FP16), bits.view(torch.float32)]
+
+
+@pytest.mark.parametrize("errors", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "inverted"), [(None, False), *itertools.product((2.0**-9, 0.3, 1e30), (True, False))]
+)
+def test_patterns_and_parts_are_counted_as_by_the_reference(scale: float | None, inverted: bool, errors: bool) -> None:
+    number = None if scale is None else torch.tensor(scale)
+    for name, x in itertools.product(GRIDS, long_and_short()):
+        counts = [torch.full((width(errors),), 5, dtype=torch.int64) for _ in range(2)]
+        reference(x, counts[0], GRIDS[name], number, inverted)
+        count_on_cpu(x, counts[1], GRIDS[name], number, inverted)
+        assert torch.equal(*counts), (name, x.dtype, x.numel())
 
 
 SCALES = (2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38, 1.1e-38)
@@ -125,7 +151,7 @@ SCALES = (2.0**-40, 2.0**-1, 2.0**16, 2.0**40, 2.0**126, 2.0**-126, 1000.0, 3e38
 
 @pytest.mark.parametrize("inverted", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
-def test_scales(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
+def test_every_scale_is_applied(scale: float, inverted: bool, thresholds: torch.Tensor) -> None:
     """Each scale with every ninth threshold, so that every threshold is multiplied by some scale."""
     for name in ("fp16", "fp32"):
         examine([thresholds[SCALES.index(scale) :: len(SCALES)].contiguous()], name, scale, inverted)
@@ -139,7 +165,7 @@ TENSORS = st.lists(
 
 @settings(max_examples=15, deadline=None)
 @given(TENSORS, st.sampled_from(list(GRIDS)), st.sampled_from([None, 2.0**16, 2.0**-10, 1000.0, 0.3]))
-def test_lists_of_any_bits(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
+def test_random_lists_match_the_oracle(tensors: list[torch.Tensor], name: str, scale: float | None) -> None:
     examine(tensors, name, scale)
 
 
@@ -169,7 +195,7 @@ def test_a_scale_that_is_nan_makes_no_number_of_a_zero() -> None:
     assert counted[0][ZERO].item() == 700
 
 
-def test_counts_are_added_to_rows_of_ones_choice() -> None:
+def test_counts_are_added_to_the_rows_passed() -> None:
     tensors = [torch.tensor([1.0, 0.0]), torch.full((40000,), 2.0**-30), torch.tensor([1e6], dtype=BF16)]
     for name in ALL:
         with using(name, "statistics") as device:
@@ -191,7 +217,7 @@ def test_counts_are_added_to_rows_of_ones_choice() -> None:
         assert counts[2, CELLS:-1].sum() == 0, "what overflows has no error"
 
 
-def test_nothing_is_launched_for_nothing() -> None:
+def test_empty_lists_and_tensors_count_nothing() -> None:
     counts = torch.zeros(1, width(False), dtype=torch.int64)
     assert foreach_count_([], counts, GRIDS["fp16"]) is counts
     for name in ALL:

@@ -1,4 +1,4 @@
-"""Counting against torch's casts: what to read first. test_statistics.py has every threshold of every format."""
+"""Start here: counting against torch's casts. test_statistics.py has every threshold of every format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(device: torch.device) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("where", [*WHERE, "cpu"])
-def test_what_a_cast_to_fp16_would_do(where: str) -> None:
+def test_counts_predict_a_cast_to_fp16(where: str) -> None:
     with kernels_on(where) as device:
         tensors = values(device)
         counts = torch.zeros(len(tensors), width(True), dtype=torch.int64, device=device)

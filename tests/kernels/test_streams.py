@@ -1,4 +1,4 @@
-"""Tables, scratch and checks on streams and in graphs, on a model of a GPU that is late (stream_model.py)."""
+"""Tables, scratch memory and checks on streams and in graphs, on a model of a GPU that runs late (stream_model.py)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_where_torch_does_not_name_the_graph_pinned_memory_is_kept_for_good(monk
         assert len(streams._for_good) == 1 and len(streams._of_graphs) == 0
 
 
-def test_a_table_whose_copy_failed_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_whose_copy_failed_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TableCache(operands=1, chunk=4)
     one, other = [torch.ones(5)], [torch.ones(5)]
     table = cache.table(one)
@@ -155,7 +155,7 @@ def test_a_table_whose_copy_failed_is_not_known(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("order", ["late", "at once"])
-def test_what_is_moved_to_the_cpu_has_arrived_after_one_wait(order: str) -> None:
+def test_copies_to_the_cpu_take_one_wait(order: str) -> None:
     with Model(order) as model:
         cpu, gpu = torch.device("cpu"), model.device
         numbers = [torch.full((), 1.5, device=gpu) * 2, None, torch.tensor(4), torch.full((3,), 5, device=gpu) + 1]
@@ -169,7 +169,7 @@ def test_what_is_moved_to_the_cpu_has_arrived_after_one_wait(order: str) -> None
         assert model.blocking == ["a copy from the device"]
 
 
-def test_what_is_moved_to_a_gpu_is_waited_for_by_no_one() -> None:
+def test_copies_to_a_gpu_do_not_wait() -> None:
     with Model("late") as model:
         numbers = [torch.tensor(1.5), torch.full((), 2, device=model.device), None]
         moved = all_to_device(numbers, model.device)
@@ -186,7 +186,8 @@ def test_scratch_of_a_graph_is_its_own() -> None:
         x = [ones(5000)]
         with captured() as graph:
             found = halfstep.foreach_check(x).sum_of_squares
-        unscale._scratches.drop()
+        for cache in unscale._tables.values():
+            cache._tables.clear()
         halfstep.foreach_check([ones(5000, 3.0)])
         graph.replay()
         halfstep.foreach_check([ones(5000, 3.0)])

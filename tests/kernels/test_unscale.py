@@ -135,7 +135,7 @@ def test_no_square_overflows_or_underflows(exponent: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "way"), [(FP32, "checked"), (FP16, "scaled"), (BF16, "written")])
-def test_the_order_of_the_sum_of_a_chunk(dtype: torch.dtype, way: str) -> None:
+def test_sums_have_the_order_of_the_reference(dtype: torch.dtype, way: str) -> None:
     """Magnitudes over ten binades: fp32 rounds the sums of their squares, so another order gives other bits."""
     rng = np.random.default_rng(0)
     values = torch.from_numpy((2.0 ** rng.uniform(-10, 0, 16 * CHUNK)).astype(np.float32)).to(dtype)
@@ -277,7 +277,7 @@ def test_one_bad_element_anywhere(dtype: torch.dtype, bad: float | str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_nothing(name: str) -> None:
+def test_empty_lists_and_tensors_are_finite(name: str) -> None:
     with using(name, "unscale") as device:
         for tensors in ([], [torch.empty(0, device=device)], [torch.empty(0, 3, device=device, dtype=BF16)] * 2):
             check = halfstep.foreach_check(tensors)
@@ -371,7 +371,7 @@ def test_a_scale_is_its_reciprocal_rounded_once(name: str, scale: float) -> None
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_answer_given_back_is_written_again(name: str) -> None:
+def test_a_result_passed_back_is_overwritten(name: str) -> None:
     with using(name, "unscale") as device:
         tensors = [torch.ones(5, device=device), torch.ones(CHUNK + 3, device=device, dtype=FP16)]
         first = halfstep.foreach_check(tensors)
@@ -390,13 +390,23 @@ def test_an_answer_given_back_is_written_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
-def test_scratch_that_is_used_again_shows_nothing_of_before(name: str) -> None:
+def test_reused_scratch_memory_has_no_stale_values(name: str) -> None:
     with using(name, "unscale") as device:
         # A long list, then short ones: what the long one left behind must not show.
         halfstep.foreach_check([torch.full((9,), NAN, device=device) for _ in range(40)])
         for count in (40, 3, 1):
             clean = halfstep.foreach_check([torch.ones(9, device=device) for _ in range(count)])
             assert clean.flags.tolist() == [0] * count and clean.sum_of_squares.item() == 9 * count
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_scratch_of_a_table_grows_with_the_other_tensors_and_the_flags(name: str) -> None:
+    with using(name, "unscale") as device:
+        x, y = torch.full((9,), INF, device=device), torch.full((3 * CHUNK,), 2.0, dtype=BF16, device=device)
+        halfstep.foreach_check([x, y[:1]])
+        assert halfstep.foreach_check([torch.ones(9, device=device), y]).sum_of_squares.item() == 9 + 4 * y.numel()
+        check = unscale.check([x], out=Verdict.empty(20, torch.device(device)), slots=[19])
+        assert check.flags.tolist() == [0] * 19 + [HAS_INF]
 
 
 @pytest.mark.parametrize("name", ["native", "triton"])
@@ -462,7 +472,7 @@ ONE_NUMBER = "Expected inv_scale to be one number, a float or a one-element tens
         (torch.tensor(1j), TypeError, "Expected inv_scale to have a real dtype, but got torch.complex64"),
     ],
 )
-def test_what_is_refused_is_named_and_not_touched(inv_scale: Any, error: type[Exception], message: str) -> None:
+def test_refused_tensors_are_named_and_not_written(inv_scale: Any, error: type[Exception], message: str) -> None:
     grad = torch.ones(1)
     for function in (halfstep.foreach_check, halfstep.foreach_unscale_):
         with pytest.raises(error) as raised:

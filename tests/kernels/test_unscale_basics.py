@@ -1,4 +1,4 @@
-"""Checks and unscaling against torch's operator: what to read first. test_unscale.py has every bit of the sum."""
+"""Start here: checks and unscaling against torch's operator. test_unscale.py has every bit of the sum."""
 
 from __future__ import annotations
 

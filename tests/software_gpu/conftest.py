@@ -1,4 +1,4 @@
-"""These tests need the software GPU in their process: ``pytest --software-gpu sm_90 tests/software_gpu``."""
+"""These tests need the software GPU: ``pytest --software-gpu sm_90 tests/software_gpu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine for AMD refuses, each with its words: a small kernel per fault, and the harmless kind beside it."""
+"""Errors of the AMD machine: for each fault, a small kernel that is refused and a correct one that is not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(machine: SoftwareGPU, body: str, *tensors: torch.Tensor, threads: int = 
 
 
 @pytest.mark.parametrize("access", [LOAD, STORE])
-def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
+def test_an_access_past_the_end_is_refused(machine: SoftwareGPU, access: str) -> None:
     run(machine, access, torch.zeros(64, dtype=torch.int32))
     word = "load" if access is LOAD else "store"
     where = rf"tested, line \d+ \(\?, global_{word}_dword\), block 0, thread 63"
@@ -39,7 +39,7 @@ BUFFER = """
 	buffer_store_dword v3, v1, s[12:15], 0 offen"""
 
 
-def test_a_buffer_ends(machine: SoftwareGPU) -> None:
+def test_a_buffer_reads_zeros_past_its_end(machine: SoftwareGPU) -> None:
     """Past its end a buffer reads 0 and takes nothing."""
     held, read = torch.full((32,), 7, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
     run(machine, BUFFER.replace("RECORDS", "0x80"), held, read)
@@ -77,7 +77,7 @@ def test_shared_memory_needs_barriers(machine: SoftwareGPU) -> None:
         run(machine, far.replace("BARRIER", "s_barrier"), result, threads=128, shared_bytes=256)
 
 
-def test_barriers_that_a_wave_misses(machine: SoftwareGPU) -> None:
+def test_a_barrier_that_a_wave_misses_is_refused(machine: SoftwareGPU) -> None:
     body = "\tv_readfirstlane_b32 s12, v0\n\ts_cmp_lg_u32 s12, 0\n\ts_cbranch_scc1 .LEND\n\ts_barrier\n.LEND:"
     with pytest.raises(RuntimeError, match="a barrier that wave 1 never reaches"):
         run(machine, body, torch.zeros(4, dtype=torch.int32), threads=128)

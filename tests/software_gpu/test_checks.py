@@ -1,4 +1,4 @@
-"""What the machine refuses, each with its words: one small kernel per fault, and the harmless kind beside it."""
+"""Errors of the machine: for each fault, a small kernel that is refused and a correct one that is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD = "\tld.global.b32 { %r1 }, [ %rd10 + 0 ];"
 
 
 @pytest.mark.parametrize("access", [LOAD, STORE])
-def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
+def test_an_access_past_the_end_is_refused(machine: SoftwareGPU, access: str) -> None:
     run(machine, access, torch.zeros(32, dtype=torch.int32))
     word = "load" if access is LOAD else "store"
     where = r"tested, PTX line \d+ \(\?, (ld|st)\.global\.b32\), block 0, thread 31"
@@ -30,7 +30,7 @@ def test_past_the_end(machine: SoftwareGPU, access: str) -> None:
         run(machine, access.replace("+ 0", "+ -4"), torch.zeros(32, dtype=torch.int32))
 
 
-def test_freed_memory(machine: SoftwareGPU) -> None:
+def test_an_access_to_freed_memory_is_refused(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     address = tensor.data_ptr()
     machine.run_text(kernel(LOAD), *[address] * 4)
@@ -40,7 +40,7 @@ def test_freed_memory(machine: SoftwareGPU) -> None:
 
 
 @pytest.mark.parametrize("wide", [2, 4])
-def test_misaligned(machine: SoftwareGPU, wide: int) -> None:
+def test_a_misaligned_access_is_refused(machine: SoftwareGPU, wide: int) -> None:
     names = ", ".join(f"%r{at}" for at in range(1, wide + 1))
     body = f"\tld.global.v{wide}.b32 {{ {names} }}, [ %rd10 + 0 ];"
     tensors = [torch.zeros(200, dtype=torch.int32)] * 4
@@ -49,7 +49,7 @@ def test_misaligned(machine: SoftwareGPU, wide: int) -> None:
         machine.run_text(kernel(body.replace("+ 0", "+ 4"), 4 * wide), *tensors)
 
 
-def test_never_written(machine: SoftwareGPU) -> None:
+def test_a_load_of_uninitialized_memory_is_refused(machine: SoftwareGPU) -> None:
     tensor = torch.empty(32, dtype=torch.int32)
     with pytest.raises(
         RuntimeError, match=r"thread 0: load of 4 bytes at .*, byte 0 of .* of 128, which nobody wrote to"
@@ -64,7 +64,7 @@ def test_never_written(machine: SoftwareGPU) -> None:
     run(machine, LOAD, tensor)
 
 
-def test_read_only(machine: SoftwareGPU) -> None:
+def test_a_store_to_read_only_memory_is_refused(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(32, dtype=torch.int32)
     with machine.read_only(tensor):
         run(machine, LOAD, tensor)
@@ -123,7 +123,7 @@ def test_two_values_for_one_place_in_shared_memory(machine: SoftwareGPU) -> None
         run(machine, "\tst.shared.b32 [global_smem], %r10;", tensor, shared_bytes=4)
 
 
-def test_shared_memory_ends(machine: SoftwareGPU) -> None:
+def test_an_access_past_shared_memory_is_refused(machine: SoftwareGPU) -> None:
     body = "\tshl.b32 \t%r5, %r10, 2;\n\tst.shared.b32 [ %r5 + 0 ], %r10;"
     tensor = torch.zeros(32, dtype=torch.int32)
     run(machine, body, tensor, shared_bytes=128)
@@ -135,7 +135,7 @@ def test_shared_memory_ends(machine: SoftwareGPU) -> None:
         run(machine, "\tld.shared.b32 \t%r5, [global_smem];", tensor, shared_bytes=128)
 
 
-def test_barriers_that_some_miss(machine: SoftwareGPU) -> None:
+def test_a_barrier_that_some_threads_miss_is_refused(machine: SoftwareGPU) -> None:
     tensor = torch.zeros(64, dtype=torch.int32)
     lanes = "\tsetp.lt.s32 \t%p1, %r10, 5;\n\t@%p1 bra \t$L__BB0_2;\n\tbar.sync \t0;\n$L__BB0_2:"
     with pytest.raises(RuntimeError, match="a barrier that a part of the warp reaches without the rest"):
@@ -179,7 +179,7 @@ def counted_of(machine: SoftwareGPU, body: str, begins: str, wide: int = 4) -> d
     return dict(zip(COUNTS, launch.counts[last].tolist(), strict=True))
 
 
-def test_counts(machine: SoftwareGPU) -> None:
+def test_sectors_lines_and_bank_conflicts_are_counted(machine: SoftwareGPU) -> None:
     """Sectors, lines and bank conflicts of patterns whose numbers are known."""
 
     def counted(body: str, wide: int = 4) -> dict[str, int]:

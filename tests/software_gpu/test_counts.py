@@ -1,4 +1,4 @@
-"""What `make bounds` recorded of the kernels is what they take."""
+"""The counts recorded by `make bounds` are those of the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORD = json.loads((ROOT / "tests" / "kernels" / "instruction_counts.json").rea
 
 
 @pytest.mark.parametrize("name", ["foreach_check bf16", "AdamW bf16 split", "softmax bf16, 333 columns"])
-def test_the_record_holds(machine: SoftwareGPU, name: str) -> None:
+def test_counts_equal_the_record(machine: SoftwareGPU, name: str) -> None:
     if RECORD["triton"] != triton.__version__:
         pytest.skip(f"recorded with Triton {RECORD['triton']}")
     assert counted(machine, name) == RECORD["targets"][machine.target][name]
@@ -31,7 +31,7 @@ def test_the_table_in_the_documentation_is_that_of_the_record() -> None:
     assert generated.read(TABLE, PAGE) == markdown(RECORD), "make bounds writes it"
 
 
-def test_sectors_are_used() -> None:
+def test_few_sectors_beyond_the_minimum_are_touched() -> None:
     """A warp's request touches few more 32-byte sectors than its bytes fill. Causal rows end within one."""
     for target, recorded in RECORD["targets"].items():
         for case, kernels in recorded.items():

@@ -43,7 +43,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_results_depend_on_no_approximation_and_no_order(
+def test_results_do_not_depend_on_approximations_or_order(
     machine: SoftwareGPU, name: str, settings: dict[str, Any]
 ) -> None:
     """Approximations at either end of their error and between; blocks and warps last to first."""

@@ -1,4 +1,4 @@
-"""A rank that trains with the `Accelerator` of halfstep, for tests/integrations/trainers/test_accelerate.py."""
+"""A rank that trains with halfstep's `Accelerator`, for tests/integrations/trainers/test_accelerate.py."""
 
 from __future__ import annotations
 

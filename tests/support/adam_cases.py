@@ -1,4 +1,4 @@
-"""Tensors of every Adam layout, steps, and a memory in which each implementation takes them."""
+"""Tensors and steps for every Adam layout, on the devices of each implementation."""
 
 from __future__ import annotations
 

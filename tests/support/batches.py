@@ -1,4 +1,4 @@
-"""Campaigns of tries in batches, each in a process of its own, so that crashes are counted too.
+"""Campaigns of tries in batches, each in a separate process, so that crashes are counted too.
 
 A program calls `main` with a function that makes the tries. It prints what went wrong, and exits with 1 if it did.
 """

@@ -1,4 +1,4 @@
-"""Manipulated checkpoints with valid checksums, and checks of what a load of them does.
+"""Manipulated checkpoints with valid checksums, and checks of what loading them does.
 
 `Bases` writes good checkpoints of each kind once. `attack` manipulates one of them at random. `Guard` records what a
 load must not do. fuzz_checkpoints.py uses them for thousands of checkpoints, and the tests for a few.

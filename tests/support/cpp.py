@@ -1,4 +1,4 @@
-"""Compile C++ that makes inline functions of the package's headers callable."""
+"""Compile C++ code that exposes inline functions of the package's headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List variables and parameters of the product whose names say nothing, such as ``own``; run by ``make lint``.
+"""List variables and parameters of the product with meaningless names, such as ``own``; run by ``make lint``.
 
     python tests/support/empty_names.py            # fails if more than 1 % of a folder's names are of this kind
 

@@ -1,4 +1,4 @@
-"""The text of an error, for tests that read it."""
+"""The text of an error, for tests that check it."""
 
 from __future__ import annotations
 

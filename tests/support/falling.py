@@ -1,4 +1,4 @@
-"""Classify the numbers of an array in a format, by rounding each of them in float64 and with ml_dtypes, without bits.
+"""Classify the values of an array in a format by rounding each in float64 and with ml_dtypes, without bit arithmetic.
 
 A format is given by its properties in `halfstep.formats`: emin, emax, mantissa bits, and the overflow threshold.
 """

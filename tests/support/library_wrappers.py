@@ -1,4 +1,4 @@
-"""What libraries wrap around optimizers and loss scalers: their attributes and methods as training loops use them."""
+"""Stand-ins for libraries' wrappers of optimizers and loss scalers, with the attributes that training loops use."""
 
 from __future__ import annotations
 

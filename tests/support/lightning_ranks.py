@@ -1,4 +1,4 @@
-"""A rank that trains with Lightning and Fabric and classes of halfstep, for test_lightning.py and test_fabric.py."""
+"""A rank that trains with halfstep's classes for Lightning and Fabric, for test_lightning.py and test_fabric.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a command of the lookup in this process, and read its output."""
+"""Run a lookup command in this process and return its output."""
 
 from __future__ import annotations
 

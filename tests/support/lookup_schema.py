@@ -27,7 +27,6 @@ ENCODED = {
     "outcome": "exact|rounded|underflow|overflow|saturated|none",
     "error": ({**NUMBER, "ulps": DECIMAL, "relative": (DECIMAL, None)}, None),
 }
-ELSEWHERE = [{"value": (NUMBER, None), "who": [str]}]
 FORMAT = {
     **dict.fromkeys(("name", "title"), str),
     "kind": "ieee|fn|fnuz|finite|scale|integer",
@@ -58,20 +57,42 @@ WHY = {
     "roundings": dict.fromkeys(("nearest", "nearest_away", "toward_zero", "up", "down", "odd"), (CODE, None)),
     "stochastic": [{"code": (CODE, None), "probability": r"\d+(/\d+)?"}],
     "rounded_twice": [{"via": [str], **ENCODED}],
-    "elsewhere": ELSEWHERE,
+    "elsewhere": (str, None),
+}
+BLOCK_FORMAT = {
+    **dict.fromkeys(("name", "title", "element", "scale", "rule"), str),
+    "size": int,
+    "bits": float,
+    "has_global_scale": bool,
+    "aliases": [str],
+}
+WHY_BLOCK = {
+    "format": BLOCK_FORMAT,
+    "scale": STORED,
+    "global_scale": NUMBER,
+    "decides": int,
+    "explanation": [str],
+    "rms": (float, None),
+    "elements": [{"input": INPUT, **ENCODED, "stored": NUMBER}],
+}
+ERRORS = {
+    "format": str,
+    **dict.fromkeys(("bits", "rms", "relative", "largest"), float),
+    "zeros": int,
+    "not_finite": int,
 }
 MODES = {"rounding": str, "overflow": "inf|saturate|nan"}
 COMMANDS: dict[str, tuple[Any, Any]] = {
-    "format": ({"formats": [str]}, FORMAT),
+    "format": ({"formats": [str]}, (FORMAT, BLOCK_FORMAT)),
     "encode": (
         {"numbers": [str], "formats": [str], **MODES, "seed": (int, None)},
-        {"input": INPUT, **ENCODED, "elsewhere": ELSEWHERE},
+        {"input": INPUT, **ENCODED, "elsewhere": (str, None)},
     ),
     "decode": ({"codes": [str], "formats": [str], "width": (int, None)}, {"input": {"text": str}, **STORED}),
-    "why": ({"number": str, "formats": [str], **MODES}, WHY),
+    "why": ({"number": str, "formats": [str], **MODES}, (WHY, WHY_BLOCK)),
     "compare": (
-        {"formats": [str]},
-        {"formats": [FORMAT], "pairs": [PAIR], "examples": [{"input": INPUT, **ENCODED}]},
+        {"formats": [str], "numbers": ([str], None), "file": (str, None)},
+        ({"formats": [FORMAT], "pairs": [PAIR], "examples": [{"input": INPUT, **ENCODED}]}, ERRORS),
     ),
     "ladder": (
         {"out": str, "kind": "range|codes|all", "formats": [str], "codes": str},

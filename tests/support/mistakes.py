@@ -1,4 +1,4 @@
-"""Random training loops with mistakes and changes of mind in mid-run, and what becomes of them.
+"""Random training loops with mistakes and changes in mid-run, and their outcomes.
 
 A loop is a list of the names of actions. Most of it is as it should be; now and then a parameter is frozen, a gradient
 is clipped, dropped or discarded, a backward runs twice or fails, a step is left out, weights are written. Each way to

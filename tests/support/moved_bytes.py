@@ -1,4 +1,4 @@
-"""Bytes that the operations of an eager step of Muon read and write per element, but for matrix products.
+"""Bytes that an eager step of Muon reads and writes per element, except in matrix products.
 
 python tests/support/moved_bytes.py
 

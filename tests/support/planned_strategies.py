@@ -1,4 +1,4 @@
-"""What the planner says of a small GPT under each strategy, and the counted messages in its terms."""
+"""The planner's result for a small GPT under each strategy, and counted messages in its terms."""
 
 from __future__ import annotations
 

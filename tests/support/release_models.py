@@ -1,4 +1,4 @@
-"""A small model and how two runs of it are compared, for test_release*.py and test_offload.py."""
+"""A small model and a comparison of two runs of it, for test_release*.py and test_offload.py."""
 
 from __future__ import annotations
 

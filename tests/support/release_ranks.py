@@ -370,7 +370,7 @@ def an_offloaded_optimizer_under_ddp() -> None:
 
 
 def ddp_is_refused_before_anything_changes() -> None:
-    advice = "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the model"
+    advice = "DistributedDataParallel, whose buckets keep all gradients and are reduced after the step: pass the inner"
     model = DistributedDataParallel(model_of())
     optimizer = halfstep.AdamW(model.parameters())
     before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -121,7 +121,7 @@ def shards_have_the_bits_of_one_process(cut: str, name: str, layout: str) -> Non
 
 def steps_in_the_backward_of_shards_are_refused() -> None:
     model = sharded("rows")
-    text = "Expected parameters that are whole on each rank"
+    text = "Expected unsharded parameters"
     refuses(ValueError, text, lambda: step_in_backward(model, optimizer_of("Muon", model)))
 
 

@@ -1,4 +1,4 @@
-"""One of two ranks that save shards until they are killed: python save_shards_forever.py RANK PORT FOLDER.
+"""One of two ranks that save shards until killed: python save_shards_forever.py RANK PORT FOLDER.
 
 Prints each step once its checkpoint is on disk, and the error that ends it if the other rank is gone.
 """

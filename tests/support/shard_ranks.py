@@ -295,7 +295,7 @@ def what_cannot_be_kept_is_refused() -> None:
 
     model = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     model.named_modules = lambda: [("", object.__new__(Other))]  # type: ignore[assignment]
-    text = "whose FSDP2 has no _init_mp_dtypes: do without keep_reduced_gradients"
+    text = "whose FSDP2 has no _init_mp_dtypes: do not call keep_reduced_gradients"
     refuses(RuntimeError, text, lambda: keep_reduced_gradients(model))
 
 

@@ -1,4 +1,4 @@
-"""Softmax and log-softmax, forward and backward, in fp64, and how far fp32 arithmetic may end from it.
+"""Softmax and log-softmax, forward and backward, in fp64, and how far fp32 results may deviate.
 
 Written from the definition, it shares no code with the package, and knows the rules for -inf, Inf and NaN.
 """

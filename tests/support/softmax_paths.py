@@ -1,4 +1,4 @@
-"""The ways of softmax kernels through a row, at sizes that the interpreter finishes in seconds."""
+"""The code paths of the softmax kernels, at sizes that the interpreter finishes in seconds."""
 
 from __future__ import annotations
 

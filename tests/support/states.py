@@ -1,4 +1,4 @@
-"""Parameters, gradients and runs for tests of optimizers, and the bits that they compare."""
+"""Parameters, gradients and runs for tests of optimizers, and comparisons of their bits."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from halfstep.numerics.scaling.stand_ins import StandIn
 aten = torch.ops.aten
 LAUNCHERS = (cast, launch, loss_scale, rank_sum, statistics, unscale)
 # Of the launches that read a table: how many of its rows are addresses.
-ADDRESS_ROWS = {"adam": adam.OPERANDS, "check": 1, "cast": 2, "count": 1}
+ADDRESS_ROWS = {"adam": adam.OPERANDS, "check": 1, "cast": 2}
 # Operations that tell the host something about the elements.
 TELLING = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.is_nonzero, aten._unique2)
 # Those that an index of garbage would have fail while it is only recorded.
@@ -256,7 +256,9 @@ class Model:
             self._stack.close()
 
     def _resolve(self, usual: Callable[..., str], device: torch.device, family: str) -> str:
-        return self.kernels if device.type == "cuda" else usual(device, family)
+        if device.type != "cuda":
+            return usual(device, family)
+        return "reference" if (family, self.kernels) == ("statistics", "native") else self.kernels
 
     def _native(self) -> Any:
         libraries: dict[str, _Library] = {}
@@ -594,7 +596,6 @@ def _forget() -> None:
     for module in (cast, statistics, unscale):
         for cache in module._tables.values():
             cache._tables.clear()
-    unscale._scratches.drop()
 
 
 def _host(device: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""A rank that trains with torchtitan and classes of halfstep, for tests/integrations/trainers/test_torchtitan.py."""
+"""A rank that trains with halfstep's classes for torchtitan, for tests/integrations/trainers/test_torchtitan.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of examples/train_gpt.py, in this process or in several, and the differences of two runs."""
+"""Runs of examples/train_gpt.py, in this process or in several, and differences between two runs."""
 
 from __future__ import annotations
 

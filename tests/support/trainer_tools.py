@@ -1,4 +1,4 @@
-"""What the tests of trainers share: a small model, its batches, its gradients and its bits. See docs/trainers/."""
+"""Shared by the trainers' tests: a small model, its batches, gradients and bits. See docs/trainers/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that trains with the `Trainer` of halfstep, for tests/integrations/trainers/test_transformers.py."""
+"""A rank that trains with halfstep's `Trainer`, for tests/integrations/trainers/test_transformers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short training loops as people write them, for test_user_loops.py.
+"""Short, typical training loops for test_user_loops.py.
 
 A program is a function of a `Run`, which hands out models, batches and optimizers. Everything else in it is torch, and
 nothing knows which optimizer it drives: torch's AdamW, `halfstep.AdamW`, the same with steps in the backward, or one of

@@ -1,4 +1,4 @@
-"""Checks as in a scaler: in place, with the loss scale, into given memory."""
+"""Checks as a scaler runs them: in place, with the loss scale, into preallocated memory."""
 
 from __future__ import annotations
 

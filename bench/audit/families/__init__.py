@@ -1,1 +1,1 @@
-"""The variants of halfstep's kernels for the audit: one module per kernel family, each with a function `variants`."""
+"""The kernel variants to audit: one module per kernel family, each with a function `variants`."""

@@ -1,4 +1,4 @@
-"""The kernels of Adam: one variant for each layout of the optimizer, and the kernel that prepares a step."""
+"""Adam's kernels: one variant per layout, and the kernel that prepares a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from halfstep.numerics.state_layout import ADAM, MASTERS, StateLayout
 
 
 def name(layout: Any) -> str:
-    """The name of a layout of any optimizer in the audit."""
+    """The name of any optimizer's layout in the audit."""
     state = "8-bit" if layout.coded else TRITON_NAMES[layout.state]
     master = list(MASTERS)[layout.master] or "no"
     dtypes = f"{TRITON_NAMES[layout.param]} param, {TRITON_NAMES[layout.grad]} grad, {state} state, {master} master"
@@ -29,7 +29,7 @@ def name(layout: Any) -> str:
 
 
 def variant(kernels: Any, layout: Any, names: tuple[str, ...]) -> Variant:
-    """A step of one tensor by the kernels of an optimizer, with the bytes that its layout moves but those of scales."""
+    """A step of one tensor by an optimizer's kernels, with the bytes that its layout moves, except those of scales."""
     state = "8bit" if layout.coded else TRITON_NAMES[layout.state]
     master, moments = list(MASTERS)[layout.master], names[: layout.moments]
     read, written = StateLayout(TRITON_NAMES[layout.param], master, state, moments, layout.stochastic).moved()
@@ -37,13 +37,13 @@ def variant(kernels: Any, layout: Any, names: tuple[str, ...]) -> Variant:
 
 
 def step_variant(family: Family, layout: Any, title: str, read: float, written: float) -> Variant:
-    # For rows of whole blocks, two tiles a trip on NVIDIA GPUs and one on AMD's, and of multiples of 16.
+    # Paths with codes: two tiles per iteration (one on AMD GPUs) for rows of full blocks, one for multiples of 16.
     copies, on = (3, {"gfx942": 2}) if layout.coded else (1, {})
     return Variant(family.kernel, title, partial(_step, family, layout), read, written, copies=copies, copies_on=on)
 
 
 def _step(family: Family, layout: Any) -> None:
-    """The compiled kernel depends only on the layout."""
+    """Launch a step; the compiled kernel depends only on the layout."""
     table = TensorTable(layout.sizes([(1, 128)]), layout.operands, layout.chunk, torch.device("cpu"))
     hyper = torch.empty(1, family.hyper_columns, dtype=torch.float32, device="cpu")
     groups = torch.empty(1, family.group_columns, dtype=torch.float64, device="cpu")
@@ -52,7 +52,7 @@ def _step(family: Family, layout: Any) -> None:
 
 
 def amp_step(max_grad_norm: float | None = None, **scaling: Any) -> None:
-    """A step of AdamW with a loss scaler of the options `scaling`."""
+    """A step of AdamW with a loss scaler, created with the options `scaling`."""
     parameter = torch.nn.Parameter(torch.zeros(64, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)
     scaler = halfstep.GradScaler("cpu", **scaling)
@@ -79,7 +79,7 @@ def _layouts() -> list[Layout]:
 
 
 def variants() -> Iterator[Variant]:
-    """Each layout once, with the bytes of kernels/adam, and the kernel that prepares a step."""
+    """Each layout once, and the kernel that prepares a step, without and with clipping."""
     for layout in _layouts():
         yield variant(adam, layout, (*ADAM, "max_exp_avg_sq"))
     yield Variant(adam.FAMILY.prepare_kernel, "prepare", amp_step)

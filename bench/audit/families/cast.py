@@ -1,4 +1,4 @@
-"""The kernels of the cast: every pair of formats, for one tensor and for a list."""
+"""The cast kernels: every pair of formats, for one tensor and for a list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from halfstep.kernels.formats import TABLE, format_of
 
 
 def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]:
-    """The audited roundings of a pair of dtypes, and whether they saturate. The others differ in a constant."""
+    """The roundings to audit for a pair of dtypes, and whether they saturate. Others differ only in a constant."""
     options = [("nearest", False)]
     if source == torch.float32 and target in FP8:
         options.append(("nearest", True))
@@ -25,7 +25,7 @@ def _options(source: torch.dtype, target: torch.dtype) -> list[tuple[str, bool]]
 
 
 def variants() -> Iterator[Variant]:
-    """One tensor with rounding to nearest, and lists with every rounding. Both kernels differ only in the table."""
+    """One tensor rounded to nearest, and lists with every rounding: the kernels differ only in the tensor table."""
     for source, target in permutations([form.dtype for form in TABLE], 2):
         x, y = (torch.empty(64, dtype=source, device="cpu") for _ in range(2))
         pair = " to ".join(format_of(dtype).name.removesuffix("fn") for dtype in (source, target))

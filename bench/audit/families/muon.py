@@ -1,4 +1,4 @@
-"""The kernels of Muon: of the momentum by its dtype, and of the weight by its master."""
+"""Muon's kernels: the momentum kernel by dtype, and the weight kernel by master."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that sums what ranks sent."""
+"""The kernel that sums gradients received from other ranks."""
 
 from __future__ import annotations
 

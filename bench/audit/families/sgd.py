@@ -1,4 +1,4 @@
-"""The kernels of SGD: a variant for each way to hold the weight and the momentum buffer."""
+"""SGD's kernels: variants with different layouts of the weight and the momentum buffer."""
 
 from __future__ import annotations
 

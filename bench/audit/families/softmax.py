@@ -1,8 +1,8 @@
-"""The softmax kernels: one or two variants of each code path, at the sizes with the most registers.
+"""The softmax kernels: one or two variants of each code path, at the sizes that need the most registers.
 
-For a long row, the static count contains its tile once and one iteration of each loop over the other elements. In the
-names of variants, ``out of step`` rows of x and of the result begin at different distances from a multiple of 16 bytes.
-Few long rows are computed in pieces, by two launches.
+For a long row, the static count contains its tile once and one iteration of each loop over the other elements. In
+variants named ``out of step``, rows of x and of the result start at different offsets from a multiple of 16 bytes. If
+there are few long rows, they are computed in pieces, by two launches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BACKWARD = (
     *(f"{LONG} bf16->bf16 second half of pieces", f"{ODD} bf16->bf16 causal log first half of pieces"),
     f"{ODD} bf16->bf16 causal log second half of pieces",
 )
-# Over the first of two dimensions or, if transposed, over the last dimension of the transposed x.
+# Softmax over the first of two dimensions or, if transposed, over the last dimension of the transposed x.
 STRIDED_FORWARD = (
     *("64 apart, 4096 across bf16->bf16", "1024 apart, 4096 across fp32->bf16 log"),
     *("1024 apart, 4096 across bf16->bf16 u8 mask", "8192 apart, 4096 across bf16->bf16 u8 mask"),
@@ -68,7 +68,7 @@ _NAME = re.compile(
     r"(?P<causal> causal)?(?P<log> log)?(?P<transposed> transposed)?( (?P<stage>first|second) half of pieces)?"
     r"(?P<out_of_step> out of step)?"
 )
-_TILE, _TRIP = ("tile",), ("trip",)
+_TILE, _TRIP = ("form.TILE",), ("form.TRIP",)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:
@@ -81,12 +81,12 @@ def _backward(grad: torch.Tensor, y: torch.Tensor, dim: int, of: dict[str, Any])
 
 
 def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, ...], float, float]:
-    """The constants whose product bytes are divided by, and how often its elements are read and written."""
-    if stage:  # the tile of a piece has the size of an iteration
+    """The constants whose product is the elements to divide bytes by, and how often these are read and written."""
+    if stage:  # the tile of a piece is as large as an iteration
         return _TRIP, 2.0, 0.0 if stage == 1 else 2.0
     if columns <= tile:
         return _TILE, 1.0, 1.0
-    trips = held_columns(columns, tile, loop) / loop  # of columns that stay in registers
+    trips = held_columns(columns, tile, loop) / loop  # for the columns that stay in registers
     return _TRIP, trips + 2.0, trips + 1.0
 
 
@@ -102,7 +102,7 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
         x, masks, dim = _empty(source, *shape), _empty(mask, *shape) if mask else None, -2
         if of["transposed"]:
             x, dim = x.t(), -1
-        # Columns that are too many for registers are read twice.
+        # Columns that do not fit into registers are read twice.
         reads, writes = 2.0 if columns >= 8192 else 1.0, 1.0
     else:
         # The mask is shared by all heads. With 8 queries, each row of x has the same offset as the row of the mask.
@@ -117,7 +117,7 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
         options = {} if of["across"] else {"causal": of["causal"] is not None}
         function = halfstep.log_softmax if of["log"] else halfstep.softmax
         launch = partial(function, x, dim, mask=masks, dtype=_DTYPES[target], **options)
-        # With different offsets, single elements of a mask are read, which are not counted.
+        # With different offsets, the mask is read element by element, which the audit does not count.
         read += _DTYPES[mask].itemsize if mask and in_step else 0
     return Variant(
         kernel, name, launch, read * reads, written * writes, exact=False, tile=tile, index=max(stage - 1, 0)
@@ -125,7 +125,7 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """Rows with each kind of tile and loop, and other dimensions, forward and backward."""
+    """Rows with each kind of tile and loop, and softmax over other dimensions; forward and backward."""
     for kernel, names, backward in (
         (forward_row_kernel, FORWARD, False),
         (strided.forward_strided_kernel, STRIDED_FORWARD, False),

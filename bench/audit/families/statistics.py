@@ -1,4 +1,4 @@
-"""The kernel that counts the exponents of numbers."""
+"""The kernel that counts exponents."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from halfstep.kernels.unscale import Factor, Tally, check, check_kernel, finish_
 
 
 def variants() -> Iterator[Variant]:
-    """A check by the loss scale and an unscale in place for each dtype, and the launch that combines their results."""
+    """For each dtype, a check with a loss scale and an in-place unscale; and the kernel that combines their results."""
     scale = torch.ones((), dtype=torch.float32, device="cpu")
     tally = Tally(torch.zeros(1, 4, dtype=torch.int32, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"))
     for dtype, name in TRITON_NAMES.items():

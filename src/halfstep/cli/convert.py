@@ -15,13 +15,13 @@ from halfstep.cli.terminal import UNBROKEN
 def _parser() -> Parser:
     parser = Parser(
         "convert",
-        "Write a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
-        "torch.distributed.checkpoint as one of this version. With --model, write the model of a checkpoint as one "
-        "file, model.safetensors, which safetensors and transformers open.",
-        "examples: halfstep convert step-00000120.pt run/step-00000120    halfstep convert --model run/step-00000120 .",
+        "Convert a checkpoint of an earlier version (step-….pt, or a folder with .distcp files) or of "
+        "torch.distributed.checkpoint to this version. With --model, write the model of a checkpoint as one file, "
+        "model.safetensors, which safetensors and transformers can read.",
+        "examples: halfstep convert step-00000120.pt run/step-00000120; halfstep convert --model run/step-00000120 .",
     )
-    parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint, which is not changed")
-    parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, that of the file")
+    parser.add_argument("old", metavar="OLD", type=a_path, help="a checkpoint; it is not changed")
+    parser.add_argument("new", metavar="NEW", type=a_path, help="the folder to write; with --model, for the file")
     parser.add_argument("--model", action="store_true", help="write only the model, for other programs")
     return parser
 

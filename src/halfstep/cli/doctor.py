@@ -16,13 +16,12 @@ from halfstep.cli.terminal import Progress, Table, joined, text
 def _parser() -> Parser:
     parser = Parser(
         "doctor",
-        "Examine a checkpoint, or without one this machine: versions, GPUs, compiler, and what torchrun or SLURM has "
-        "set. Names what is wrong, what it costs and what to do. halfstep.doctor(model, optimizer, scaler) in a "
-        "training script examines the training itself.",
-        "examples: halfstep doctor    halfstep doctor run/step-00000120    torchrun ... $(which halfstep) doctor",
+        "Examine a checkpoint or, without PATH, what halfstep needs of this machine; python -m torch.utils.collect_env "
+        "prints the rest. Each finding says what is wrong, what it costs and what to do. In a training script, "
+        "halfstep.doctor(model, optimizer, scaler) examines the training itself.",
+        "examples: halfstep doctor; halfstep doctor run/step-00000120",
     )
     parser.add_argument("files", metavar="PATH", nargs="*", type=a_path, help="a checkpoint, or all parts of one")
-    parser.add_argument("--env", action="store_true", help="examine the machine too, if PATH is given")
     return parser
 
 
@@ -31,28 +30,26 @@ def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations.doctor.environment import Machine, examine_environment
+    from halfstep.integrations.doctor.environment import examine_environment, facts
     from halfstep.integrations.doctor.rules import examine_checkpoint
     from halfstep.integrations.tensor_files import read_all
 
-    machine, checkpoint, diagnoses = Machine.here(), read_all(options.files), []
+    checkpoint = read_all(options.files)
     if options.files:
         with Progress(1.0, patience=2.0) as progress:
-            diagnoses.append(examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading")))
-    if on_machine := options.env or not options.files:
-        diagnoses.append(examine_environment(machine))
+            diagnosis = examine_checkpoint(checkpoint, lambda done: progress.show(done, "reading"))
+    else:
+        diagnosis = examine_environment()
     lines = checkpoint.lines()
-    parts: list[Any] = [*lines, *[""] * bool(lines)]
-    for diagnosis in diagnoses:
-        parts += [text(diagnosis.headline, "strong"), ""]
-        for finding in diagnosis.findings:
-            severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
-            fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
-            parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
-    parts += [_labelled(machine.facts())] * on_machine
-    content = {"facts": dict(machine.facts()), "diagnoses": [diagnosis.as_dict() for diagnosis in diagnoses]}
+    parts: list[Any] = [*lines, *[""] * bool(lines), text(diagnosis.headline, "strong"), ""]
+    for finding in diagnosis.findings:
+        severity = text(finding.severity, "bad" if finding.severity == "error" else "note")
+        fields = ((name, getattr(finding, name)) for name in ("where", "what", "stake", "remedy"))
+        parts += [joined(severity, f": {finding.name}"), _labelled(fields), ""]
+    parts += [] if options.files else [_labelled(facts().items())]
+    content = {"facts": facts(), "diagnoses": [diagnosis.as_dict()]}
     answer(options, lambda: checkpoint.as_dict() | content, lambda: parts)
-    return int(not all(diagnosis.ok for diagnosis in diagnoses))
+    return int(not diagnosis.ok)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.command_line import Parser, UsageError, a_path, answer, picture, run
@@ -18,15 +17,13 @@ from halfstep.cli.results import COLUMNS, SHARES, power, shortened
 from halfstep.cli.terminal import Progress, Table, width
 from halfstep.numerics.formats.exact import parse_number
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.messages import printable
 
 if TYPE_CHECKING:  # imported where needed, since torch takes longer than all else
     import torch
 
     from halfstep.numerics.statistics.counts import Row, Statistics
 
-SMALL = 16 << 20  # bytes that NumPy counts in less time than torch takes to be imported
-BATCH = 64 << 20  # bytes of tensors counted at a time, so that the bar moves
+BATCH = 64 << 20  # bytes counted at a time, so that the bar moves
 WIDE = 140  # columns of the screen that show all columns of the table
 
 SORTS = {
@@ -49,7 +46,7 @@ def _format(text: str) -> str:
     from halfstep.numerics.statistics.counts import grid_of
 
     try:
-        grid_of(formats[text])
+        grid_of(formats.element(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return formats[text].name
@@ -61,51 +58,36 @@ def _parser() -> Parser:
         description="Count the values of the tensors in a checkpoint by their class in a number format: zero, flushed "
         "to zero, subnormal, normal or overflowing. Also shows rounding errors and exponents. Reads files of "
         "torch.save and safetensors, and executes nothing in them.",
-        epilog="examples: halfstep inspect model.safetensors    halfstep inspect grads.pt --scale 2^16 --advise",
+        epilog="examples: halfstep inspect model.safetensors; halfstep inspect grads.pt --scale 2^16 --advise",
     )
     add = parser.add_argument
     add("files", metavar="PATH", nargs="+", type=a_path, help="a checkpoint, or all parts of one")
     add("-f", "--format", type=_format, default="fp16", metavar="FORMAT", help="fp16, bf16, e4m3fn, e5m7, ...")
     scale = number(_scale, lambda scale: True, "a number from 2^-126 to 2^126, such as 65536 or 2^16")
-    add("--scale", type=scale, default=1.0, metavar="S", help="multiply by S first: a number, or a power as 2^16")
+    add("--scale", type=scale, default=1.0, metavar="S", help="multiply by S first: a number, or a power such as 2^16")
     add("--sort", choices=SORTS, default="size", help=f"order of the tensors: {', '.join(SORTS)}", metavar="BY")
     add("--limit", type=whole(0, note=", 0 for all"), default=40, metavar="N", help="tensors in the table; 0 for all")
     add("--advise", action="store_true", help="treat the tensors as gradients and recommend a loss scale")
-    add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors: .png, .svg or .pdf")
+    add("--out", type=picture, metavar="FILE", help="draw exponents and the worst tensors to a .png, .svg or .pdf")
     return parser
 
 
-def _at_once(files: Sequence[Path], format: str, scale: float) -> Statistics | None:
-    """The statistics of small safetensors files in fp32, fp16 and bf16 without torch; None for other files."""
-    readable = all(file.suffix == ".safetensors" and file.is_file() for file in files)
-    if not readable or sum(file.stat().st_size for file in files) > SMALL:
-        return None
-    import numpy as np
-    from safetensors import SafetensorError, deserialize
-
-    from halfstep.numerics.statistics.counts import of_arrays
-
-    names, arrays = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}, {}
-    try:
-        tensors = [pair for file in files for pair in sorted(deserialize(file.read_bytes()))]
-    except (SafetensorError, OSError):
-        return None
-    for name, tensor in tensors:
-        name = printable(name)
-        dtype, half = names.get(tensor["dtype"]), tensor["dtype"] == "BF16"
-        if dtype is None or name in arrays:
-            return None
-        numbers = np.frombuffer(tensor["data"], "u2" if half else dtype)
-        arrays[name] = dtype, (numbers.astype("u4") << 16).view("f4") if half else numbers.astype("f4")
-    return of_arrays(arrays, format, scale) if arrays else None
+def _batches(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors together up to `BATCH` bytes, longer ones in pieces."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        for piece in tensor.reshape(-1).split(BATCH // tensor.element_size()):
+            batch[name] = piece
+            size += piece.nbytes
+            if size >= BATCH:
+                yield batch
+                batch, size = {}, 0
+    yield batch
 
 
 def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dict[str, Any], list[str]]:
     """The statistics of all tensors, how many were left out by dtype, and the files as JSON and in words."""
-    counted = _at_once(options.files, options.format, options.scale)
-    if counted is not None:
-        files = list(map(str, options.files))
-        return counted, {}, {"files": files, "skipped": {}}, [f"read: {', '.join(files)}"] * (len(files) > 1)
     from halfstep.integrations.tensor_files import TensorFileError, read_all
     from halfstep.numerics.statistics.counts import statistics
 
@@ -117,18 +99,12 @@ def _count(options: argparse.Namespace) -> tuple[Statistics, dict[str, int], dic
         also = f", only {left_out.total()} of {', '.join(left_out)}" if left_out else ""
         names = ", ".join(map(str, options.files))
         raise TensorFileError(f"{names}: expected floating-point tensors, but got none{also}; pass a file of weights")
-    total: Statistics | None = None
-    batch: dict[str, torch.Tensor] = {}
+    total = statistics({}, options.format, options.scale)
     with Progress(sum(tensor.nbytes for tensor in tensors.values()), patience=2.0) as progress:
-        for number, (name, tensor) in enumerate(tensors.items(), 1):
-            batch[name] = tensor
-            size = sum(member.nbytes for member in batch.values())
-            if size >= BATCH or number == len(tensors):
-                part = statistics(batch, options.format, options.scale).read()
-                total = part if total is None else total + part
-                progress.show(progress.done + size, f"counting, {(progress.done + size) / 2**30:.1f} GiB")
-                batch = {}
-    assert total is not None
+        for batch in _batches(tensors):
+            total = total + statistics(batch, options.format, options.scale)
+            done = progress.done + sum(tensor.nbytes for tensor in batch.values())
+            progress.show(done, f"counting, {done / 2**30:.1f} GiB")
     return total, dict(left_out), checkpoint.as_dict(), checkpoint.lines()
 
 

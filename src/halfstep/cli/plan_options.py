@@ -59,7 +59,7 @@ _flag = partial(Option, type=bool, default=False)
 # In the order of the form. Options without a label are not in the form.
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "Model": (
-        _name("model", "Model", "a repository of Hugging Face such as Qwen/Qwen3-8B, the path of its config.json, or a "
+        _name("model", "Model", "a Hugging Face repository such as Qwen/Qwen3-8B, the path of a config.json, or a "
               f"published shape: {', '.join(MODELS)}"),
         Option("params", "Parameters", "number of parameters, such as 7e9, 7B or 350M", "N",
                count(", such as 7e9, 7B or 350M")),
@@ -67,12 +67,12 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     ),
     "GPUs": (
         _number("gpus", "GPUs", "number of GPUs (default: 1)", default=1),
-        _name("card", "Card", f"{', '.join(CARDS)}, or its memory, such as 24GiB; tells whether it fits and, if not, "
-              "the smallest changes with which it does"),
-        _name("strategy", "Strategy", f"{', '.join(STRATEGIES)} (default: ddp, on one GPU single)"),
-        _number("shard", "GPUs of a group", "GPUs of one group of hsdp"),
+        _name("card", "Card", f"{', '.join(CARDS)}, or an amount of memory, such as 24GiB; shows "
+              "whether the model fits and, if not, the smallest changes that make it fit"),
+        _name("strategy", "Strategy", f"{', '.join(STRATEGIES)} (default: ddp; on one GPU, single)"),
+        _number("shard", "GPUs of a group", "GPUs per hsdp group"),
         _flag("offload", "Offload to host", "offload to the host what the strategy can offload"),
-        _flag("keep-weights", "Weights stay on the GPU", "with --offload under FSDP2, as OffloadedAdamW keeps them"),
+        _flag("keep-weights", "Weights stay on the GPU", "keep weights on the GPU with --offload under FSDP2"),
         _flag("bucket-view", "Gradients are bucket views", "DDP with gradient_as_bucket_view=True"),
     ),
     "Layout": (
@@ -80,22 +80,22 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _name("precision", "Precision", f"{', '.join(PRECISIONS)} (default: bf16)", default="bf16", choices=PRECISIONS),
         _name("moments", "Moments", f"format of halfstep's moments: {', '.join(MOMENTS)}", also="state-dtype",
               choices=tuple(MOMENTS)),
-        Option("lora", "LoRA rank", "train adapters of R rows, and freeze the weights", "R", count()),
+        Option("lora", "LoRA rank", "train adapters of rank R, and freeze the weights", "R", count()),
     ),
     "Step": (
-        _number("batch", "Batch per GPU", "sequences on one GPU (default: 1)"),
-        _number("seq", "Sequence", "length of a sequence"),
-        Option("checkpointing", "Checkpointing", f"{', '.join(CHECKPOINTING)} (default: none; alone: full)", "NAME",
+        _number("batch", "Batch per GPU", "sequences per GPU (default: 1)"),
+        _number("seq", "Sequence", "sequence length"),
+        Option("checkpointing", "Checkpointing", f"{', '.join(CHECKPOINTING)} (default: none; no NAME: full)", "NAME",
                default="none", const="full", choices=CHECKPOINTING),
-        _number("loss-chunks", "Chunks of the loss", "parts in which head and loss compute the logits (default: 1)",
+        _number("loss-chunks", "Chunks of the loss", "chunks in which the loss computes the logits (default: 1)",
                 default=1),
-        Option("step-in-backward", "Step in backward (bytes)", "step and free gradients in buckets of BYTES inside the "
-               "backward (25 MiB if no BYTES are given)", "BYTES", count(), const=USUAL_BUCKET),
+        Option("step-in-backward", "Step in backward (bytes)", "use and free gradients in buckets of BYTES in the "
+               "backward pass (without BYTES: 25 MiB)", "BYTES", count(), const=USUAL_BUCKET),
     ),
     "Output": (
         Option("compare", "", f"plan all {' or all '.join(COMPARISONS)}", "WHAT"),
-        Option("page", "", "open the planner in the browser of this machine, with these settings, until Ctrl-C; with "
-               "FILE, write this answer to it instead", "FILE", output_file, const=True),
+        Option("page", "", "serve the planner to the browser of this machine, with these settings, until Ctrl-C; with "
+               "FILE, write this answer to FILE instead", "FILE", output_file, const=True),
         _flag("no-open", "", "do not open the page in the browser"),
         Option("port", "", "port of --page (default: any free one)", "N", whole(0, 65535), 0),
     ),
@@ -122,8 +122,8 @@ def parser() -> Parser:
     result = Parser(
         "plan",
         usage="halfstep plan MODEL [OPTIONS]",
-        description="Plan a training: bytes by part, messages per step and FLOPs of each GPU. MODEL is --params or "
-        "--model; activations and gathered units are counted only for the latter.",
+        description="Plan a training run: memory by part, communication and FLOPs per GPU. MODEL is --params or "
+        "--model; activations and gathered units are counted only with --model.",
     )
     for title, options in OPTIONS.items():
         group = result.add_argument_group(title)

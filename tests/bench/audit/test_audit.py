@@ -1,4 +1,4 @@
-"""The audit's front: arguments, occupancy, and the readers of machine code on lines of known meaning."""
+"""The audit: arguments, occupancy, and the parsers of PTX, AMD assembly and TTGIR on known code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_an_unknown_target_is_refused(target: str, capsys: pytest.CaptureFixture
         ("sm_75", 32, 0, 4, None),
     ],
 )
-def test_occupancy(target: str, registers: int, shared: int, warps: int, expected: float | None) -> None:
+def test_occupancy_follows_registers_shared_memory_and_warps(
+    target: str, registers: int, shared: int, warps: int, expected: float | None
+) -> None:
     assert rows.occupancy(target, registers, shared, warps) == expected
 
 
@@ -50,7 +52,7 @@ PTX = """
 """
 
 
-def test_ptx() -> None:
+def test_accesses_and_resources_are_read_from_ptx() -> None:
     twelve, thirteen = ("kernel.py", 12), ("kernel.py", 13)
     assert list(machine_code.ptx_accesses(PTX)) == [
         Access(False, 64, twelve),
@@ -61,7 +63,7 @@ def test_ptx() -> None:
     ]
     resources = machine_code.ptx_resources(PTX, "REG:54 STACK:8 SHARED:1024 LOCAL:0 CONSTANT[0]:568")
     assert resources == machine_code.Resources(registers=54, spills=8, barriers=2)
-    with pytest.raises(ValueError, match="cuobjdump names no registers: 'Function'"):
+    with pytest.raises(ValueError, match="cuobjdump reports no registers: 'Function'"):
         machine_code.ptx_resources(PTX, "Function\n")
 
 
@@ -85,7 +87,7 @@ INLINE = """
 """
 
 
-def test_each_line_of_inline_assembly_may_have_a_debug_line_of_its_own() -> None:
+def test_each_line_of_inline_assembly_may_have_its_own_debug_line() -> None:
     """Triton 3.9 writes them; an access of one value would then count as one of the tile's on the next line."""
     one, twenty = ("kernel.py", 12), ("kernel.py", 20)
     assert list(machine_code.ptx_accesses(INLINE)) == [
@@ -107,11 +109,11 @@ def test_each_line_of_inline_assembly_may_have_a_debug_line_of_its_own() -> None
         ("mul.rn.ftz.f32 	%r1, %r2, %r3;", ["1x mul.rn.ftz.f32"]),
     ],
 )
-def test_ptx_that_breaks_the_bits(line: str, found: list[str]) -> None:
+def test_inexact_ptx_is_reported(line: str, found: list[str]) -> None:
     assert machine_code.ptx_inexact(f"\t{line}\n") == found
 
 
-def test_assembly_that_says_so_keeps_the_bits_although_it_fuses() -> None:
+def test_inline_assembly_marked_exact_may_contain_fused_multiply_adds() -> None:
     def assembly(first: str) -> str:
         return f"// begin inline asm\n{{\n{first}\nfma.rn.f32 %r1, %r2, %r3, %r4;\n}}\n// end inline asm\n"
 
@@ -141,7 +143,7 @@ AMD = """
 """
 
 
-def test_amd() -> None:
+def test_accesses_and_resources_are_read_from_amd_assembly() -> None:
     twelve, thirteen = ("kernel.py", 12), ("kernel.py", 13)
     assert list(machine_code.amd_accesses(AMD)) == [
         Access(False, 128, twelve),
@@ -182,7 +184,7 @@ ROOT_64, FINE = "\tv_rsq_f64_e32 v[0:1], v[2:3]\n", "\t\t.amdhsa_float_denorm_mo
         ("", "\ts_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 4), 0", ["1x s_setreg_imm32_b32"]),
     ],
 )
-def test_amd_code_that_breaks_the_bits(llir: str, assembly: str, found: list[str]) -> None:
+def test_inexact_amd_code_is_reported(llir: str, assembly: str, found: list[str]) -> None:
     assert machine_code.amd_inexact(llir, assembly) == found
 
 
@@ -205,7 +207,7 @@ TTGIR = """
 """
 
 
-def test_ttgir() -> None:
+def test_tiles_and_uniform_lines_are_read_from_ttgir() -> None:
     assert machine_code.uniform_sites(TTGIR) == {("kernel.py", 4)}
     assert machine_code.tile_elements(TTGIR) == 2048
     assert machine_code.layout_conversions(TTGIR) == 1
@@ -217,7 +219,7 @@ def test_ttgir() -> None:
     }
 
 
-def test_the_bulk_leaves_out_uniform_loads_and_narrow_paths() -> None:
+def test_the_bulk_path_excludes_uniform_loads_and_narrow_paths() -> None:
     merged, table, wide, buffer, mask, tail = (("kernel.py", line) for line in (0, 4, 9, 11, 12, 30))
     accesses = [
         Access(False, 128, merged),  # by the compiler, from the scalars of several lines

@@ -1,4 +1,4 @@
-"""Recorded bounds: what leaves them, with which compiler, and what a partial audit records."""
+"""Recorded bounds: which changes violate them, with which compiler, and what a partial audit records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def departures(*rows: dict[str, Any], triton: str = "3.7.1", recorded: Bounds | 
     return audit_bounds.departures(list(rows), recorded or bounds(row()), triton, None, ["sm_90", "gfx942"], REMEDY)
 
 
-def test_what_did_not_change_or_got_better_stays_within() -> None:
+def test_unchanged_and_improved_rows_are_within_bounds() -> None:
     assert departures(row()) == departures(row(registers=48)) == []  # one unit of their allocation more
     better = {name: value - 1 for name, value in RECORDED.items() if name != "access_bits"}
     assert departures(row(**better, access_bits=128)) == []
@@ -48,7 +48,7 @@ def test_what_did_not_change_or_got_better_stays_within() -> None:
         ("bytes_read", None, "bytes_read None is not the recorded 4"),
     ],
 )
-def test_what_got_worse_is_named(measure: str, value: float | None, sentence: str) -> None:
+def test_regressions_are_named(measure: str, value: float | None, sentence: str) -> None:
     assert departures(row(**{measure: value})) == [f"cast.kernel | fp32 to fp16 | sm_90: {sentence}"]
     of_every_compiler = measure in ("bytes_read", "bytes_written", "spills")
     assert bool(departures(row(**{measure: value}), triton="3.6.0")) is of_every_compiler
@@ -65,7 +65,7 @@ def test_every_variant_has_an_entry_and_every_entry_a_variant() -> None:
     ]
 
 
-def test_an_entry_outside_a_partial_audit_is_not_stale() -> None:
+def test_entries_outside_a_partial_audit_are_not_stale() -> None:
     recorded = bounds(row(), row(target="sm_80"), row(kernel="adam.kernel"), row(kernel="cast.old_kernel"))
     left = audit_bounds.departures([row()], recorded, "3.7.1", {"cast"}, ["sm_90"], REMEDY)
     assert [line.partition(":")[0] for line in left] == ["cast.old_kernel | fp32 to fp16 | sm_90"]
@@ -86,7 +86,7 @@ def test_the_file_has_one_sorted_line_per_entry_and_reads_back(tmp_path: Path) -
     assert '"bytes_read": 4, "bytes_written": 2.5' in lines[2]
 
 
-def test_recording_a_part_keeps_the_rest_unless_another_triton_recorded_it(tmp_path: Path) -> None:
+def test_a_partial_recording_keeps_the_rest_unless_another_triton_recorded_it(tmp_path: Path) -> None:
     file = tmp_path / "bounds.json"
     everything = [row(), row(variant="old"), row(target="sm_80"), row(kernel="adam.kernel")]
     summary = audit_bounds.record(everything, file, "3.7.1", None, ["sm_80", "sm_90"])
@@ -104,7 +104,7 @@ def test_recording_a_part_keeps_the_rest_unless_another_triton_recorded_it(tmp_p
 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", json.dumps({"triton": "3.7.1"})])
-def test_a_file_that_holds_no_bounds_is_refused(content: str | None, tmp_path: Path) -> None:
+def test_a_file_without_bounds_is_refused(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "bounds.json"
     if content is not None:
         file.write_text(content)

@@ -1,4 +1,4 @@
-"""What is recorded of a launch is what Triton would compile for it, and nothing is left behind."""
+"""A recorded launch is what Triton would compile, and recording leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def known(recorded: Launch) -> dict[str, list[list[Any]]]:
     return {recorded.kernel.arg_names[position]: found for (position,), found in recorded.attributes.items() if found}
 
 
-def test_a_launch_is_what_triton_makes_of_the_arguments() -> None:
+def test_a_recorded_launch_is_what_triton_makes_of_the_arguments() -> None:
     found = recorded(variant(), "sm_90")
     assert found.kernel is KERNEL
     constants = dict.fromkeys(("stride", "flag", "BLOCK"), "constexpr")
@@ -72,7 +72,7 @@ def test_a_launch_is_what_triton_makes_of_the_arguments() -> None:
     assert known(of_amd)["x"] == [DIVISIBLE, ["tt.pointer_range", 32]], "below 2 GB AMD's buffer instructions reach it"
 
 
-def test_the_launchers_see_the_target_that_is_recorded_for_and_nothing_is_left_behind() -> None:
+def test_launchers_see_the_target_and_recording_leaves_nothing_behind() -> None:
     def state() -> tuple[Any, ...]:
         return dict(vars(triton.runtime.driver)), triton.knobs.runtime.jit_cache_hook, backend.chosen()
 
@@ -87,7 +87,7 @@ def test_the_launchers_see_the_target_that_is_recorded_for_and_nothing_is_left_b
     assert state() == before and backend.TAKES_CPU_TENSORS is taken
 
 
-def test_the_launch_that_is_meant_is_found() -> None:
+def test_the_indexed_launch_is_returned() -> None:
     def several() -> None:
         x = torch.empty(16, dtype=torch.float32, device="cpu")
         for block in (1, 2, 4):
@@ -105,7 +105,7 @@ def test_the_launch_that_is_meant_is_found() -> None:
         recorded(variant(launch, OTHER, -1), "sm_90")
 
 
-def test_a_kernel_that_asks_for_its_gpu_is_compiled_for_the_target() -> None:
+def test_a_kernel_that_queries_its_gpu_is_compiled_for_the_target() -> None:
     asks: Any = JITFunction(_asks)
     x = torch.empty(64, dtype=torch.int32, device="cpu")
     for target, stored, other in (("sm_80", "456", "123"), ("sm_90", "123", "456")):

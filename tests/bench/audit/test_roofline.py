@@ -1,4 +1,4 @@
-"""What kernels take of a GPU's issue and shared memory: the formula and the limits."""
+"""How much of a GPU's issue slots and shared memory kernels use: the formula and the limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def counts(**changes: Any) -> dict[str, Any]:
     return {"triton": "3.7.1", "targets": {"sm_90": {"a case": {"a_kernel": {**plain, **work, **changes}}}}}
 
 
-def test_parts_of_the_time_of_memory() -> None:
+def test_issue_and_shared_memory_times_are_relative_to_memory_time() -> None:
     """A kernel that moves 32 B per element, at 0.9 * 3.35 TB/s: 10.61 ps. An H100 issues 29.65 instructions per ps."""
     ratios = {row.gpu: row for row in roofline.ratios(counts())}
     assert set(ratios) == {"H100", "H200"}
@@ -44,7 +44,7 @@ def test_parts_of_the_time_of_memory() -> None:
     assert row.shared == pytest.approx(0.4 / (132 * 1.755) * 0.9 * 3350 / 32, rel=1e-12)
 
 
-def test_repeated_sectors_count_where_the_cache_does_not_hold_them() -> None:
+def test_repeated_sectors_count_unless_cached() -> None:
     """512 running blocks of 2,048 elements each, 32 bytes an element: 34 MB, which an H100's cache of 50 MB holds."""
     (kept, _), (missed, _) = (
         list(roofline.ratios(counts(sectors=3.0, elements=elements))) for elements in (1 << 20, 1 << 22)
@@ -54,7 +54,7 @@ def test_repeated_sectors_count_where_the_cache_does_not_hold_them() -> None:
     assert missed.issue == pytest.approx(kept.issue / (1 + 2 * share))
 
 
-def test_the_machine_code_decides_where_it_was_counted() -> None:
+def test_counts_of_machine_code_take_precedence() -> None:
     counted, weighted = (next(roofline.ratios(counts(**changes))) for changes in ({"machine": 80.0}, {}))
     assert counted.issue == pytest.approx(0.8 * weighted.issue)
 

@@ -1,4 +1,4 @@
-"""What format, encode, decode, why and compare answer: known facts, the JSON's shape, and the codec's own results."""
+"""The output of format, encode, decode, why and compare: known facts, the JSON's schema, and the codec's results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encode(number: str, format: str, *options: str) -> dict[str, Any]:
         ("1e6 -f fp16 --rounding toward_zero", "0x7bff", "65504", "saturated"),
     ],
 )
-def test_what_a_number_becomes(words: str, code: str | None, value: str | None, outcome: str) -> None:
+def test_encode_gives_code_value_and_outcome(words: str, code: str | None, value: str | None, outcome: str) -> None:
     (result,) = results("encode", *words.split())
     assert (result["code"], result["value"] and result["value"]["decimal"], result["outcome"]) == (code, value, outcome)
 
@@ -62,7 +62,7 @@ def test_the_error_is_in_ulps_of_the_format() -> None:
 
 
 @pytest.mark.parametrize("number", ["-2.5", "-inf", "-1/3", "-0x1p-3", "-.5", "-(1+2)", "-∞"])
-def test_numbers_that_begin_with_a_minus(number: str) -> None:
+def test_negative_numbers_need_no_separator(number: str) -> None:
     spelled = results("encode", "-f", "fp16", "--", number)
     assert results("encode", number, "-f", "fp16") == results("encode", "--format=fp16", number) == spelled
     assert spelled[0]["input"]["text"] == number
@@ -78,7 +78,7 @@ def test_several_numbers_and_formats_in_any_order() -> None:
         assert [(result["input"]["text"], result["format"]) for result in results("encode", *words)] == expected
 
 
-def test_figures_are_exact() -> None:
+def test_limits_of_formats_are_exact() -> None:
     (half,), (double,) = results("format", "float16"), results("format", "fp64")
     assert half["min_subnormal"] == {"decimal": "5.9604644775390625e-8", "hex": "0x1p-24", "fraction": "1/16777216"}
     assert double["overflow"]["fraction"] == str(2**1024 - 2**970)  # which is no float64 number
@@ -101,7 +101,7 @@ def test_figures_are_exact() -> None:
         ("0x3c00 -f fp16 fp32", {"fp16": "1", "fp32": None}),
     ],
 )  # fmt: skip
-def test_the_digits_say_how_wide_a_code_is(words: str, read: dict[str, str | None]) -> None:
+def test_the_number_of_digits_gives_the_width_of_a_code(words: str, read: dict[str, str | None]) -> None:
     values = {result["format"]: result["value"]["decimal"] for result in results("decode", *words.split())}
     assert set(values) == set(read) and all(value in (None, values[name]) for name, value in read.items())
 
@@ -122,7 +122,7 @@ def test_notations_of_a_number(number: str, decimal: str | None, hexadecimal: st
     [(Fraction(45035), 4, "4.504e4"), (Fraction(4503), 4, "4503"), (Fraction(-99999), 4, "-1e5"),
      (Fraction(2, 3), 3, "0.667"), (Fraction(1, 30000), 2, "3.3e-5"), (Fraction(0), 3, "0")],
 )  # fmt: skip
-def test_rounded_writes_no_digit_that_is_none(value: Fraction, digits: int, text: str) -> None:
+def test_rounded_uses_an_exponent_instead_of_padding_zeros(value: Fraction, digits: int, text: str) -> None:
     assert rounded(value, digits) == text
 
 
@@ -134,7 +134,7 @@ def test_shortest_of_fp64_is_pythons_repr(value: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e8m0fnu", "int8", "e4m0"])
-def test_shortest_is_shortest(name: str) -> None:
+def test_no_shorter_decimal_encodes_to_the_code(name: str) -> None:
     """Against every decimal with a digit less."""
     row = formats[name]
     for code in range(row.codes):
@@ -191,7 +191,7 @@ _TEXTS = st.one_of(
 
 @settings(STEADY, max_examples=50)
 @given(_TEXTS, st.sampled_from(list(formats)) | _OWN)
-def test_what_encode_says_is_what_decode_reads(text: str, format: str) -> None:
+def test_decode_reads_what_encode_prints(text: str, format: str) -> None:
     (result,) = results("encode", "-f", format, "--", text)
     if result["code"] is None:
         return
@@ -244,7 +244,7 @@ def test_what_encode_says_is_what_decode_reads(text: str, format: str) -> None:
         ("464 e4m3 --rounding nearest_away", "tie", ["from zero: 480.", "as does every number from 464 on."]),
     ],
 )  # fmt: skip
-def test_the_rule_and_its_words(words: str, rule: str, says: list[str]) -> None:
+def test_why_explains_the_rule_that_decided(words: str, rule: str, says: list[str]) -> None:
     (result,) = results("why", *words.split())
     assert result["rule"] == rule
     explanation = " ".join(result["explanation"])
@@ -282,7 +282,7 @@ def test_chance_stores_one_of_the_two(number: Fraction, format: str, seed: int) 
 
 
 @pytest.mark.parametrize(("number", "format"), [("2^-20", "fp16"), ("65530", "fp16"), ("-2^-140/3", "bf16")])
-def test_chance_is_as_often_as_told(number: str, format: str) -> None:
+def test_stochastic_rounding_has_the_stated_probability(number: str, format: str) -> None:
     drawn = [encode_exact(number, format, "stochastic", seed=seed) for seed in range(600)]
     for end in results("why", number, format)[0]["stochastic"]:
         share, seen = float(Fraction(end["probability"])), drawn.count(int(end["code"], 16)) / len(drawn)
@@ -300,7 +300,7 @@ def test_overflow_begins_at_the_threshold(format: str) -> None:
         assert not overflows(sign * threshold * (1 - near), row) and overflows(sign * threshold * (1 + near), row)
 
 
-def test_rounding_twice_is_told() -> None:
+def test_double_rounding_is_explained() -> None:
     (result,) = results("why", "1 + 2^-11 + 2^-40", "fp16")
     assert [(twice["via"], twice["code"]) for twice in result["rounded_twice"]] == [(["fp64", "fp32"], "0x3c00")]
     shown = " ".join(line.strip() for line in lines("why", "1 + 2^-11 + 2^-40", "fp16", COLUMNS="80"))
@@ -321,11 +321,11 @@ SMALL = [name for name in formats if formats[name].bits <= 8] + ["e3m4", "e4m3ie
     ("bf16 fp32", "fp32 reaches 2^16 times further down. Near 1 fp32's numbers are 2^16 times closer together. fp32 "
      "holds every value of bf16: casting there and back loses nothing."),
 ])  # fmt: skip
-def test_what_tells_two_formats_apart(words: str, says: str) -> None:
+def test_compare_describes_range_precision_and_shared_values(words: str, says: str) -> None:
     assert says in " ".join(" ".join(lines("compare", *words.split())).split())
 
 
-def test_shared_values_are_those_that_both_have() -> None:
+def test_shared_values_are_counted() -> None:
     def every_value(row: Format) -> set[object]:
         return {value for value in (decode_exact(code, row) for code in range(row.codes)) if value == value}
 
@@ -336,7 +336,7 @@ def test_shared_values_are_those_that_both_have() -> None:
         assert shared_values(row, row) == row.values
 
 
-def test_outcomes_and_numbers_as_they_are_shown() -> None:
+def test_outcomes_and_numbers_are_shown_in_words() -> None:
     for number, format, outcome in (
         ("2^-24", "fp16", "exact subnormal"), ("6e-8", "fp16", "subnormal"), ("1e9", "e2m1", "saturated"),
         ("nan", "e2m1", "no NaN"), ("-1", "e8m0", "no sign"), ("1e-9", "fp16", "underflow"),

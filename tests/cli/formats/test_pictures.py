@@ -1,4 +1,4 @@
-"""The pictures: what they show is what the formats hold."""
+"""Pictures of formats: their ranges, codes and labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_range_is_from_the_least_to_the_largest() -> None:
     assert [text.get_text() for text in axes.texts] == ["5.96e-8", "65504"]
 
 
-def test_codes_are_where_their_hexadecimal_digits_say() -> None:
+def test_codes_are_placed_by_their_hexadecimal_digits() -> None:
     axes = drawn(pictures.draw_codes, formats["e4m3"])
     texts = [text.get_text() for text in axes.texts]
     assert (texts[0x00], texts[0x38], texts[0x7E], texts[0x7F], texts[0x80], texts[0xFE]) == (
@@ -68,7 +68,7 @@ def test_codes_are_where_their_hexadecimal_digits_say() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_files(tmp_path: Path, suffix: str) -> None:
+def test_pictures_are_written_and_reproducible(tmp_path: Path, suffix: str) -> None:
     out = tmp_path / f"x.{suffix}"
     words = ("ladder", "-f", "fp16", "bf16", "--codes", "e2m1", "--out", str(out))
     assert lines(*words) == [f"{out}: range, codes"]

@@ -1,4 +1,4 @@
-"""The answers of the pages against the command line and the codec, and what hostile addresses cannot do."""
+"""The pages' answers against the command line and the codec, and harmless answers to hostile addresses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_mode_and_format_shows_what_the_codec_encodes() -> None:
             assert stored == code(state["f"], state, mode)
 
 
-def test_what_becomes_of_nan_and_subnormals() -> None:
+def test_answers_for_nan_and_subnormals() -> None:
     zero = explored(x="nan", f="int8", n="zero")
     assert zero["chosen"]["why"] == ["NaN is not rounded.", "Zero is stored: 0x00."]
     refused = explored(x="nan", f="int8")
@@ -100,7 +100,7 @@ def test_the_headline_has_all_digits_or_leads_to_them() -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp64", "e5m7"])
-def test_where_a_number_lies_in_every_format(form: str) -> None:
+def test_a_number_is_located_in_every_format(form: str) -> None:
     for text in ("1e-320", "-1e-8", "0.1", "65520", "1e200"):
         shown, magnitude = explored(x=text, f=form)["all"]["range"], abs(float(parse_number(text)))
         for name, *drawn, _ in shown["rows"]:
@@ -222,7 +222,7 @@ def test_the_command_of_a_link_runs_halfstep_and_nothing_else(tmp_path: Any) -> 
         *({"page": "explorer", "state": {}, "move": [1]}, {"page": "planner", "state": [["a", "b"]]}),
     ],
 )
-def test_what_is_no_request_is_refused(request_: Any) -> None:
+def test_malformed_requests_are_refused(request_: Any) -> None:
     assert list(answer(request_)) == ["refused"]
 
 

@@ -255,7 +255,7 @@ def test_common_answers_need_no_python(site: tuple[Path, str], tmp_path: Path) -
                      "The answer takes more than 0.3 seconds", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
-def test_python_that_is_not_there_or_fails(
+def test_missing_or_failing_python_is_reported(
     site: tuple[Path, str], python: str, limit: str, expected: str, tmp_path: Path
 ) -> None:
     """With a stub of Pyodide, or without one."""

@@ -1,4 +1,4 @@
-"""``halfstep explore`` and ``halfstep plan --page``: who may ask the local server, and the files of ``--out``."""
+"""``halfstep explore`` and ``halfstep plan --page``: which requests the server accepts, and the files of ``--out``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def asked(port: int, path: str, body: str | None = None, **headers: str) -> tupl
     return reply.status, reply.read().decode()
 
 
-def test_the_page_and_its_answers(address: tuple[int, str]) -> None:
+def test_the_server_serves_the_page_and_answers(address: tuple[int, str]) -> None:
     port, path = address
     assert asked(port, f"{path}explorer.html") == (200, html("explorer", "local", {"x": "0.3"}))
     status, text = asked(port, f"{path}answer", json.dumps(QUESTION), Origin=f"http://127.0.0.1:{port}")
@@ -61,7 +61,7 @@ def test_the_page_and_its_answers(address: tuple[int, str]) -> None:
     )
 
 
-def test_others_are_refused(address: tuple[int, str]) -> None:
+def test_requests_without_the_secret_or_from_other_sites_are_refused(address: tuple[int, str]) -> None:
     port, secret = address
     cases: list[tuple[str, dict[str, str]]] = [
         ("/explorer.html", {}),
@@ -76,7 +76,7 @@ def test_others_are_refused(address: tuple[int, str]) -> None:
         assert asked(port, path, body, **headers)[0] == 403, (path, headers)
 
 
-def test_wrong_requests(address: tuple[int, str]) -> None:
+def test_wrong_requests_get_an_error_and_the_server_continues(address: tuple[int, str]) -> None:
     port, path = address
     cases: list[tuple[str, str | None, dict[str, str], int]] = [
         ("../../etc/passwd", None, {}, 404),
@@ -149,7 +149,7 @@ def test_a_plan_in_a_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_texts_cannot_end_the_script() -> None:
+def test_user_text_cannot_end_the_script_element() -> None:
     written = html("planner", "file", {"model": "</script><b>{{script}}", "gpus": "<!--"})
     assert written.count("</script>") == 2 and "<b>" not in written and "<!--" not in written
     assert embedded(written)["answer"]["state"] == {"model": "</script><b>{{script}}", "gpus": "<!--"}

@@ -1,4 +1,4 @@
-"""Cases that real ranks run: topologies, shards, steps in the backward and on the host, hooks, pairings, torch's cases.
+"""Cases run on real ranks: topologies, shards, steps in the backward and on the host, hooks, pairings, torch's cases.
 
 The tables of the modules in tests/support are run one after the other in two or four processes, and each of their
 functions is a case here. What a case asserts follows its last message, so that no other rank is left waiting.

@@ -1,4 +1,4 @@
-"""kill -9 of either rank in the middle of a save: the other ends with an error, and the last good checkpoint loads."""
+"""kill -9 of either rank during a save: the other rank raises an error, and the last good checkpoint loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def jobs(tmp_path: Path) -> Iterator[list[tuple[Path, list[forks.Program]]]]:
         ]
 
 
-def test_the_last_good_one_loads_and_the_other_rank_does_not_hang(jobs: list[tuple[Path, list[forks.Program]]]) -> None:
+def test_the_last_good_checkpoint_loads_and_the_other_rank_does_not_hang(
+    jobs: list[tuple[Path, list[forks.Program]]],
+) -> None:
     for killed, (folder, ranks) in enumerate(jobs):
         announced = -1
         for _ in range(3):  # both kinds of save have been seen, the next is under way

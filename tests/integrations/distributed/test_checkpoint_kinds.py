@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP1, of torch's AdamW and with CPU offload go on with the same bits, also written in a thread."""
+"""Checkpoints of FSDP1, torch's AdamW and CPU offload resume with the same bits, even if written in a thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_fsdp1s_full_and_sharded_state_dicts_hold_the_bits_of_one_process(
 
 
 @pytest.mark.parametrize("number", range(len(checkpoint_kinds.WRAPS)))
-def test_from_each_to_the_next_with_the_same_bits(
+def test_checkpoints_load_from_each_kind_into_the_next_with_the_same_bits(
     ranks: list[dict[str, Any]], expected: list[dict[str, Any]], number: int
 ) -> None:
     """Steps that were made while a checkpoint was written in the background did not reach it."""

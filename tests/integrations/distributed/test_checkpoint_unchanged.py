@@ -1,4 +1,4 @@
-"""A load that fails, early or late, in one process or in two, leaves model, optimizer and scaler as they were."""
+"""A load that fails, early or late, on one rank or on two, leaves model, optimizer and scaler unchanged."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "lr tensor of many": (_group("lr", {"$tensor": MOMENT}), "Tensor lr must be 1-element"),
     "betas three": (_group("betas", {"$tuple": [0.9, 0.9, 0.9]}), "betas"),
     "differentiable": (_group("differentiable", True), "differentiable"),
-    "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more on one side only"),
+    "groups' names": (_group("params", ["weight", "bias", "more"]), "same groups: more in only one of them"),
     "groups' type": (_group("params", 3), "is not a state_dict with 'state' and 'param_groups'"),
     "no params": (_json(lambda tree: tree["optimizer"]["param_groups"][0].pop("params")), "is not a state_dict with"),
     "no moment": (_json(lambda tree: tree["optimizer"]["state"]["weight"].pop("exp_avg_sq")), "lacks 'exp_avg_sq'"),
@@ -144,7 +144,10 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "no weight": (_json(lambda tree: tree["model"].pop("weight")), "same tensors: weight"),
     "model's shape": (_torch(lambda s: s["model"].update(weight=torch.zeros(9, 9).bfloat16())), r"weight is \(9, 9\)"),
     "model's dtype": (_torch(lambda s: s["model"].update(bias=torch.zeros(3))), "float32 in the checkpoint"),
-    "model's object": (_json(lambda tree: tree["model"].update(bias="x")), "bias is no dense tensor in the checkpoint"),
+    "model's object": (
+        _json(lambda tree: tree["model"].update(bias="x")),
+        "bias is not a dense tensor in the checkpoint",
+    ),
     "scale 0": (_scale("scale", 0.0), "Expected scale to be a number .*, but got 0.0"),
     "no key of the scaler": (_json(lambda tree: tree["scaler"].pop("growth_factor")), "but got one without growth_fac"),
     "no scaler": (_json(lambda tree: tree.update(scaler=None)), "no state of a scaler"),
@@ -180,7 +183,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
     "manifest outside": (_manifest(lambda content: content["files"].update({"../x": {}})), "does not list files"),
     "manifest empty": (_manifest(lambda content: content.pop("files")), "does not list files"),
     "no state.json": (_manifest(lambda content: content["files"].pop("state.json")), "does not list state.json"),
-    "later format": (_manifest(lambda content: content.update(format="halfstep checkpoint 3")), "use a later halfstep"),
+    "later format": (_manifest(lambda content: content.update(format="halfstep checkpoint 3")), "upgrade halfstep"),
     "tensor in torch's shard": (_in_shard(MOMENT, torch.zeros(2, 2)), r"exp_avg' is \(2, 2\) torch.float32 in its fil"),
     "none in torch's shard": (_in_shard(MOMENT, {"x": 1}), "exp_avg' is no tensor in its file"),
     "code in torch's shard": (
@@ -188,7 +191,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
         r"an object of posix\.getcwd",
     ),
     "torch's offset": (_stored("offset", 2**40), "does not match the file"),
-    "torch's file": (_stored("relative_path", "../x"), "is no file of the folder"),
+    "torch's file": (_stored("relative_path", "../x"), "is not in the folder"),
     "torch's offsets, slow to hash": (
         _metadata(lambda metadata: setattr(metadata.state_dict_metadata[MOMENT].chunks[0], "offsets", TUPLES)),
         "it has an index without a name",
@@ -199,7 +202,7 @@ FAILURES: dict[str, tuple[Make, str]] = {
 
 @pytest.mark.parametrize("optimizer_has_state", [True, False])
 @pytest.mark.parametrize("name", FAILURES)
-def test_after_a_failed_load_all_is_what_it_was(
+def test_a_failed_load_changes_nothing(
     bases: attacks.Bases, tmp_path: Path, name: str, optimizer_has_state: bool
 ) -> None:
     make, words = FAILURES[name]
@@ -242,7 +245,7 @@ def test_one_optimizers_state_in_another_fits_or_changes_nothing(tmp_path: Path,
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), MemoryError()])
-def test_whatever_ends_a_load_all_is_put_back(bases: attacks.Bases, raised: BaseException) -> None:
+def test_any_exception_during_a_load_restores_everything(bases: attacks.Bases, raised: BaseException) -> None:
     model = attacks.model_of(-1.0)
     optimizer, scaler = attacks.optimizer_of(model), halfstep.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     scaler.scale(torch.zeros(()))
@@ -268,7 +271,7 @@ def test_no_load_changes_the_files(bases: attacks.Bases) -> None:
     assert {path.name: path.read_bytes() for path in bases.shards.iterdir()} == held
 
 
-def test_on_two_ranks_all_fail_alike_and_change_nothing(tmp_path: Path) -> None:
+def test_a_failed_load_raises_on_both_ranks_and_changes_nothing(tmp_path: Path) -> None:
     found = rank_processes.run(failing_loads.run, 2, tmp_path)
     assert found[0].keys() == found[1].keys() and len(found[0]) > 10
     for rank in found:

@@ -1,4 +1,4 @@
-"""The doctor on two ranks: nothing in healthy set-ups, and the names of reported faults of sharded ones."""
+"""The doctor on two ranks: no findings in healthy set-ups, and the names of faults of sharded ones."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_no_false_alarm(ranks: list[dict[str, list[str]]], name: str) -> None:
 
 
 @pytest.mark.parametrize("finding", doctor_ranks.ISSUES.values())
-def test_the_doctor_names_it(ranks: list[dict[str, list[str]]], finding: str) -> None:
+def test_the_doctor_names_faults_of_sharded_set_ups(ranks: list[dict[str, list[str]]], finding: str) -> None:
     assert all(finding in rank[finding] for rank in ranks), [rank[finding] for rank in ranks]

@@ -1,4 +1,4 @@
-"""The runs of all trainers, each made once."""
+"""The runs of all trainers, each started once."""
 
 from __future__ import annotations
 

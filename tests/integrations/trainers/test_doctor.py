@@ -1,4 +1,4 @@
-"""The doctor inside real trainers: nothing in healthy trainings, and the names of what users reported of them."""
+"""The doctor inside real trainers: no findings in healthy runs, and the names of faults that users reported."""
 
 from __future__ import annotations
 

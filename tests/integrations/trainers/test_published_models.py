@@ -1,4 +1,4 @@
-"""Configs of all families: as many parameters as transformers creates from them, on the meta device."""
+"""Configs of all families have as many parameters as the models that transformers creates on the meta device."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def runs(alone: bool = False) -> pytest.MarkDecorator:
 
 
 @runs()
-def test_what_every_run_is_promised(results: Results, library: str, run: str) -> None:
+def test_every_run_trains_skips_together_and_exports(results: Results, library: str, run: str) -> None:
     """It trains, all ranks skip an overflow and hold the schedule, clipping writes nothing, and the export is exact."""
     first, *others = results(library)[run]
     before, after = first["fit"]

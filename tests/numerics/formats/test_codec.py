@@ -1,4 +1,4 @@
-"""The codec's interface: what may come in, what goes out, and what is refused."""
+"""The codec's interface: inputs, outputs and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_codes_come_in_the_smallest_type(name: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3)])
-def test_shapes_stay(shape: tuple[int, ...]) -> None:
+def test_shapes_are_preserved(shape: tuple[int, ...]) -> None:
     values = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     codes = codec.encode(values, "fp32")
     for result in (codec.encode(values, "fp16"), codec.round_to(values, "bf16"), codec.decode(codes, "fp32")):
@@ -86,7 +86,7 @@ def test_integers_round_once() -> None:
     assert codec.encode([2**63, -1], "fp64").tolist() == codec.encode([2.0**63, -1.0], "fp64").tolist()
 
 
-def test_exact_numbers_never_pass_through_float64() -> None:
+def test_exact_numbers_are_not_rounded_to_float64_first() -> None:
     text = "1.00048828125000000000000001"
     assert float(text) == 1 + 2.0**-11
     for value in (text, Fraction(text), Decimal(text)):
@@ -143,7 +143,7 @@ def test_formats_without_nan_refuse_it(name: str) -> None:
     assert codec.encode([1e9, -math.inf], name).tolist() == saturated
 
 
-def test_tensors() -> None:
+def test_tensors_of_any_dtype_are_encoded_and_decoded() -> None:
     values = torch.tensor([[1.0, -2.5], [math.inf, 1e-8]])
     codes = halfstep.encode(values, torch.float16)
     assert codes.dtype == torch.uint16 and codes.tolist() == [[0x3C00, 0xC100], [0x7C00, 0]]
@@ -253,7 +253,7 @@ def test_ulp_is_that_of_the_format(name: str) -> None:
     assert codec.ulp(2**60 - 1, name) == formats[name].ulp(2.0**59), "not that of 2^60, which float64 makes of it"
 
 
-def test_neighbours() -> None:
+def test_neighbours_of_exact_overflowing_and_tiny_numbers() -> None:
     around = codec.neighbours("0.1", "fp16")
     assert (around.code_below, around.code_above, around.code_nearest) == (0x2E66, 0x2E67, 0x2E66)
     assert around.nearest == around.below and not around.exact and around.error == around.below - Fraction(1, 10)
@@ -275,7 +275,7 @@ def test_neighbours() -> None:
 
 
 @pytest.mark.parametrize("name", oracle.PARAMETERS)
-def test_neighbours_enclose(name: str) -> None:
+def test_neighbours_enclose_the_number(name: str) -> None:
     form, values = formats[name], oracle.extended(name)
     for index in range(0, len(values) - 2, max(1, len(values) // 40)):
         for part in (Fraction(1, 3), Fraction(1, 2)):
@@ -311,7 +311,7 @@ def test_neighbours_enclose(name: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_encode_refuses(arguments: tuple, options: dict, error: type, message: str) -> None:
+def test_encode_refuses_bad_arguments(arguments: tuple, options: dict, error: type, message: str) -> None:
     with pytest.raises(error) as raised:
         codec.encode(*arguments, **options)
     assert message in str(raised.value)
@@ -327,7 +327,7 @@ def test_what_encode_refuses(arguments: tuple, options: dict, error: type, messa
     ],
     ids=str,
 )
-def test_what_decode_refuses(codes: object, name: str, error: type, message: str) -> None:
+def test_decode_refuses_bad_codes(codes: object, name: str, error: type, message: str) -> None:
     with pytest.raises(error) as raised:
         codec.decode(codes, name)
     assert message in str(raised.value)

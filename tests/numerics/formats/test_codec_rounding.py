@@ -21,7 +21,7 @@ from implementations import using
 
 import halfstep
 from halfstep.numerics.formats import codec, exact, philox_words
-from halfstep.numerics.formats.codec import BLOCK_ELEMENTS
+from halfstep.numerics.formats.arrays import BLOCK_ELEMENTS
 from halfstep.numerics.formats.table import custom, formats
 
 pytestmark = pytest.mark.sample(3)
@@ -177,7 +177,9 @@ def test_wide_formats_and_your_own(form: codec.Format) -> None:
     st.sampled_from(oracle.ENCODE_ROUNDINGS),
     st.sampled_from(exact.OVERFLOWS),
 )
-def test_any_number(value: float | Fraction | int, name: str, rounding: str, overflow: str) -> None:
+def test_random_numbers_match_the_oracle(
+    value: float | Fraction | int, name: str, rounding: str, overflow: str
+) -> None:
     expected = oracle.rounded(exact.exact(value), name, rounding, overflow)
     assert codec.encode(value, name, rounding, overflow=overflow) == expected
     assert codec.encode([value], name, rounding, overflow=overflow).tolist() == [expected]

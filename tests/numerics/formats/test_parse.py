@@ -1,4 +1,4 @@
-"""Numbers read from text: exact, safe, and refused in words that help."""
+"""Parsing numbers: exact, safe, and with helpful errors."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from halfstep.numerics.formats.exact import LARGEST_POWER, exact, parse_number
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_numbers(text: str, value: Fraction) -> None:
+def test_notations_parse_to_exact_values(text: str, value: Fraction) -> None:
     number = parse_number(text)
     assert number == value and type(number) is Fraction
 
 
-def test_zeros_and_specials() -> None:
+def test_signed_zeros_infinities_and_nan_parse() -> None:
     for text in ("-0", "-0.0", "-0e5", "-0x0p0", "-(0)", "- - -0", "-0*3", "0/-5", "+-0"):
         assert str(parse_number(text)) == "-0.0", text
     for text in ("0", "--0", "-0*-3", "0 - 0", "-0 - -0", "0 * 5", "-0 + 0"):
@@ -78,7 +78,7 @@ def test_zeros_and_specials() -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )  # fmt: skip
-def test_refusals(text: str, message: str) -> None:
+def test_other_texts_are_refused_with_a_reason(text: str, message: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError) as raised:
         parse_number(text)

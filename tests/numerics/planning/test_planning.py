@@ -1,4 +1,4 @@
-"""The planner against the cases of the texts it answers, the papers' closed formulas and published parameter counts."""
+"""The planner against worked examples, the papers' formulas and published parameter counts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bytes_per_parameter_and_moved_by_a_step(
 # --------------------------------------------------------------------------------------------------- the worked example
 
 
-def test_the_worked_example() -> None:
+def test_the_worked_example_has_the_computed_bytes() -> None:
     assert WORKED.parameters == 147_674_112 and Transformer(**EXAMPLE, tied=True).parameters == 116_560_896
     planned = plan(model=WORKED, batch=64, precision="fp16", optimizer="halfstep")
     size = {part.name: part.bytes for part in planned.parts}
@@ -212,7 +212,7 @@ def test_buckets_are_no_larger_than_the_gradients() -> None:
         assert plan(size, gpus=2, strategy="zero2").part("buckets").bytes == buckets
 
 
-def test_gathered_units() -> None:
+def test_fsdp_gathers_the_root_and_two_blocks() -> None:
     planned = plan(model=WORKED, gpus=8, strategy="fsdp", precision="bf16")
     block, root = 12 * 768**2 + 13 * 768, 2 * 40512 * 768 + 512 * 768
     assert planned.part("gathered weights").bytes == 2 * (root + 2 * block)
@@ -260,6 +260,8 @@ def test_steps_in_the_backward_leave_the_gradients_of_one_bucket() -> None:
         assert released.part("gradients").bytes == 99 + 2 * 16 * 8
     replicas = plan(units=units, gpus=4, step_in_backward=100)
     assert replicas.part("gradients").bytes == 2 * (99 + 2 * 16 * 8) + 16 * 13
+    wide = plan(units=units, precision="fp32", gpus=4, step_in_backward=100)
+    assert wide.part("gradients").bytes == 2 * (99 + 4 * 16 * 8) + 32 * 13
     assert "buckets" not in [part.name for part in replicas.parts]
     for strategy, shard, ways in (("fsdp", None, 4), ("hsdp", 2, 2)):
         planned = plan(units=units, gpus=4, strategy=strategy, step_in_backward=100, shard=shard)
@@ -369,7 +371,7 @@ SHAPES: list[tuple[dict[str, Any], str]] = [
     *((plan, *row) for row in REFUSED), *((Transformer, EXAMPLE | change, message) for change, message in SHAPES),
     (plan(10).part, {"name": "wieghts"}, "but got 'wieghts': did you mean 'weights'"),
 ], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
-def test_what_is_wrong_is_named(refuses: Any, arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused_with_a_remedy(refuses: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as raised:
         refuses(**arguments)
     assert message in str(raised.value)

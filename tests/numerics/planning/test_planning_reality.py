@@ -1,4 +1,4 @@
-"""Planned bytes against what torch really allocates, to the byte: weights, gradients, states, casts, activations."""
+"""Planned bytes equal what torch allocates: weights, gradients, states, casts, activations."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_copies_of_a_matrix_while_it_is_orthogonalized(shape: tuple[int, ...]) -
     assert 0 <= peak.peak - plan_of(model, optimizer="halfstep-muon").totals.step < 1024
 
 
-def test_foreach_takes_a_square_root_aside_and_fused_nothing() -> None:
+def test_foreach_allocates_a_square_root_and_fused_nothing() -> None:
     for name in ("torch", "torch-fused"):
         model, loss = tied("fp32")
         optimizer = optimizer_of(model, name)
@@ -178,7 +178,7 @@ def test_shapes_of_the_demos_gpt() -> None:
             model = GPT(shape, Precision.on("fp32", CPU), seed=0)
             found = sorted(tuple(p.shape) for p in model.parameters())
             assert found == sorted(tensor.shape for one in shape.units() for tensor in one.tensors * one.count)
-    assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what README.md says
+    assert Transformer(4, 128, 4, 256, 64, biases=False).parameters == 862_464  # what docs/training.md says
 
 
 # --------------------------------------------------------------------------------------------------------------- casts
@@ -298,7 +298,7 @@ def test_the_demos_gpt_saves_what_is_planned(precision: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_and_loss_are_what_stands_at_the_end_of_a_forward(dtype: torch.dtype) -> None:
+def test_logits_and_loss_are_allocated_at_the_end_of_a_forward(dtype: torch.dtype) -> None:
     shape = Transformer(1, 16, 2, 500, 8)
     made = plan(model=shape, batch=4, precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype])
     x, head = torch.zeros(32, 16, dtype=dtype), torch.zeros(500, 16, dtype=dtype)

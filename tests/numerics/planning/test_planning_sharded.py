@@ -1,4 +1,4 @@
-"""Planned bytes and messages of every strategy that torch has against real processes, two and four, to the byte."""
+"""Planned bytes and messages of each of torch's strategies equal those of two and of four real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions passed to an optimizer: what a step does about a verdict, once."""
+"""Decisions passed to an optimizer apply to exactly one step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_decision_has_the_effect_of_the_scaler_that_would_make_it(
     assert torch.equal(parameter, torch.ones(2)) == (values[1] == float("inf"))
 
 
-def test_a_decision_is_about_one_step() -> None:
+def test_a_decision_applies_to_one_step() -> None:
     parameter, optimizer = started([3.0, 4.0])
     verdict = optimizer.checker.verdict()
     assert verdict is not None

@@ -1,4 +1,4 @@
-"""GradScaler against torch's, and where torch's goes wrong."""
+"""GradScaler against torch's, and cases that torch's gets wrong."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_new_scale_and_what_is_refused_when_it_is_set() -> None:
     assert {type(value) for value in s.state_dict().values()} == {float, int}, "numbers of numpy become Python's"
 
 
-def test_misuse_is_answered_as_by_torch() -> None:
+def test_misuse_raises_as_in_torch() -> None:
     parameters, optimizer = model_and_optimizer(halfstep.AdamW)
     with pytest.raises(AssertionError, match="_scale is None"):
         halfstep.GradScaler("cpu").step(optimizer)

@@ -1,4 +1,4 @@
-"""The cases torch tests its scaler with, told anew: scaled training ends with the bits of training without a scaler.
+"""torch's test cases for its scaler, rewritten: scaled training has the bits of training without a scaler.
 
 Scales are powers of two and nothing here leaves fp32's normal range, so scaling and unscaling lose nothing; where the
 control run leaves out the step that overflowed, weights must be equal, not close.
@@ -271,7 +271,7 @@ def test_what_step_is_given_and_returns_goes_through(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=["ours", "torchs"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_disabled_scaler_is_not_there(name: str, kind: Any) -> None:
+def test_a_disabled_scaler_does_nothing(name: str, kind: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = OPTIMIZERS[name]([parameter]), kind("cpu", enabled=False)
     parameter.grad = torch.full((3,), 2.0)

@@ -1,4 +1,4 @@
-"""What the scaler lets one know and do without waiting: skipped steps, clipping inside the step, unscaled gradients."""
+"""What the scaler reports and does without waiting: skipped steps, clipping inside the step, unscaled gradients."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_report_covers_torchs_optimizers(unscale: bool, dtype: torch.dtype) 
 # ---------------------------------------------------------------------------------------------------------- schedules
 
 
-def test_news_that_arrive_late_hold_the_schedule_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skips_that_are_known_late_hold_the_schedule_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     t = Training([1.0])
     schedule = SkipAwareScheduler(torch.optim.lr_scheduler.StepLR(t.optimizer, 1, gamma=0.5), t.scaler)
     advanced = []

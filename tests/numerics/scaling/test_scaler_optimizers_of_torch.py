@@ -1,4 +1,4 @@
-"""Every optimizer in the list that torch tests its optimizers with, under our scaler and under torch's: the same bits.
+"""Every optimizer in torch's test list has the same bits under halfstep's scaler and under torch's.
 
 Six steps, one of which overflows, each with gradients unscaled by the step, by `unscale_`, and clipped in between; and
 ours with the arguments that the list has for torch's Adam and AdamW. LBFGS needs a closure, which no scaler takes.

@@ -1,4 +1,4 @@
-"""Gradients that have no memory of their own: wrapper subclasses, fake and meta tensors. As with torch's scaler.
+"""Gradients without memory of their own (wrapper subclasses, fake and meta tensors), as with torch's scaler.
 
 `TwoTensor` keeps two tensors and applies each operation to both; its address is 0.
 """
@@ -134,7 +134,7 @@ def answers(make: Any, optimizer_of: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("where", ["fake", "meta"])
-def test_fake_and_meta_tensors_are_answered_as_by_torch(where: str, name: str) -> None:
+def test_fake_and_meta_tensors_behave_as_with_torchs_scaler(where: str, name: str) -> None:
     with FakeTensorMode() if where == "fake" else torch.device("meta"):
         mine, torchs = (answers(make, OPTIMIZERS[name]) for make in SCALERS.values())
     assert mine == torchs

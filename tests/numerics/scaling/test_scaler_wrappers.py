@@ -1,4 +1,4 @@
-"""Optimizers inside wrappers of trainers: whichever object the scaler is given, one unscaling and one limit.
+"""Optimizers inside trainers' wrappers: whichever object is passed to the scaler, it unscales and clips once.
 
 The wrappers have the shapes of Accelerate's and Fabric's; the real ones are in tests/integrations/trainers.
 """
@@ -122,7 +122,7 @@ def itself(optimizer: Any) -> Any:
 @pytest.mark.parametrize("clip", ["by the scaler", "by torch", "not"])
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapper_and_optimizer_are_one_to_the_scaler(wrapper: str, make: str, clip: str, value: float) -> None:
+def test_the_scaler_treats_wrapper_and_optimizer_as_one(wrapper: str, make: str, clip: str, value: float) -> None:
     wrap = WRAPPERS[wrapper]
     expected, scale = weights(itself, itself, MAKERS[make], clip, value)
     for first, last in ((wrap, itself), (wrap, wrap), (itself, wrap)):

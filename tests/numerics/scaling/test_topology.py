@@ -172,7 +172,7 @@ def test_a_group_that_this_rank_is_not_in_is_refused() -> None:
         GradScaler("cpu", process_group=outside)
 
 
-def test_without_processes_there_is_nothing_to_agree_on() -> None:
+def test_without_process_groups_nothing_is_reduced() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter])
     checker = Checker(optimizer)

@@ -1,4 +1,4 @@
-"""Verdicts in parts: the bits of one verdict, however the gradients are divided and in whatever order they come."""
+"""Verdicts in parts: the bits of a single verdict, however the gradients are split and ordered."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_parts_have_the_bits_of_one_verdict(
     assert bool(counts.any()) == (bad is not None)
 
 
-def test_no_part_is_no_verdict() -> None:
+def test_without_parts_there_is_no_verdict() -> None:
     optimizer = halfstep.AdamW(_plain())
     checker = Checker(optimizer)
     checker.begin_parts()

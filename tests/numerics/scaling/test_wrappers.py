@@ -1,4 +1,4 @@
-"""What torch wraps around parameters is known, also if it did so before halfstep's modules were imported."""
+"""torch's wrappers of modules are found, even those created before halfstep was imported."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def spread(low: int, high: int, numel: int, seed: int) -> torch.Tensor:
 @given(
     st.integers(-100, 10), st.integers(0, 60), st.sampled_from(["fp16", "bf16", "e5m2", "e4m3fn"]), st.integers(0, 99)
 )
-def test_what_every_scale_loses(low: int, width: int, name: str, seed: int) -> None:
+def test_losses_at_every_scale_match_the_oracle(low: int, width: int, name: str, seed: int) -> None:
     gradients = {
         "a": spread(low, low + width, 200, seed),
         "b": spread(low - 3, low + 9, 50, seed + 1),
@@ -86,7 +86,7 @@ def test_the_interval_its_limits_and_the_middle() -> None:
     )
 
 
-def test_verdicts() -> None:
+def test_verdicts_for_narrow_and_wide_ranges() -> None:
     cases = {
         "unscaled": [1.0, 2.0**-20],
         "scaled": [2.0**-30, 2.0**-10],
@@ -102,7 +102,7 @@ def test_verdicts() -> None:
     assert advise_scale([torch.tensor([2.0**14])], headroom=1).verdict == "unscaled"
 
 
-def test_what_was_lost_before_is_noted() -> None:
+def test_values_lost_before_counting_are_noted() -> None:
     assert advise_scale([torch.tensor([1.0, INF, math.nan, 2.0**-20])]).notes == (
         "1 elements are infinite and 1 NaN already; they are left out",
     )

@@ -125,7 +125,7 @@ def test_modules_dicts_lists_and_pairs() -> None:
     assert statistics({}).total.elements == statistics({}).total.share("zero") == 0 and "total" in str(statistics({}))
 
 
-def test_odd_tensors() -> None:
+def test_sparse_strided_and_scalar_tensors_are_counted() -> None:
     indices, values = torch.tensor([[0, 0, 4]]), torch.tensor([2.0**-26, 2.0**-26, 1.0])
     row = statistics(torch.sparse_coo_tensor(indices, values, (9,), check_invariants=True))[0]
     # The duplicates are one element, which is not flushed.
@@ -144,7 +144,7 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_until_it_is_read() -> None:
+def test_counting_does_not_wait_until_results_are_read() -> None:
     scale, named = torch.tensor(65536.0), {"a": torch.ones(5), "b": torch.ones(3, dtype=torch.float16)}
     statistics(named, "fp16", scale)  # makes the table of addresses, on the host
     with NoWaiting():
@@ -239,7 +239,7 @@ def test_errors_name_the_argument(tensors: Any, arguments: Any, error: type[Exce
         statistics(tensors, **arguments).read()
 
 
-def test_errors_of_what_is_asked_of_a_result() -> None:
+def test_errors_of_queries_name_the_argument() -> None:
     found = statistics(ONE, errors=False)
     for ask, error, message in (
         (lambda: found[0].error_quantile(0.5), ValueError, "errors were not counted; count them with halfstep."),

@@ -18,12 +18,13 @@ from rich.text import Text
 from halfstep.cli import command_line, numbers
 from halfstep.cli.command_line import UsageError
 from halfstep.cli.figures import INSTALL
-from halfstep.cli.formats import compare, values
+from halfstep.cli.formats import block, compare, values
 from halfstep.cli.formats.values import Encoded, Stored
 from halfstep.cli.terminal import Table, joined, say, text, width
+from halfstep.kernels.formats import BLOCKS
 from halfstep.numerics.formats import philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
-from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
+from halfstep.numerics.formats.table import AMBIGUOUS, BlockFormat, Format, formats
 
 _WIDTHS = sorted({format.bits for format in formats.values()})
 _FEW = 4  # formats, up to which encode has room for a line with all digits of each
@@ -65,13 +66,18 @@ class Code(str):
     width: int
 
 
-def _family(name: str) -> list[Format]:
+def _family(name: str, find: Callable[[str], Any] = formats.element) -> list[Any]:
     """An argparse type: a format by name, alias or fields; all formats of a name that several share, such as fp8."""
     try:
-        return [formats[member] for member in AMBIGUOUS.get(name.strip().lower(), (name.strip(),))]
+        return [find(member) for member in AMBIGUOUS.get(name.strip().lower(), (name.strip(),))]
     except ValueError as error:
         remedy = "; numbers come before -f" if re.match(r"[-\d.]", name) else ""
         raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
+
+
+def _any_family(name: str) -> list[Any]:
+    """`_family`, formats of blocks included."""
+    return _family(name, formats.__getitem__)
 
 
 def number(hint: str) -> Callable[[str], Typed]:
@@ -85,6 +91,13 @@ def number(hint: str) -> Callable[[str], Typed]:
             raise argparse.ArgumentTypeError(f"{error}{remedy}") from error
 
     return parse
+
+
+def _number_or_family(name: str) -> Any:
+    try:
+        return Typed.parse(name)
+    except ValueError:
+        return _any_family(name)
 
 
 def _code(text: str) -> Code:
@@ -118,9 +131,9 @@ def _option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
-def formats_option(help: str) -> Option:
+def formats_option(help: str, parse: Callable[[str], Any] = _family) -> Option:
     """The option -f, which takes several names and may be repeated."""
-    settings: dict[str, Any] = {"action": "extend", "nargs": "+", "type": _family, "metavar": "FORMAT", "default": []}
+    settings: dict[str, Any] = {"action": "extend", "nargs": "+", "type": parse, "metavar": "FORMAT", "default": []}
     return _option("-f", "--format", dest="formats", help=help, **settings)
 
 
@@ -131,15 +144,15 @@ def rounding_option(modes: Sequence[str]) -> Option:
 
 _BEYOND = "inf (NaN in a format without), saturate (the largest number) or nan (default: inf)"
 OVERFLOW = _option(
-    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"what overflow becomes: {_BEYOND}"
+    "--overflow", choices=OVERFLOWS, default="inf", metavar="MODE", help=f"result of an overflow: {_BEYOND}"
 )
 
 
-def named(nargs: str, help: str, metavar: str = "FORMAT") -> Option:
-    return _option("named", nargs=nargs, type=_family, metavar=metavar, help=help)
+def named(nargs: str, help: str, metavar: str = "FORMAT", parse: Callable[[str], Any] = _family) -> Option:
+    return _option("named", nargs=nargs, type=parse, metavar=metavar, help=help)
 
 
-def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
+def _distinct(families: Iterable[Iterable[Any]]) -> list[Any]:
     """The formats of all names without repetitions; all formats if there are none."""
     return list({format.name: format for family in families for format in family}.values()) or [*formats.values()]
 
@@ -149,7 +162,7 @@ def _distinct(families: Iterable[Iterable[Format]]) -> list[Format]:
 
 # The formats that a command answers for, and its results: dicts with --json, otherwise what the screen shows. Or the
 # exit status of a command that has shown them.
-Answer = tuple[list[Format], list[Any]] | int
+Answer = tuple[list[Any], list[Any]] | int
 _LOOKUPS: dict[str, tuple[Callable[[argparse.Namespace], Answer], str, str, Sequence[Option]]] = {}
 
 
@@ -184,7 +197,7 @@ def main(argv: Sequence[str], command: str) -> int:
     return command_line.run(parser, argv, carry_out)
 
 
-def _names(chosen: Iterable[Format]) -> list[str]:
+def _names(chosen: Iterable[Format | BlockFormat]) -> list[str]:
     return [format.name for format in chosen]
 
 
@@ -193,20 +206,9 @@ def _apart(blocks: Iterable[Iterable[Any]], *between: str) -> list[Any]:
     return [line for index, block in enumerate(blocks) for line in (*(between if index else ()), *block)]
 
 
-def _elsewhere(result: Encoded) -> list[dict[str, Any]]:
-    stored = values.conversions(result.number, result.format)
-    return [{"value": None if value is None else values.number_dict(value), "who": names} for value, names in stored]
-
-
-def _elsewhere_shown(results: Iterable[Encoded]) -> list[Any]:
-    cells = []
-    for result in results:
-        for index, (value, names) in enumerate(values.conversions(result.number, result.format)):
-            further = [name for name in names if not name.startswith("torch")]
-            who = ", ".join(["torch", *further] if len(names) - len(further) == 2 else names)
-            shown = "undefined" if value is None else values.fitting(value, 20, 9)
-            cells.append(("" if index else result.format.name, shown, who))
-    return [text("elsewhere, from the nearest float64", "faint"), Table((), cells)] if cells else []
+def _elsewhere(results: Iterable[Encoded]) -> list[Table]:
+    rows = [(text(f"{row.format.name} elsewhere", "faint"), row.elsewhere) for row in results if row.elsewhere]
+    return [Table((), rows, wraps=1)] if rows else []
 
 
 def _bits(stored: Stored) -> Text:
@@ -225,19 +227,24 @@ def _fitting(*tables: Table) -> Table:
 @_command(
     "format",
     "Show range, spacing, digits and special values of number formats. One name shows all of its properties.",
-    f"Formats: {', '.join(formats)}, by any usual name, and your own by their fields, such as e5m7 or e4m3fnuz; "
+    f"Formats: {', '.join(formats)}, by any usual name, and custom ones by their fields, such as e5m7 or e4m3fnuz; "
     "example: halfstep format fp16",
-    named("*", "formats (default: all)", "NAME"),
+    named("*", "formats (default: all), also of blocks, such as mxfp8", "NAME", _any_family),
 )
 def _format(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
+    of_blocks = [form for form in chosen if isinstance(form, BlockFormat)]
     if options.json:
-        return chosen, list(map(compare.format_dict, chosen))
+        return chosen, [form.as_dict() if form in of_blocks else compare.format_dict(form) for form in chosen]
     if len(chosen) > 1:
-        return chosen, [_limits(chosen)]
+        single = [form for form in chosen if form not in of_blocks]
+        rows = [[form.name, *(value for _, value in block.figures(form)[:3])] for form in of_blocks]
+        tables = [[_limits(single)], [Table(("format", "elements", "bits", "scale"), rows)]]
+        return chosen, _apart([table for table, some in zip(tables, (single, rows), strict=True) if some], "")
     (format,) = chosen
-    rows = [(text(f"  {name}", "faint"), value) for name, value in (*compare.names(format), *compare.figures(format))]
-    return chosen, [joined(text(format.name, "strong"), f": {format.title}"), Table((), rows, wraps=1)]
+    properties = block.figures(format) if of_blocks else [*compare.names(format), *compare.figures(format)]
+    shown = [(text(f"  {name}", "faint"), value) for name, value in properties]
+    return chosen, [joined(text(format.name, "strong"), f": {format.title}"), Table((), shown, wraps=1)]
 
 
 def _limits(chosen: Sequence[Format]) -> Table:
@@ -260,7 +267,7 @@ def _limits(chosen: Sequence[Format]) -> Table:
     formats_option("formats to use; several names, or several times (default: all)"),
     rounding_option(ENCODE_ROUNDINGS),
     OVERFLOW,
-    _option("--seed", type=numbers.whole(0), metavar="N", help="of --rounding stochastic, to draw the same again"),
+    _option("--seed", type=numbers.whole(0), metavar="N", help="seed of --rounding stochastic"),
 )
 def _encode(options: argparse.Namespace) -> Answer:
     rounding, overflow, seed = options.rounding, options.overflow, options.seed
@@ -277,11 +284,9 @@ def _encode(options: argparse.Namespace) -> Answer:
         return values.encoded(number, format, rounding, overflow, noise)
 
     rows = [(typed, [result(typed.number, format) for format in chosen]) for typed in options.numbers]
-    usual = (rounding, overflow) == ("nearest", "inf")
-
     if options.json:
         return chosen, [
-            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": _elsewhere(result) if usual else []}
+            {"input": typed.as_dict(), **result.as_dict(), "elsewhere": result.elsewhere}
             for typed, row in rows
             for result in row
         ]
@@ -289,7 +294,7 @@ def _encode(options: argparse.Namespace) -> Answer:
     for typed, row in rows:
         table = _fitting(*(_encodings(row, *columns) for columns in ((24, 64, True), (16, 64), (16, 16), (24,))))
         digits = [line for result in row for line in _all_digits(result)] if len(chosen) <= _FEW else []
-        blocks.append([text(typed.notations, "strong"), table, *digits, *(_elsewhere_shown(row) if usual else [])])
+        blocks.append([text(typed.notations, "strong"), table, *digits, *_elsewhere(row)])
     return chosen, _apart(blocks, "")
 
 
@@ -321,9 +326,9 @@ def _all_digits(result: Encoded) -> list[str]:
 @_command(
     "decode",
     "Show the value of a code in every format of its width.",
-    "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest of 8, "
-    "16, 32 or 64 bits that holds it. --width and --format override the width; example: halfstep decode 0x4100",
-    _option("codes", nargs="+", type=_code, metavar="CODE", help="bits: 0x4100, 0b… or a decimal"),
+    "The number of digits gives the width: 0x41 has 8 bits, 0x0041 16, 0b000001 6. A decimal has the smallest "
+    "sufficient width of 8, 16, 32 or 64 bits. --width and --format override it; example: halfstep decode 0x4100",
+    _option("codes", nargs="+", type=_code, metavar="CODE", help="bits as 0x4100, 0b… or a decimal number"),
     formats_option("formats to use; several names, or several times (default: all of the width)"),
     _option("-w", "--width", type=int, choices=_WIDTHS, metavar="BITS", help=f"bits: {', '.join(map(str, _WIDTHS))}"),
 )
@@ -366,21 +371,42 @@ def _read_in(typed: Code, options: argparse.Namespace) -> list[Stored]:
 
 @_command(
     "why",
-    "Explain how a number is rounded: its neighbours, the point halfway between them, and the rule that decides.",
-    "example: halfstep why 1.0001 fp16",
+    "Explain how a number is rounded: its neighbors, their midpoint, and the rule that applies.",
+    "Several numbers are a block: halfstep why 0.1 3 -100 mxfp8; example: halfstep why 1.0001 fp16",
     _option("number", type=number("the number comes first"), metavar="NUMBER"),
-    named("*", "formats (default: all)"),
-    formats_option("the same, as in halfstep encode"),
+    named("*", "more numbers of a block; formats (default: all)", parse=_number_or_family),
+    formats_option("the same, as in halfstep encode", _any_family),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
 )
 def _why(options: argparse.Namespace) -> Answer:
-    chosen, typed = _distinct([*options.named, *options.formats]), options.number
-    modes = options.rounding, options.overflow
+    more = [item for item in options.named if isinstance(item, Typed)]
+    families = [*(item for item in options.named if not isinstance(item, Typed)), *options.formats]
+    chosen = _distinct(families or [[formats[row.name] for row in BLOCKS]] * bool(more))
+    typed, modes = options.number, (options.rounding, options.overflow)
+    if more or any(isinstance(form, BlockFormat) for form in chosen):
+        return chosen, _why_blocks([typed, *more], chosen, modes, options.json)
     rows = [values.encoded(typed.number, format, *modes) for format in chosen]
     if options.json:
         return chosen, [_why_dict(typed, result, *modes) for result in rows]
     return chosen, _apart((_explanation(typed, result, *modes) for result in rows), "", "")
+
+
+def _why_blocks(numbers: list[Typed], chosen: list[Any], modes: tuple[str, str], json: bool) -> list[Any]:
+    for form in chosen:
+        if not isinstance(form, BlockFormat):
+            raise UsageError(
+                "argument FORMAT: expected a format of blocks, such as mxfp8, which several numbers or another format "
+                f"ask for, but got {form.name}; ask for it alone, with one number"
+            )
+        if len(numbers) > form.size:
+            raise UsageError(
+                f"argument NUMBER: expected up to {form.size} numbers, a block of {form.name}, but got {len(numbers)}"
+            )
+    coded = [block.coded([typed.number for typed in numbers], form, *modes) for form in chosen]
+    if json:
+        return [each.as_dict(numbers) for each in coded]
+    return _apart((block.explanation(numbers, each, *modes) for each in coded), "", "")
 
 
 def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> dict[str, Any]:
@@ -402,7 +428,7 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
             {"code": code(end), "probability": str(chance)} for end, _, chance in ends if chance is not None
         ],
         "rounded_twice": [{"via": _names(via), **result.as_dict()} for via, result in twice],
-        "elsewhere": _elsewhere(result) if (rounding, overflow) == ("nearest", "inf") else [],
+        "elsewhere": result.elsewhere,
     }
 
 
@@ -443,8 +469,7 @@ def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) ->
         parts += ["", _roundings(result, overflow)]
     for via, twice in values.double_roundings(result.number, format) if rounding == "nearest" else []:
         parts += ["", joined(text("note", "note"), f" {values.double_rounding_words(via, twice, result)}")]
-    elsewhere = _elsewhere_shown([result]) if (rounding, overflow) == ("nearest", "inf") else []
-    return [*parts, *([""] if elsewhere else []), *elsewhere]
+    return parts + ["", *_elsewhere([result])] * bool(result.elsewhere)
 
 
 def _roundings(result: Encoded, overflow: str) -> Table:
@@ -460,11 +485,23 @@ def _roundings(result: Encoded, overflow: str) -> Table:
 @_command(
     "compare",
     "Compare the properties of formats, count the values that they share, and show numbers that differ.",
-    "example: halfstep compare fp16 bf16",
-    named("+", "two or more"),
+    "With --numbers or --file, their errors are compared: halfstep compare mxfp8 nvfp4 --file weights.npy; example: "
+    "halfstep compare fp16 bf16",
+    named("+", "two or more", parse=_any_family),
+    _option("--numbers", nargs="+", type=number("formats come first"), metavar="NUMBER", help="in these"),
+    _option("--file", metavar="FILE", help="in the numbers of a .npy file, blocks along the last axis"),
 )
 def _compare(options: argparse.Namespace) -> Answer:
     chosen = _distinct(options.named)
+    if options.numbers or options.file:
+        rows, table = block.errors(chosen, _measured(options))
+        return chosen, rows if options.json else [table]
+    for form in chosen:
+        if isinstance(form, BlockFormat):
+            raise UsageError(
+                f"argument FORMAT: {form.name}, a format of blocks, is compared by its errors: pass --numbers 0.1 -100 "
+                "or --file weights.npy"
+            )
     if len(chosen) < 2:
         raise UsageError(
             f"argument FORMAT: {chosen[0].name} alone cannot be compared; name two or more, as in: halfstep compare "
@@ -499,6 +536,22 @@ def _compare(options: argparse.Namespace) -> Answer:
     return chosen, [Table(("", *_names(chosen)), figures), "", *words, "", numbers]
 
 
+def _measured(options: argparse.Namespace) -> Any:
+    if options.numbers and options.file:
+        raise UsageError("--numbers and --file are both the numbers to compare by; leave one out")
+    if options.numbers:
+        return [typed.number for typed in options.numbers]
+    import numpy as np
+
+    try:
+        array = np.load(options.file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"argument --file: expected a .npy file of numbers, but {options.file} is none: {error}"
+        ) from error
+    return np.atleast_1d(array)
+
+
 _PANELS = ("range", "codes", "all")
 
 
@@ -506,12 +559,12 @@ _PANELS = ("range", "codes", "all")
     "ladder",
     "Draw the range of formats, and every code of a small format.",
     f"Needs matplotlib: {INSTALL}; example: halfstep ladder --out formats.png",
-    _option("--out", required=True, type=command_line.picture, metavar="FILE", help="draw them: .png, .svg or .pdf"),
+    _option("--out", required=True, type=command_line.picture, metavar="FILE", help="the file: .png, .svg or .pdf"),
     named("*", "formats of the range (default: all)"),
     _option("--kind", choices=_PANELS, default="all", metavar="KIND", help=", ".join(_PANELS)),
     formats_option("the same, as in halfstep encode"),
     _option(
-        "--codes", type=lambda name: _family(name)[0].name, default="e4m3fn", metavar="FORMAT", help="up to 8 bits"
+        "--codes", type=lambda name: _family(name)[0].name, default="e4m3fn", metavar="FORMAT", help="of up to 8 bits"
     ),
 )
 def _ladder(options: argparse.Namespace) -> Answer:
@@ -530,24 +583,24 @@ def _ladder(options: argparse.Namespace) -> Answer:
 
 @_command(
     "explore",
-    "Explore number formats in the browser: bits to click, every format and rounding mode side by side, why, and two "
-    "formats compared. The page is served to this machine only, until Ctrl-C.",
+    "Explore number formats in the browser: click bits, see every format and rounding mode side by side with "
+    "explanations, and compare two formats. The page is served to this machine only, until Ctrl-C.",
     "example: halfstep explore 0.1 bf16 fp16",
     _option(
         *("begin",), nargs="?", type=number("the number comes first"), metavar="NUMBER",
-        help="the number to begin with, as in halfstep encode: 0.1",
+        help="the number to start with, as in halfstep encode",
     ),
-    named("*", "the format to begin with (default: bf16), and the one to compare it with (default: fp16)"),
+    named("*", "the format to start with (default: bf16), and the one to compare it with (default: fp16)"),
     formats_option("the same, as in halfstep encode"),
     rounding_option(ENCODE_ROUNDINGS[:-1]),
     OVERFLOW,
     _option(
-        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to begin with, too"
+        "--number", type=number("the number comes first"), metavar="NUMBER", help="the number to start with"
     ),
     _option("--port", type=numbers.whole(0, 65535), default=0, metavar="N", help="port (default: any free one)"),
     _option("--no-open", action="store_true", help="do not open the page in the browser"),
     _option(
-        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to a file, and serve no page"
+        "--out", type=command_line.output_file, metavar="FILE", help="write one answer to FILE, and serve no page"
     ),
 )  # fmt: skip
 def _explore(options: argparse.Namespace) -> int:

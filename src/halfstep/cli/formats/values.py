@@ -1,19 +1,18 @@
-"""A number in a format: code, value, error, outcome, what other implementations store, and why, in exact texts."""
+"""A number in a format: code, value, error, outcome, what other casts make of overflow, and why, in exact texts."""
 
 from __future__ import annotations
 
 import decimal as arithmetic
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, Number
-from halfstep.numerics.formats.table import AMBIGUOUS, Format, formats
+from halfstep.numerics.formats.table import Format, formats
 
 # ------------------------------------------------------------------------------------------------------ numbers as text
 
@@ -232,6 +231,11 @@ class Encoded:
             return "exact subnormal" if self.outcome == "exact" else "subnormal"
         return self.outcome
 
+    @property
+    def elsewhere(self) -> str | None:
+        """What casts of other libraries make of a number that overflows, where they differ."""
+        return ELSEWHERE.get(self.format.name) if overflows(self.number, self.format) else None
+
     @cached_property
     def ends(self) -> tuple[Fraction, Fraction]:
         """The values on both sides of a finite number, one ulp apart, as if the exponent had no upper limit."""
@@ -349,67 +353,14 @@ def _chances(number: Number, format: Format) -> list[tuple[Number, Fraction]]:
     return [(side, chance) for side, chance in zip(sides, (1 - share, share), strict=True) if chance]
 
 
-# ------------------------------------------------------------------------------------- what other implementations store
-
-
-class Implementation(NamedTuple):
-    """How an implementation casts. All begin with a Python float, thus with the float64 nearest to the number."""
-
-    name: str
-    formats: tuple[str, ...]  # that it has
-    via: tuple[str, ...] = ("fp64",)  # to which the number is rounded on the way
-    saturates: tuple[str, ...] = ()  # in which overflow and infinities become the largest number
-    e8m0_nan: bool = False  # whether 0 and negative numbers become NaN in E8M0; else the magnitude counts
-
-    def cast(self, number: Number, format: Format) -> Number | None:
-        """The value that the implementation stores; None if that is undefined."""
-        for name in self.via:
-            wide = formats[name]
-            if wide.bits <= format.bits and name != "fp64":
-                break  # from float64 to float64 nothing is rounded
-            number = exact.decode_exact(exact.code_of(number, wide), wide)
-        if format.kind == "integer":  # C's conversion: toward zero, and undefined outside the range
-            integer = Fraction(math.trunc(number)) if finite(number) else None
-            return integer if integer is not None and format.lowest <= integer <= format.max else None
-        if number != number:
-            return -0.0 if not format.has_nan else math.nan
-        if format.kind == "scale":
-            if number <= 0 and self.e8m0_nan:
-                return math.nan
-            number = -number if number < 0 else number
-            if format.min_normal < number < 2 * format.min_normal:
-                return Fraction(2 * format.min_normal)  # fp32's subnormals go up whatever is beyond their first bit
-        code = exact.code_of(number, format, overflow="saturate" if format.name in self.saturates else "inf")
-        return exact.decode_exact(code, format)
-
-
-# The rules of torch, ml_dtypes and numpy are tested against what is installed; OCP's are those of the OFP8
-# specification 1.0, 2023, table of conversions.
-_FP8 = AMBIGUOUS["fp8"]
-_TORCH = ("fp64", "fp32", "fp16", "bf16", *_FP8, "e8m0fnu", "int8")
-_ML_DTYPES = ("bf16", *_FP8, "e8m0fnu", "e2m3fn", "e3m2fn", "e2m1fn")
-IMPLEMENTATIONS = (
-    Implementation("torch 2.12 and later", _TORCH, ("fp64", "fp32"), saturates=("e4m3fn",)),
-    Implementation("torch before 2.12", _TORCH, ("fp64", "fp32")),
-    Implementation("numpy", ("fp64", "fp32", "fp16", "int8")),
-    Implementation("ml_dtypes", _ML_DTYPES, ("fp64", "fp32"), e8m0_nan=True),
-    Implementation("OCP saturating", ("e4m3fn", "e5m2"), saturates=("e4m3fn", "e5m2")),
-    Implementation("OCP non-saturating", ("e4m3fn", "e5m2")),
-)
-
-
-def conversions(number: Number, format: Format) -> list[tuple[Number | None, list[str]]]:
-    """The values, None if undefined, and the names of who stores them; empty if all store the nearest number."""
-    stored: dict[str, tuple[Number | None, list[str]]] = {}  # by text, in which NaN equals NaN
-    for implementation in IMPLEMENTATIONS:
-        if format.name in implementation.formats:
-            value = implementation.cast(number, format)
-            stored.setdefault(str(value), (value, []))[1].append(implementation.name)
-    nearest = (
-        None if number != number and not format.has_nan else exact.decode_exact(exact.code_of(number, format), format)
-    )
-    agree = all(key == str(nearest) or value == nearest for key, (value, _) in stored.items())
-    return [] if agree else list(stored.values())
+# What casts make of overflow and infinities where they differ, tested with the torch and ml_dtypes that are installed.
+# OCP's modes are those of the OFP8 specification 1.0, 2023, table of conversions.
+ELSEWHERE = {
+    "e4m3fn": "the largest number in torch from 2.12 on, NVIDIA's instructions and OCP's saturating mode; "
+    "NaN in older torch, ml_dtypes and OCP's other mode",
+    "e5m2": "the largest number in NVIDIA's instructions and OCP's saturating mode; "
+    "infinity in torch, ml_dtypes and OCP's other mode",
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------- why

@@ -62,7 +62,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"state": state, "fields": {"c": "", **state}, "error": "", "chosen": None, "all": None}
     question = format = None
     try:
-        format = formats[state["f"].strip()]
+        format = formats.element(state["f"].strip())
         question = _question(state, format)
         result = question.result(format)
         answer["error"] = result.refusal
@@ -256,7 +256,7 @@ def _range(number: Number, format: Format, listed: list[Format]) -> dict[str, An
 
 def _pair(question: _Question | None, first: Format, name: str) -> dict[str, Any]:
     try:
-        second = formats[name.strip()]
+        second = formats.element(name.strip())
     except ValueError as error:
         return {"title": "Two formats compared", "error": str(error)}
     title = f"{first.name} and {second.name}"
