@@ -122,7 +122,7 @@ def softmax(
         precision: ``"fast"`` takes the exponential of the device, and sums in the order that suits it: implementations
             agree to a few ulps. ``"exact"`` computes the bits of the reference on every device, forward and backward,
             and those of a row do not depend on the rest of the batch. It needs more instructions, copies tensors for
-            other dimensions than the last, and on a CPU takes many times as long. Not for fp64.
+            other dimensions than the last, and on a CPU takes hundreds of times as long. Not for fp64.
 
     Returns:
         A tensor of the shape of `x`.
