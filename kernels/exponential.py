@@ -8,7 +8,7 @@ Operations round to nearest even and keep subnormal numbers. They are fused mult
     f = fma(d, log2(e), -n)                exp(d) = 2^n * (1 + f * (c1 + f * (c2 + ...))), by Horner's rule with fma
 
 The last bits of u are n + 127: shifted to its exponent, they are 2^n. For 16-bit results the polynomial has degree 5:
-the error is up to 1.96 + 0.224 |d| ulp. `precise`, for fp32 results, takes degree 6 and adds what log2(e) loses in fp32
+the error is up to 2.0 + 0.224 |d| ulp. `precise`, for fp32 results, takes degree 6 and adds what log2(e) loses in fp32
 to f, by fma: up to 1.01 ulp.
 
 **log** of s >= 2^-126, up to 0.86 ulp off:

@@ -69,6 +69,17 @@ EXCEPTIONS = {
     ("accesses 64 bits", "softmax.forward_row_kernel", "*out of step"): (
         "rows of x and of the result begin at different distances from 16 bytes: elements are moved one by one"
     ),
+    (
+        "accesses 64 bits",
+        "softmax.forward_exact_kernel",
+        "333 *",
+    ): "elements of rows off a boundary are moved one by one",
+    ("accesses 64 bits", "softmax.forward_exact_kernel", "*first half of pieces"): "stores two numbers per group",
+    ("moves the least bytes", "softmax.forward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses 64 bits", "softmax.backward_exact_kernel", "*first half of pieces"): "stores a number per group",
+    ("moves the least bytes", "softmax.backward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses fp32 by 128 bits", "softmax.forward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses fp32 by 128 bits", "softmax.backward_exact_kernel", "*first half of pieces"): "the same",
     ("accesses fp32 by 128 bits", "softmax.forward_row_kernel", "*fp16->fp32 fp32 mask*"): (
         "x and the mask are loaded by one line, and the 64 bits are those of x: four fp16 elements beside four of fp32"
     ),

@@ -109,12 +109,18 @@ def _sgd_of_rows(master_weights: str | None) -> Run:
 
 
 def _softmax(
-    dtype: torch.dtype, rows: int, columns: int, dim: int = -1, log: bool = False, masked: bool = False
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    dim: int = -1,
+    log: bool = False,
+    masked: bool = False,
+    precision: str = "fast",
 ) -> Run:
     def run(seed: int) -> list[torch.Tensor]:
         x = (2 * normal(rows * columns, dtype, seed)).view(rows, columns).requires_grad_()
         mask = normal(rows * columns, FP32, seed + 1).view(rows, columns) > -0.5 if masked else None
-        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim, mask=mask)
+        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim, mask=mask, precision=precision)
         y.backward(normal(rows * columns, dtype, seed + 2).view(rows, columns))
         assert x.grad is not None
         return [y.detach(), x.grad]
@@ -172,6 +178,10 @@ CASES = {
     "log-probabilities, exact": _golden("log_probabilities", "bf16 rows"),
     "log-probabilities, exact, fp32": _golden("log_probabilities", "fp32 long"),
     "softmax strided by halves": Case(_softmax(BF16, 160, 48, 0), 32.0),
+    "softmax exact": Case(_softmax(BF16, 9, 4096, precision="exact")),
+    "softmax exact masked": Case(_softmax(FP32, 7, 333, log=True, masked=True, precision="exact")),
+    "softmax exact groups": Case(_softmax(FP32, 3, 9000, precision="exact")),
+    "softmax exact long": Case(_softmax(BF16, 2, 40_000, log=True, precision="exact")),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,10 +32,11 @@ def variants() -> Iterator[Variant]:
         options = temperature, -100, "entropy" in form, "mean" in form, "exact" in form, False
         forward = partial(torch.ops.halfstep.log_probabilities, logits, targets, *options)
         gradient = partial(backward, rows, logits, targets, rows, *options)
-        # A chunk is moved in parts, and exponentials are fused multiply-adds or approximations. Of the 32 threads that
-        # hold the numbers of two chunks and 64 logits, two store them, and all are counted.
+        # A chunk is moved in parts. Of 32 threads that hold the numbers of two chunks, two store them, and all are
+        # counted.
         parts, size = (8 if dtype_name == "fp32" else 4), logits.element_size()
         numbers = 2 + ("entropy" in form) + ("mean" in form)
-        yield Variant(chunk_kernel, name, forward, size, 4 * numbers / 64, exact=False, copies=parts)
-        yield Variant(row_kernel, name, forward, exact=False)
-        yield Variant(gradient_kernel, name, gradient, size, size, exact=False, copies=parts)
+        exact: dict[str, Any] = {"exact": "exact" in form, "fused": "exact" in form}
+        yield Variant(chunk_kernel, name, forward, size, 4 * numbers / 64, copies=parts, **exact)
+        yield Variant(row_kernel, name, forward, **exact)
+        yield Variant(gradient_kernel, name, gradient, size, size, copies=parts, **exact)

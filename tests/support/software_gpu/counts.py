@@ -189,6 +189,7 @@ def cases() -> dict[str, Callable[[], Made]]:
     unscale = partial(_on_values, "foreach_unscale_")
     cast, many = (partial(_on_values, name) for name in ("cast", "foreach_cast"))
     forward, backward = _softmax, partial(_softmax, backward=True)
+    exact: dict[str, Any] = {"precision": "exact"}
     e4m3 = torch.float8_e4m3fn
     return {
         "foreach_check bf16": partial(_on_values, "foreach_check", BF16),
@@ -274,9 +275,14 @@ def cases() -> dict[str, Callable[[], Made]]:
         "softmax bf16, 65,536 columns": partial(forward, BF16, 132, 65536),
         "softmax bf16, 16 rows of 262,144": partial(forward, BF16, 16, 262_144),
         "softmax bf16 over rows, 512 of 4,096": partial(forward, BF16, 512, 4096, 0),
+        "softmax bf16, 1,024 columns, exact": partial(forward, BF16, 1024, 1024, **exact),
+        "softmax bf16, 4,096 columns, exact": partial(forward, BF16, 256, 4096, **exact),
+        "softmax bf16, 32,768 columns, exact": partial(forward, BF16, 32, 32768, **exact),
+        "softmax fp32, 4,096 columns, exact": partial(forward, FP32, 256, 4096, **exact),
         "softmax bf16 backward, 64 columns": partial(backward, BF16, 16384, 64),
         "softmax bf16 backward, 333 columns": partial(backward, BF16, 3000, 333),
         "softmax bf16 backward, 4,096 columns": partial(backward, BF16, 256, 4096),
+        "softmax bf16 backward, 4,096 columns, exact": partial(backward, BF16, 256, 4096, **exact),
         "softmax bf16 backward, 50,257 columns": partial(backward, BF16, 20, 50_257),
         "softmax bf16 backward over rows, 512 of 4,096": partial(backward, BF16, 512, 4096, 0),
     }
