@@ -53,7 +53,7 @@ class Prepared:
 class Case:
     """One job at one size."""
 
-    group: str  # "softmax", "cast", "unscale", "adam", "sgd", "muon", "step", or a name of your own
+    group: str  # of `cases.GROUPS`, or a name of your own
     operation: str  # for example "softmax forward"
     dtype: str  # for example "bf16" or "fp32 to bf16"
     size: Mapping[str, int]  # the dimensions, for example {"columns": 256, "elements": 2**22}

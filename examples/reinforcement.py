@@ -4,6 +4,10 @@ torchrun --nproc-per-node 2 examples/reinforcement.py
 
 Actions are sampled with the same fp16 weights that are trained. In bf16, with 3 mantissa bits less, the probabilities
 of sampler and trainer differ more, which can make such training collapse (arXiv 2510.26788). Masters are in fp32.
+
+Log-probabilities are those of `halfstep.log_probabilities` in both. Its bits depend on neither the batch nor, with
+``exact=True``, the device: where the logits agree, the ratio of the first update is 1, which is asserted. The model
+must compute the same logits too, as the same layers on the same batch do here.
 """
 
 import torch
@@ -11,7 +15,6 @@ import torch.distributed as dist
 from ranks import Losses, run
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import GELU, Linear, Sequential
-from torch.nn.functional import log_softmax
 
 import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
@@ -25,14 +28,19 @@ def prompts(step: int, rank: int, device: torch.device) -> torch.Tensor:
     return states.to(device, torch.float16)
 
 
+def score(logits: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    return halfstep.log_probabilities(logits.expand(*actions.shape, -1), actions, exact=True).log_probabilities
+
+
 def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Sampled actions for each state, their log probabilities, their advantages, and the mean reward."""
     with torch.no_grad():
-        logits = model(states).float()
-    actions = torch.distributions.Categorical(logits=logits).sample((SAMPLES,)).T
+        logits = model(states)
+    drawn = torch.distributions.Categorical(logits=logits.float()).sample((SAMPLES,))
+    actions, old = drawn.T, score(logits, drawn).T
     rewards = (actions == states[:, :ACTIONS].argmax(1, keepdim=True)).float()
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    return actions, log_softmax(logits, 1).gather(1, actions), advantages, rewards.mean()
+    return actions, old, advantages, rewards.mean()
 
 
 def train(rank: int, device: torch.device) -> Losses:
@@ -50,8 +58,9 @@ def train(rank: int, device: torch.device) -> Losses:
     for step in range(80):
         states = prompts(step, rank, device)
         actions, old, advantages, reward = rollout(model, states)
-        for _ in range(2):  # the second update is off-policy
-            new = log_softmax(model(states).float(), 1).gather(1, actions)
+        for update in range(2):  # the second update is off-policy
+            new = score(model(states).unsqueeze(1), actions)
+            assert update > 0 or torch.equal(new, old)  # all bits, though rollout scored another batch
             ratio = (new - old).exp()
             loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
             scaler.scale(loss).backward()

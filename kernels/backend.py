@@ -113,6 +113,11 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return function if triton is None else triton.jit(function, **options)
 
 
+def constant(value: Any) -> Any:
+    """A global value that kernels may read; the plain value where Triton is not installed."""
+    return value if tl is None else tl.constexpr(value)
+
+
 def constexpr_function(function: Callable[..., Any]) -> Any:
     """``triton.constexpr_function`` if Triton is installed; otherwise the function itself."""
     return function if triton is None else triton.constexpr_function(function)

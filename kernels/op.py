@@ -40,6 +40,15 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() != 0 or torch._C._is_tracing()
 
 
+def define(schema: str, *, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+    """The operator ``halfstep::name``, without a derivative; arguments as for `Op`."""
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfstep::{name}", fake, lib=_library)
+    return getattr(torch.ops.halfstep, name).default
+
+
 class Op:
     """The operator ``halfstep::name``, which returns one tensor. Calling the object runs the operator.
 
@@ -70,11 +79,7 @@ class Op:
         batch: Callable[..., tuple[torch.Tensor, int]],
         tangent: Callable[..., torch.Tensor],
     ) -> None:
-        name = schema.partition("(")[0]
-        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, compute, "CompositeExplicitAutograd")
-        operator = getattr(torch.ops.halfstep, name).default
-        torch.library.register_fake(f"halfstep::{name}", fake, lib=_library)
+        name, operator = schema.partition("(")[0], define(schema, compute=compute, fake=fake)
         torch.library.register_autograd(f"halfstep::{name}", differentiate, setup_context=save, lib=_library)
         torch.library.register_vmap(f"halfstep::{name}", batch, lib=_library)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep.integrations import checkpoint, ddp, fsdp, release, zero
+from halfstep.integrations import checkpoint, ddp, fsdp, release, vocabulary, zero
 from halfstep.numerics import planning
 from halfstep.numerics.formats import codec, exact
 
@@ -30,6 +30,7 @@ PUBLIC = {
             ddp: ("mean_in_bf16_hook", "mean_in_fp16_hook"),
             fsdp: ("keep_reduced_gradients", "send_gradients_in_16_bits"),
             release: ("step_in_backward",),
+            vocabulary: ("log_probabilities",),
             zero: ("load_state_dict", "state_dict"),
             checkpoint: ("checkpoints", "load", "load_model", "load_optimizer", "newest", "save", "with_masters"),
         }.items()

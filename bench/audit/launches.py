@@ -27,6 +27,7 @@ class Variant:
     bytes_read: float = 0.0  # the minimum per element
     bytes_written: float = 0.0
     exact: bool = True  # whether it must be bit-identical to the reference, and so contain no fused multiply-adds
+    fused: bool = False  # whether it has fused multiply-adds of its own, those of kernels/exponential.py
     # Constants of the kernel, or fields of them ("form.TILE"), whose product is the number of elements that the bulk
     # path handles per program, or per iteration of its loop. If empty, the size of the largest tile that the kernel
     # loads or stores, which is wrong only if a tile is moved in parts.

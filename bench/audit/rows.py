@@ -110,6 +110,9 @@ def _inspect(row: AuditRow, variant: Variant, launch: Launch, compiled: Any) -> 
         accesses = machine_code.amd_accesses(text)
         resources = machine_code.amd_resources(text)
         inexact = machine_code.amd_inexact(compiled.asm["llir"], text)
+    if variant.fused:  # the compiler may add none to those that are written
+        inexact = [name for name in inexact if "fma" not in name and "fused multiply-add" not in name]
+        inexact += ["permitted contractions"] if launch.options["enable_fp_fusion"] else []
     bulk = machine_code.bulk(list(accesses), ttgir)
     elements = machine_code.tile_elements(ttgir)
     if variant.tile:

@@ -15,7 +15,7 @@ from halfstep.cli.command_line import UsageError
 if TYPE_CHECKING:
     from halfstep.bench.harness import Case
 
-GROUPS = ("softmax", "cast", "unscale", "adam", "sgd", "muon", "step")
+GROUPS = ("softmax", "log_probabilities", "cast", "unscale", "adam", "sgd", "muon", "step")
 
 
 @dataclass(frozen=True)

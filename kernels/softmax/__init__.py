@@ -9,7 +9,9 @@ Online rescaling for long rows: Milakov and Gimelshein, "Online normalizer calcu
 
 Files: ``rule.py`` is the specification in plain torch. ``dispatch.py`` chooses between it, torch's kernels on a CPU and
 Triton's: ``rows.py`` for the last dimension and ``strided.py`` for others, both with the arithmetic of
-``arithmetic.py`` on tensors seen as ``layout.py`` says. ``public.py`` checks arguments.
+``arithmetic.py`` on tensors seen as ``layout.py`` says. ``exact.py`` is for ``precision="exact"``: rows off 16-byte
+boundaries are read one element at a time there, other dimensions copied, and rows beyond 32,768 columns (16,384
+backward) read twice. ``public.py`` checks arguments.
 """
 
 from halfstep.kernels.softmax.public import log_softmax, softmax

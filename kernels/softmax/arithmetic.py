@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 from halfstep.kernels.rounding import to_float32
-
-
-def constant(value: float) -> Any:
-    """A global value that kernels may read; the plain value where Triton is not installed."""
-    return value if tl is None else tl.constexpr(value)
-
 
 LOWEST = constant(-3.4028234663852886e38)  # Maxima start from it: from -inf, -inf - -inf would make NaN.
 PLAIN, BOOLEAN, ADDITIVE = constant(0), constant(1), constant(2)  # kinds of mask

@@ -1,7 +1,7 @@
 """Which implementation runs: the rule, torch's on a CPU, or Triton's, over rows or across them; what is copied before.
 
 And the operators ``halfstep::softmax`` and ``halfstep::softmax_backward``, with derivatives and batching. Arguments of
-both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``dtype`` of the result.
+both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``exact``, ``dtype`` of the result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
+from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax import rows, rule, strided
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
@@ -24,20 +25,29 @@ LONGEST = 2**31 - 2**20
 LONGEST_OF_TORCH = 2**14
 
 
-def _implementation(x: torch.Tensor, dim: int, *dtypes: torch.dtype) -> str:
+def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
     """``"torch"``, on a CPU, ``"triton"`` or ``"reference"``."""
-    columns = x.shape[dim]
-    if torch.float64 in (x.dtype, *dtypes) or columns > LONGEST or x.numel() > LONGEST * columns:
+    columns, longest = x.shape[dim], min(LONGEST, exact_rows.LONGEST) if exact else LONGEST
+    if torch.float64 in (x.dtype, *dtypes) or columns > longest or x.numel() > LONGEST * columns:
         return "reference"
-    return "torch" if x.device.type == "cpu" and chosen() == "auto" else resolve(x.device, "softmax")
+    if x.device.type == "cpu" and chosen() == "auto":
+        return "reference" if exact else "torch"
+    return resolve(x.device, "softmax")
 
 
 def forward(
-    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    dim: int,
+    scale: float,
+    causal: bool,
+    log: bool,
+    exact: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    implementation = _implementation(x, dim, dtype)
+    implementation = _implementation(x, dim, exact, dtype)
     if implementation == "reference":
-        return rule.forward(x, mask, dim, scale, causal, log, dtype)
+        return rule.forward(x, mask, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
         check_addresses(x, mask)
         return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
@@ -51,6 +61,12 @@ def forward(
         return y
     if mask is not None and mask.dtype == torch.float64:
         mask = mask.float()
+    if exact:  # other dimensions are copied
+        mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
+        y = torch.empty_like(x.movedim(dim, -1), dtype=dtype, memory_format=torch.contiguous_format)
+        layout = outer_dimensions(x.movedim(dim, -1), mask, y, -1, False)
+        exact_rows.forward(layout, y, scale, x.shape[-2] if causal else 0, log)
+        return y.movedim(-1, dim).contiguous()
     if mask is not None and dim != -1:
         mask = mask.expand(x.shape)
     into = y
@@ -67,15 +83,22 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+    grad: torch.Tensor,
+    y: torch.Tensor,
+    dim: int,
+    scale: float,
+    causal: bool,
+    log: bool,
+    exact: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    implementation = _implementation(y, dim, grad.dtype, dtype)
+    implementation = _implementation(y, dim, exact, grad.dtype, dtype)
     if implementation == "reference":
-        return rule.backward(grad, y, dim, scale, causal, log, dtype)
+        return rule.backward(grad, y, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
         check_addresses(grad, y)
         if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
-            return rule.backward(grad, y, dim, scale, causal, log, dtype)
+            return rule.backward(grad, y, dim, scale, causal, log, False, dtype)
         return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
     grad, y = grad.resolve_neg(), y.resolve_neg()
     check_addresses(grad, y)
@@ -84,6 +107,11 @@ def backward(
         return dx
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
         grad, y = grad.float(), y.float()
+    if exact:
+        grad, y = (tensor.movedim(dim, -1).contiguous() for tensor in (grad, y))
+        dx = torch.empty_like(y, dtype=dtype)
+        exact_rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+        return dx.movedim(-1, dim).contiguous()
     grad, y = grad.contiguous(), y.contiguous()
     inner = math.prod(y.shape[dim + y.ndim + 1 :])
     if inner != 1:
@@ -100,7 +128,7 @@ def _forward_of_torch(
 ) -> torch.Tensor:
     """torch's own kernels, and our rule where they have none or another."""
     if x.numel() == 0 or x.shape[dim] > LONGEST_OF_TORCH:
-        return rule.forward(x, mask, dim, scale, causal, log, dtype)
+        return rule.forward(x, mask, dim, scale, causal, log, False, dtype)
     plain = mask is None and not causal and scale == 1.0
     # With another dtype of the result, torch rounds before it computes. In 16 bits its logarithm, and its kernel for
     # other dimensions than the last, round on the way.
@@ -117,7 +145,7 @@ def _forward_of_torch(
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, mask, *ctx.options, _ = inputs  # dim, scale, causal, log
+    x, mask, *ctx.options, _ = inputs  # dim, scale, causal, log, exact
     ctx.x_dtype = x.dtype
     ctx.mask_dtype, ctx.mask_shape = (None, None) if mask is None else (mask.dtype, mask.shape)
     ctx.save_for_backward(output)
@@ -129,10 +157,10 @@ def _differentiate_forward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor |
     if ctx.needs_input_grad[0]:
         dx = softmax_backward(grad, y, *ctx.options, ctx.x_dtype)
     if ctx.needs_input_grad[1]:
-        dim, _, causal, log = ctx.options
-        dz = softmax_backward(grad, y, dim, 1.0, causal, log, rule.math_dtype(grad.dtype, y.dtype))
+        dim, _, causal, log, exact = ctx.options
+        dz = softmax_backward(grad, y, dim, 1.0, causal, log, exact, rule.math_dtype(grad.dtype, y.dtype))
         dmask = dz.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)
-    return dx, dmask, None, None, None, None, None
+    return dx, dmask, None, None, None, None, None, None
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -141,7 +169,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _differentiate_backward(ctx: Any, grad_of_dx: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return *rule.double_backward(grad_of_dx, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+    return *rule.double_backward(grad_of_dx, *ctx.saved_tensors, *ctx.options[:4]), *[None] * 6
 
 
 def _batch_forward(info: Any, in_dims: Any, x: Any, mask: Any, *options: Any) -> tuple[torch.Tensor, int]:
@@ -168,7 +196,7 @@ def _fake(like: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.empty(like.shape, dtype=options[-1], device=like.device)
 
 
-_OPTIONS = "int dim, float scale, bool causal, bool log, ScalarType dtype"
+_OPTIONS = "int dim, float scale, bool causal, bool log, bool exact, ScalarType dtype"
 softmax = Op(
     f"softmax(Tensor x, Tensor? mask, {_OPTIONS}) -> Tensor",
     operands=2,

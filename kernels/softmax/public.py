@@ -9,6 +9,7 @@ import torch
 from halfstep.kernels.softmax.dispatch import softmax as operator
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+PRECISIONS = ("fast", "exact")
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -38,7 +39,7 @@ def _check_mask(x: torch.Tensor, mask: Any) -> None:
 
 
 def _checked(
-    x: Any, dim: Any, scale: float, mask: Any, causal: bool, dtype: torch.dtype | None, log: bool
+    x: Any, dim: Any, scale: float, mask: Any, causal: bool, dtype: torch.dtype | None, precision: Any, log: bool
 ) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"Expected x to be a tensor, but got a {type(x).__name__}: use torch.as_tensor(x)")
@@ -52,6 +53,14 @@ def _checked(
         dtype = x.dtype
     elif dtype not in FLOATS:
         raise TypeError(f"Expected dtype to be None, float32, float16, bfloat16 or float64, but got {dtype}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"Expected precision to be 'fast' or 'exact', but got {precision!r}")
+    exact = precision == "exact"
+    if exact and torch.float64 in (x.dtype, dtype):
+        raise TypeError(
+            f"Expected x and dtype to be float32, float16 or bfloat16 with precision='exact', but got {x.dtype} and "
+            f"{dtype}: use precision='fast', whose fp64 results are those of torch"
+        )
     if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(
             f"Expected scale to be a finite number, but got a {type(scale).__name__}: multiply x by a tensor yourself"
@@ -79,8 +88,8 @@ def _checked(
     if mask is not None:
         _check_mask(x, mask)
     if ndim == 0:
-        return operator(x.reshape(1), mask, -1, scale, False, log, dtype).reshape(())
-    return operator(x, mask, dim, scale, bool(causal), log, dtype)
+        return operator(x.reshape(1), mask, -1, scale, False, log, exact, dtype).reshape(())
+    return operator(x, mask, dim, scale, bool(causal), log, exact, dtype)
 
 
 def softmax(
@@ -91,6 +100,7 @@ def softmax(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     dtype: torch.dtype | None = None,
+    precision: str = "fast",
 ) -> torch.Tensor:
     """``softmax(scale * x + mask)`` over one dimension, computed in fp32; on a GPU in one pass over memory.
 
@@ -109,6 +119,10 @@ def softmax(
             ``scaled_dot_product_attention(is_causal=True)``. A GPU does not read masked elements. Requires that `dim`
             is the last dimension.
         dtype: dtype of the result. Default: that of `x`.
+        precision: ``"fast"`` takes the exponential of the device, and sums in the order that suits it: implementations
+            agree to a few ulps. ``"exact"`` computes the bits of the reference on every device, forward and backward,
+            and those of a row do not depend on the rest of the batch. It needs more instructions, copies tensors for
+            other dimensions than the last, and on a CPU takes hundreds of times as long. Not for fp64.
 
     Returns:
         A tensor of the shape of `x`.
@@ -116,8 +130,8 @@ def softmax(
     Raises:
         TypeError: an argument has an unsupported type or dtype.
         IndexError: `dim` is out of range.
-        ValueError: `scale` is not finite, `mask` has another device or does not broadcast, or `causal` is True and
-            `dim` is not the last dimension.
+        ValueError: `scale` is not finite, `precision` is neither value, `mask` has another device or does not
+            broadcast, or `causal` is True and `dim` is not the last dimension.
 
     Examples:
         >>> halfstep.softmax(torch.zeros(2, 3), causal=True)
@@ -128,7 +142,7 @@ def softmax(
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.0000, 0.0000, 0.0000]])
     """
-    return _checked(x, dim, scale, mask, causal, dtype, False)
+    return _checked(x, dim, scale, mask, causal, dtype, precision, False)
 
 
 def log_softmax(
@@ -139,6 +153,7 @@ def log_softmax(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     dtype: torch.dtype | None = None,
+    precision: str = "fast",
 ) -> torch.Tensor:
     """The logarithm of `softmax`, with the same arguments, accurate where softmax itself underflows.
 
@@ -149,4 +164,4 @@ def log_softmax(
         >>> halfstep.log_softmax(torch.tensor([0.0, -200.0]))
         tensor([   0., -200.])
     """
-    return _checked(x, dim, scale, mask, causal, dtype, True)
+    return _checked(x, dim, scale, mask, causal, dtype, precision, True)

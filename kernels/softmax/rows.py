@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.kernels.backend import MOST_THREADS, by_address, jit, launch_kernel, most_warps, tl
+from halfstep.kernels.backend import MOST_THREADS, by_address, constant, jit, launch_kernel, most_warps, tl
 from halfstep.kernels.multi_tensor import address, alignments
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax import arithmetic
 from halfstep.kernels.softmax.layout import Layout, mask_operand
 
 # What a launch does: whole rows, or pieces of rows in two steps.
-WHOLE, PARTIAL, FINISH = map(arithmetic.constant, range(3))
+WHOLE, PARTIAL, FINISH = map(constant, range(3))
 
 
 class Rows(NamedTuple):

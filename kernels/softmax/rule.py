@@ -9,6 +9,16 @@ drop:
 
 All of it in fp32 (fp64 when an operand or the result is fp64). `scale` is never rounded to 16 bits.
 
+**The exact form** has the same bits in every implementation and on every device, whatever else is in the batch. A row
+is cut into groups of `GROUP` columns, the last one filled up with -inf, each with its own maximum:
+
+    m_g = max(z)    e = exp(z - m_g)    s_g = folded(e)    m = max(m_g)    w_g = exp(m_g - m)    s = folded(s_g * w_g)
+    softmax:      y = e * (w_g / s)                 dx = scale * (y * (dy - folded(dy * y)))
+    log-softmax:  y = (z - m) - log(s)              dx = scale * (dy - exp(y) * folded(dy))
+
+Each operation rounds to fp32, exp and log are those of ``kernels/exponential.py``, exp the precise one where the result
+is fp32, and `folded` is a sum in a fixed order; in the backward it runs over the sums of the groups too.
+
 * A row with nothing to keep (all -inf, masked or not) is 0, its logarithm -inf, its gradient 0.
 * -inf elsewhere gives 0 (log: -inf), never NaN. An output of -inf is a constant: gradients that reach it are ignored.
 * NaN or +inf that is kept makes the whole row NaN, as in torch. What a boolean mask or `causal` drops is not looked at.
@@ -19,6 +29,10 @@ from __future__ import annotations
 import math
 
 import torch
+
+from halfstep.kernels.exponential import reference_exp, reference_log
+
+GROUP = 2048  # columns
 
 
 def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -40,14 +54,59 @@ def logits(
     return z.masked_fill(_above_diagonal(x), -math.inf) if causal else z
 
 
+def folded(terms: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, in a fixed order: the upper half is added to the lower half until one is left.
+
+    Missing terms are 0, so that the order does not depend on how many there are: those whose numbers are equal modulo
+    2^k meet before others do. So it can be computed from vectors that begin anywhere in the row.
+    """
+    terms = torch.nn.functional.pad(terms, (0, (1 << (terms.shape[-1] - 1).bit_length()) - terms.shape[-1]))
+    while terms.shape[-1] > 1:
+        lower, upper = terms.chunk(2, -1)
+        terms = lower + upper
+    return terms.squeeze(-1) + 0.0  # -0.0, the sum of negative zeros, becomes 0.0
+
+
+def _groups(terms: torch.Tensor, dim: int, value: float) -> torch.Tensor:
+    """The groups of each row, (..., groups, columns), the last filled up with `value`."""
+    terms = terms.movedim(dim, -1)
+    columns = terms.shape[-1]
+    terms = torch.nn.functional.pad(terms, (0, -columns % GROUP if columns > GROUP else 0), value=value)
+    return terms.unflatten(-1, (-1, min(columns, GROUP)))
+
+
+def _exact_forward(z: torch.Tensor, dim: int, log: bool, precise: bool) -> torch.Tensor:
+    groups = _groups(z, dim, -math.inf)
+    tops = groups.amax(-1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)
+    top = tops.amax(-2, keepdim=True)
+    e, weights = reference_exp(groups - tops, precise), reference_exp(tops - top, precise)
+    s = folded(folded(e) * weights.squeeze(-1))[..., None, None]
+    s = torch.where(s == 0, 1.0, s)
+    y = (groups - top) - reference_log(s) if log else e * (weights / s)
+    return y.flatten(-2)[..., : z.shape[dim]].movedim(-1, dim)
+
+
+def _exact_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    return folded(folded(_groups(terms, dim, 0.0))).unsqueeze(dim)
+
+
 def forward(
-    x: torch.Tensor, mask: torch.Tensor | None, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    dim: int,
+    scale: float,
+    causal: bool,
+    log: bool,
+    exact: bool,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """y in `dtype`, of the shape of `x`; arguments as in `halfstep.softmax`."""
     compute = math_dtype(x.dtype, dtype)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     z = logits(x, mask, scale, causal, compute)
+    if exact:
+        return _exact_forward(z, dim, log, dtype == torch.float32).to(dtype).contiguous()
     # Not below the lowest finite number: -inf - -inf would be NaN. A NaN passes through clamp.
     z = z - z.amax(dim, keepdim=True).clamp(min=torch.finfo(compute).min)
     e = z.exp()
@@ -66,7 +125,7 @@ def _constants(y: torch.Tensor, causal: bool, log: bool) -> torch.Tensor | None:
 
 
 def backward(
-    dy: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, dtype: torch.dtype
+    dy: torch.Tensor, y: torch.Tensor, dim: int, scale: float, causal: bool, log: bool, exact: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """dx in `dtype`, from the result and its gradient."""
     compute = math_dtype(dy.dtype, y.dtype, dtype)
@@ -76,10 +135,13 @@ def backward(
     constants = _constants(y, causal, log)
     if constants is not None:  # before anything is multiplied: NaN above the diagonal is not looked at
         dy, y = dy.masked_fill(constants, 0.0), y.masked_fill(constants, -math.inf if log else 0.0)
+    terms = dy if log else dy * y
+    total = _exact_sum(terms, dim) if exact else terms.sum(dim, keepdim=True)
     if log:
-        dx = scale * (dy - y.exp() * dy.sum(dim, keepdim=True))
+        e = reference_exp(y, dtype == torch.float32) if exact else y.exp()
+        dx = scale * (dy - e * total)
     else:
-        dx = scale * (y * (dy - (dy * y).sum(dim, keepdim=True)))
+        dx = scale * (y * (dy - total))
     if constants is not None:
         dx = dx.masked_fill(constants, 0.0)
     return dx.to(dtype).contiguous()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halfstep.integrations.scheduler import SkipAwareScheduler
     from halfstep.kernels.backend import backend
     from halfstep.kernels.cast import cast, foreach_cast
+    from halfstep.kernels.log_probabilities import cross_entropy, log_probabilities
     from halfstep.kernels.softmax import log_softmax, softmax
     from halfstep.kernels.unscale import foreach_check, foreach_unscale_
     from halfstep.numerics.formats.codec import decode, encode, round_to
@@ -35,6 +36,7 @@ _NAMES = {
     "integrations.scheduler": "SkipAwareScheduler",
     "kernels.backend": "backend",
     "kernels.cast": "cast foreach_cast",
+    "kernels.log_probabilities": "cross_entropy log_probabilities",
     "kernels.softmax": "log_softmax softmax",
     "kernels.unscale": "foreach_check foreach_unscale_",
     "numerics.formats.codec": "decode encode round_to",
@@ -58,6 +60,7 @@ __all__ = [
     "backend",
     "cast",
     "cast_parameters",
+    "cross_entropy",
     "decode",
     "doctor",
     "encode",
@@ -65,6 +68,7 @@ __all__ = [
     "foreach_check",
     "foreach_unscale_",
     "formats",
+    "log_probabilities",
     "log_softmax",
     "muon_groups",
     "round_to",

@@ -34,7 +34,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Choose from softmax, cast, unscale, adam"),
+        (["sofmax"], "unknown group 'sofmax'; did you mean 'softmax'? Choose from softmax, log_probabilities, cast"),
         (["--processor-time"], "--processor-time measures one thread on a CPU; add --threads 1, or leave it out"),
         (["--threads", "0"], "argument --threads: expected an integer of at least 1, but got '0'"),
         (["--out", __file__], "File exists; pass a folder that can"),

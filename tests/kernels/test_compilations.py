@@ -33,7 +33,7 @@ LENGTHS = [*range(1, 19), 24, 31, 32, 33, 34, 40, 48, 64]
 
 def both_ways(x, dim=-1, **options):
     y = halfstep.softmax(x, dim, **options)
-    dispatch.backward(y, y, dim, 1.0, options.get("causal", False), False, y.dtype)
+    dispatch.backward(y, y, dim, 1.0, options.get("causal", False), False, False, y.dtype)
 
 
 def short_rows(causal):

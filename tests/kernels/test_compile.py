@@ -69,11 +69,30 @@ EXCEPTIONS = {
     ("accesses 64 bits", "softmax.forward_row_kernel", "*out of step"): (
         "rows of x and of the result begin at different distances from 16 bytes: elements are moved one by one"
     ),
+    (
+        "accesses 64 bits",
+        "softmax.forward_exact_kernel",
+        "333 *",
+    ): "elements of rows off a boundary are moved one by one",
+    ("accesses 64 bits", "softmax.forward_exact_kernel", "*first half of pieces"): "stores two numbers per group",
+    ("moves the least bytes", "softmax.forward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses 64 bits", "softmax.backward_exact_kernel", "*first half of pieces"): "stores a number per group",
+    ("moves the least bytes", "softmax.backward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses fp32 by 128 bits", "softmax.forward_exact_kernel", "*first half of pieces"): "the same",
+    ("accesses fp32 by 128 bits", "softmax.backward_exact_kernel", "*first half of pieces"): "the same",
     ("accesses fp32 by 128 bits", "softmax.forward_row_kernel", "*fp16->fp32 fp32 mask*"): (
         "x and the mask are loaded by one line, and the 64 bits are those of x: four fp16 elements beside four of fp32"
     ),
     ("accesses 64 bits", "statistics.count_kernel", "*"): "its time goes into histograms, not into loads",
     ("accesses fp32 by 128 bits", "statistics.count_kernel", "*"): "the same",
+    ("moves the least bytes", "log_probabilities.row_kernel", "*"): "a few numbers per 1,024 logits, not per logit",
+    ("accesses 64 bits", "log_probabilities.row_kernel", "*"): "the same",
+    ("accesses fp32 by 128 bits", "log_probabilities.row_kernel", "*"): "the same",
+    ("accesses 64 bits", "log_probabilities.chunk_kernel", "*"): "stores a few fp32 numbers per 1,024 logits",
+    ("accesses fp32 by 128 bits", "log_probabilities.chunk_kernel", "*"): "the same",
+    ("accesses 64 bits", "log_probabilities.gradient_kernel", "* odd"): (
+        "rows begin off 16-byte boundaries, where sums have the order of columns, not of addresses"
+    ),
     ("stores what it loaded", "softmax.forward_strided_kernel", "*transposed"): (
         "neighbours of x are the columns of a sum, neighbours of the result are not: one of them has to be exchanged"
     ),

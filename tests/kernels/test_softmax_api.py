@@ -85,11 +85,11 @@ def test_the_gradient_of_an_additive_mask_is_summed_to_its_shape() -> None:
 def test_opcheck(log: bool, dtype: torch.dtype) -> None:
     x = randn(4, 6, dtype=dtype).requires_grad_()
     for mask in (randn(6).requires_grad_(), torch.rand(4, 1) > 0.2):
-        torch.library.opcheck(torch.ops.halfstep.softmax.default, (x, mask, -1, 0.5, True, log, torch.float32))
+        torch.library.opcheck(torch.ops.halfstep.softmax.default, (x, mask, -1, 0.5, True, log, False, torch.float32))
     transposed = randn(6, 4, dtype=dtype).t().requires_grad_()
-    torch.library.opcheck(torch.ops.halfstep.softmax.default, (transposed, None, -2, 0.5, False, log, dtype))
+    torch.library.opcheck(torch.ops.halfstep.softmax.default, (transposed, None, -2, 0.5, False, log, True, dtype))
     y = torch.softmax(randn(4, 6, seed=1), -1).to(dtype).requires_grad_()
-    torch.library.opcheck(torch.ops.halfstep.softmax_backward.default, (x, y, -1, 0.5, True, log, dtype))
+    torch.library.opcheck(torch.ops.halfstep.softmax_backward.default, (x, y, -1, 0.5, True, log, False, dtype))
 
 
 @FUNCTIONS
@@ -155,6 +155,7 @@ def test_fp64_is_computed_in_fp64_and_every_dtype_is_kept(function: Function) ->
 
 # ------------------------------------------------------------------------------------------------------------ errors
 
+FP64, EXACT = torch.float64, {"precision": "exact"}
 X, SQUARE = torch.ones(3), torch.ones(3, 3)
 TYPES = "Expected x to have dtype float32, float16, bfloat16 or float64, but got torch.int64: convert it with .to()"
 ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -174,6 +175,8 @@ ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "Expected dim to be an integer, but got a float", {"dim": 0.0}),
     (ValueError, "2 or more dimensions (..., queries, keys) with causal=True, but got shape (3,)", {"causal": True}),
     (ValueError, "last of 2 with causal=True, but got 0: transpose x", {"x": SQUARE, "dim": 0, "causal": True}),
+    (ValueError, "Expected precision to be 'fast' or 'exact', but got 'high'", {"precision": "high"}),
+    (TypeError, "with precision='exact', but got torch.float32 and torch.float64", {"dtype": FP64, **EXACT}),
     (TypeError, "Expected mask to be None or a tensor, but got a list", {"mask": [True]}),
     (TypeError, "Expected mask to have dtype bool (True = keep), or float32", {"mask": X.long()}),
     (ValueError, "shape of mask to broadcast to that of x, (3,), but got (2,)", {"mask": torch.ones(2)}),

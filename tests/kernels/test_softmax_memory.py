@@ -57,7 +57,7 @@ def test_columns_that_causal_drops_are_not_loaded(
         assert not loads[~near(kept)].any()
         dy = torch.randn(batch, queries, keys, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
         with recording(monkeypatch) as traffic:
-            dispatch.backward(dy, y, -1, 1.0, True, log, torch.bfloat16)
+            dispatch.backward(dy, y, -1, 1.0, True, log, False, torch.bfloat16)
         for tensor in (dy, y):
             loads = traffic.counts(traffic.loaded, tensor)
             assert (loads[kept] > 0).all()
@@ -95,7 +95,7 @@ def test_each_element_of_the_result_is_stored_once_and_reads_stay_in_the_rows(
         assert not loads[~inside].any()
         grad = torch.ones_like(y)
         with recording(monkeypatch) as traffic:
-            dx = dispatch.backward(grad, y, -1, 1.0, False, False, source)
+            dx = dispatch.backward(grad, y, -1, 1.0, False, False, False, source)
         assert (traffic.counts(traffic.stored, dx) == 1).all()
         for tensor in (grad, y):
             assert (traffic.counts(traffic.loaded, tensor) > 0).all()
@@ -141,7 +141,7 @@ def test_strided_tiles_touch_each_element_as_often_as_the_docstring_says(
         for dim in (-3, -2):
             y = halfstep.softmax(x, dim)
             with recording(monkeypatch) as traffic:
-                dx = dispatch.backward(x, y, dim, 1.0, False, False, x.dtype)
+                dx = dispatch.backward(x, y, dim, 1.0, False, False, False, x.dtype)
             for tensor in (x, y):
                 assert (traffic.counts(traffic.loaded, tensor) == trips).all()
             assert (traffic.counts(traffic.stored, dx) == 1).all()
@@ -162,7 +162,7 @@ def check(path, dtype, columns, step, strided):
     assert far.stride(0) * (columns - 1) > 2**31
     far.copy_(near)
     x = torch.randn(1, columns, generator=torch.Generator().manual_seed(1))
-    expected = rule.forward(x, near, -1, 1.0, False, False, torch.float32)
+    expected = rule.forward(x, near, -1, 1.0, False, False, False, torch.float32)
     with halfstep.backend("triton"):
         results = [halfstep.softmax(x, mask=far)]
         results += [halfstep.softmax(x.T.expand(columns, 3), 0, mask=far[:, None]).T] * strided

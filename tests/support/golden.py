@@ -281,6 +281,27 @@ def softmax(name: str, device: torch.device = CPU) -> Results:
     return {"y": y, "grad": x.grad}
 
 
+def log_probabilities(name: str, device: torch.device = CPU) -> Results:
+    """Forward and backward with exact exponentials, of rows with NaN, infinities and targets that are ignored."""
+    import halfstep
+
+    dtype_name, form = name.split(" ")
+    shape = (3, 5000) if form == "long" else (9, 333)
+    logits = 4 * moderate(shape, 1, FORMATS[dtype_name])
+    if form == "rows":
+        logits[3, 5], logits[4, 6], logits[5, :], logits[6, 3] = math.nan, math.inf, -math.inf, -math.inf
+    targets = torch.from_numpy((raw(shape[0], 2) % shape[1]).astype(np.int64))
+    targets[0], targets[-3 if form == "rows" else -1] = 3, -100
+    logits, targets = logits.to(device).requires_grad_(), targets.to(device)
+    row = halfstep.log_probabilities(logits, targets, 0.75, True, exact=True)
+    loss = halfstep.cross_entropy(logits, targets, label_smoothing=0.125, z_loss=0.25, reduction="none", exact=True)
+    assert row.entropy is not None
+    terms = (row.log_probabilities, row.logsumexp, row.entropy, loss)
+    torch.autograd.backward(terms, [moderate(targets.shape, 3 + index).to(device) for index in range(4)])
+    assert logits.grad is not None
+    return {"grad": logits.grad} | {str(index): term.detach() for index, term in enumerate(terms)}
+
+
 WIDE = ("fp32", "fp16", "bf16")
 _CASTS = _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stochastic"), ("plain", "saturating"))
 # By subject: what runs a case, the names of the cases, and the C++ without which "native" would be the reference.
@@ -291,6 +312,7 @@ CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "amp": (amp, _names(WIDE), "unscale"),
     "cast": (cast, _CASTS, "cast"),
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),
+    "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),  # no C++
     "statistics": (statistics, _names(WIDE, ("plain", "errors")), "statistics"),
     "softmax": (softmax, _names(WIDE, ("rows", "log", "masked", "causal", "columns")), "softmax"),
 }

@@ -109,17 +109,34 @@ def _sgd_of_rows(master_weights: str | None) -> Run:
 
 
 def _softmax(
-    dtype: torch.dtype, rows: int, columns: int, dim: int = -1, log: bool = False, masked: bool = False
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    dim: int = -1,
+    log: bool = False,
+    masked: bool = False,
+    precision: str = "fast",
 ) -> Run:
     def run(seed: int) -> list[torch.Tensor]:
         x = (2 * normal(rows * columns, dtype, seed)).view(rows, columns).requires_grad_()
         mask = normal(rows * columns, FP32, seed + 1).view(rows, columns) > -0.5 if masked else None
-        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim, mask=mask)
+        y = (halfstep.log_softmax if log else halfstep.softmax)(x, dim, mask=mask, precision=precision)
         y.backward(normal(rows * columns, dtype, seed + 2).view(rows, columns))
         assert x.grad is not None
         return [y.detach(), x.grad]
 
     return run
+
+
+def _log_probabilities(seed: int) -> list[torch.Tensor]:
+    """With the exponential of the device, in rows that begin off 16-byte boundaries, and in place."""
+    wide = (2 * normal(4 * 1301, BF16, seed)).view(4, 1301).requires_grad_()
+    logits = wide * 1
+    row = halfstep.log_probabilities(logits[:, 1:], torch.arange(4), 0.7, True, inplace_backward=True)
+    assert row.entropy is not None
+    (row.log_probabilities + row.entropy).sum().backward()
+    assert wide.grad is not None
+    return [row.log_probabilities.detach(), row.logsumexp.detach(), row.entropy.detach(), wide.grad]
 
 
 CASES = {
@@ -157,7 +174,14 @@ CASES = {
     "softmax causal": _golden("softmax", "fp32 causal", 32.0),
     "softmax long": Case(_softmax(BF16, 2, 40_000, log=True), 64.0),
     "softmax strided": _golden("softmax", "fp32 columns", 32.0),
+    "log-probabilities, fast": Case(_log_probabilities, 64.0),
+    "log-probabilities, exact": _golden("log_probabilities", "bf16 rows"),
+    "log-probabilities, exact, fp32": _golden("log_probabilities", "fp32 long"),
     "softmax strided by halves": Case(_softmax(BF16, 160, 48, 0), 32.0),
+    "softmax exact": Case(_softmax(BF16, 9, 4096, precision="exact")),
+    "softmax exact masked": Case(_softmax(FP32, 7, 333, log=True, masked=True, precision="exact")),
+    "softmax exact groups": Case(_softmax(FP32, 3, 9000, precision="exact")),
+    "softmax exact long": Case(_softmax(BF16, 2, 40_000, log=True, precision="exact")),
 }
 
 

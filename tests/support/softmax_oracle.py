@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from implementations import twin
-from tolerances import ROUNDOFF, SOFTMAX_DEPTH, SOFTMAX_FLUSHED, SOFTMAX_UNITS
+from tolerances import (
+    ROUNDOFF,
+    SOFTMAX_DEPTH,
+    SOFTMAX_EXACT_DEPTH,
+    SOFTMAX_EXACT_UNITS,
+    SOFTMAX_FLUSHED,
+    SOFTMAX_UNITS,
+)
 
 import halfstep
 
@@ -28,6 +35,7 @@ class Case:
     causal: bool = False
     dtype: torch.dtype | None = None
     log: bool = False
+    precision: str = "fast"
 
     @property
     def out(self) -> torch.dtype:
@@ -37,7 +45,8 @@ class Case:
         function = halfstep.log_softmax if self.log else halfstep.softmax
         mask = None if self.mask is None else twin(self.mask, device)
         x = twin(self.x, device) if x is None else x
-        return function(x, self.dim, scale=self.scale, mask=mask, causal=self.causal, dtype=self.dtype)
+        options = {"scale": self.scale, "causal": self.causal, "dtype": self.dtype, "precision": self.precision}
+        return function(x, self.dim, mask=mask, **options)
 
 
 def kept_by(case: Case) -> np.ndarray:
@@ -70,10 +79,12 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
         e = np.exp(below)
         s = e.sum(axis=case.dim, keepdims=True)
         sizes = np.where(np.isfinite(z) & np.isfinite(scaled), np.abs(scaled) + np.abs(z), 0.0)
-        exponent = SOFTMAX_DEPTH * np.where(np.isfinite(below), np.abs(below), 0.0)
+        exponent = (SOFTMAX_DEPTH if case.precision == "fast" else SOFTMAX_EXACT_DEPTH) * np.where(
+            np.isfinite(below), np.abs(below), 0.0
+        )
         if rounded:
             exponent = exponent + 4.0 * sizes.max(axis=case.dim, keepdims=True)
-        units = (SOFTMAX_UNITS + exponent) * UNIT
+        units = ((SOFTMAX_UNITS if case.precision == "fast" else SOFTMAX_EXACT_UNITS) + exponent) * UNIT
         if case.log:
             y = np.where(nothing, -INF, below - np.log(s))
             bound = units + np.where(np.isfinite(y), np.abs(y), 0.0) * UNIT

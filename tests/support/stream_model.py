@@ -38,11 +38,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from halfstep.kernels import adam, backend, cast, loss_scale, native, rank_sum, statistics, unscale
+from halfstep.kernels.log_probabilities import dispatch
 from halfstep.kernels.optimizer import launch
 from halfstep.numerics.scaling.stand_ins import StandIn
 
 aten = torch.ops.aten
-LAUNCHERS = (cast, launch, loss_scale, rank_sum, statistics, unscale)
+LAUNCHERS = (cast, dispatch, launch, loss_scale, rank_sum, statistics, unscale)
 # Of the launches that read a table: how many of its rows are addresses.
 ADDRESS_ROWS = {"adam": adam.OPERANDS, "check": 1, "cast": 2}
 # Operations that tell the host something about the elements.

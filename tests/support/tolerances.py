@@ -26,6 +26,18 @@ SOFTMAX_DEPTH = 2.25
 # The kernels take results and exponentials below the smallest normal fp32 number for 0, as GPUs do.
 SOFTMAX_FLUSHED = 2.0**-126
 
+# The same with precision="exact", whose bits are compared with the reference's: the exponentials of an element, of its
+# group and of the sum (up to 4 units each, the last ones on average), 11 levels of sums, of whose errors few meet (6),
+# quotient and product (2). z - m is rounded (1), and log2(e) off by 0.224 ulp, or 0.448, for each 1 below.
+SOFTMAX_EXACT_UNITS = 12.0
+SOFTMAX_EXACT_DEPTH = 1.45
+
+# kernels/exponential.py, in ulps of the exact result: the largest errors of all inputs, by whether exp is `precise`.
+EXP_ULPS = {False: 2.0, True: 1.01}
+# What exp adds for each 1 that its argument lies below 0, if not `precise`: log2(e) as fp32 is off by 1.93e-8.
+EXP_DEPTH = 0.224
+LOG_ULPS = 0.86
+
 # The sum of squares against the exact sum, relative: all terms are positive, each is rounded once when squared, at most
 # 12 times on its way through the tree of a chunk, and after that in fp64, which adds nothing visible: 13 roundings of
 # 2^-24. Squares that underflow are below 2^-126 of a chunk's largest, so 4096 of them are below 2^-114 of its sum.
@@ -43,3 +55,8 @@ MUON_ACROSS_DEVICES = 0.02
 # A mean over random bits may be this many standard deviations off. The bits follow from fixed seeds, so a test that
 # passes always passes; 5 sigma is one in 1.7 million, so a test that fails found a bias.
 STOCHASTIC_SIGMAS = 5.0
+
+# Log-probabilities, in units of 2^-24, see log_probabilities_oracle.py. Roundings of a sum of exponentials: each
+# exponential and its chunk's weight (at most 2 ulp = 4 units each), their product (1), ten halvings of a chunk and ten
+# of chunks (20), and the logarithm (2).
+LOG_PROBABILITIES_UNITS = 32.0

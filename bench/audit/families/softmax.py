@@ -16,7 +16,7 @@ import torch
 
 import halfstep
 from halfstep.bench.audit.launches import Variant
-from halfstep.kernels.softmax import strided
+from halfstep.kernels.softmax import exact, strided
 from halfstep.kernels.softmax.rows import (
     BACKWARD_LOOP,
     BACKWARD_TILE,
@@ -51,6 +51,15 @@ BACKWARD = (
     *(f"{LONG} bf16->bf16 second half of pieces", f"{ODD} bf16->bf16 causal log first half of pieces"),
     f"{ODD} bf16->bf16 causal log second half of pieces",
 )
+EXACT_FORWARD = (
+    *("64 bf16->bf16", "333 bf16->bf16", "1024 bf16->bf16", "4096 bf16->bf16", "4096 fp32->fp32 log"),
+    *("512 bf16->bf16 causal", "4096 bf16->bf16 u8 mask", "32768 bf16->bf16", "32768 fp32->fp32"),
+    *("65536 bf16->bf16 first half of pieces", "65536 bf16->bf16 second half of pieces"),
+)
+EXACT_BACKWARD = (
+    *("64 bf16->bf16", "4096 bf16->bf16", "512 bf16->bf16 causal log", "16384 fp32->fp32"),
+    *("65536 bf16->bf16 first half of pieces", "65536 bf16->bf16 second half of pieces"),
+)
 # Softmax over the first of two dimensions or, if transposed, over the last dimension of the transposed x.
 STRIDED_FORWARD = (
     *("64 apart, 4096 across bf16->bf16", "1024 apart, 4096 across fp32->bf16 log"),
@@ -75,9 +84,9 @@ def _empty(dtype: str, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=_DTYPES[dtype], device="cpu")
 
 
-def _backward(grad: torch.Tensor, y: torch.Tensor, dim: int, of: dict[str, Any]) -> None:
+def _backward(grad: torch.Tensor, y: torch.Tensor, dim: int, of: dict[str, Any], is_exact: bool) -> None:
     causal, log = of["causal"] is not None, of["log"] is not None
-    torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, _DTYPES[of["target"]])
+    torch.ops.halfstep.softmax_backward(grad, y, dim, 1.0, causal, log, is_exact, _DTYPES[of["target"]])
 
 
 def _passes(columns: int, tile: int, loop: int, stage: int) -> tuple[tuple[str, ...], float, float]:
@@ -96,6 +105,7 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
     read, written = _DTYPES[source].itemsize, _DTYPES[target].itemsize
     stage, in_step = (None, "first", "second").index(of["stage"]), of["out_of_step"] is None
     tile: tuple[str, ...] = ()
+    is_exact = kernel in (exact.forward_exact_kernel, exact.backward_exact_kernel)
     launch: partial[Any]
     if of["across"]:
         shape: tuple[int, ...] = (columns, int(of["across"]))
@@ -110,17 +120,29 @@ def _variant(kernel: Any, name: str, backward: bool) -> Variant:
         x, masks, dim = _empty(source, *shape)[..., :columns], _empty(mask, 2, 1, 8, columns) if mask else None, -1
         plain = not mask and in_step and max(read, written) == 2
         sizes = FORWARD_TILE if in_step else FORWARD_TILE // 2, FORWARD_LOOP if plain else FORWARD_LOOP // 2
-        tile, reads, writes = _passes(columns, *((BACKWARD_TILE, BACKWARD_LOOP) if backward else sizes), stage)
+        tile, reads, writes = ("tile",), 1.0, 0.0 if stage == 1 else 1.0
+        if not is_exact:
+            tile, reads, writes = _passes(columns, *((BACKWARD_TILE, BACKWARD_LOOP) if backward else sizes), stage)
     if backward:
-        launch, read = partial(_backward, _empty(source, *shape), _empty(source, *shape), dim, of), 2 * read
+        launch, read = partial(_backward, _empty(source, *shape), _empty(source, *shape), dim, of, is_exact), 2 * read
     else:
-        options = {} if of["across"] else {"causal": of["causal"] is not None}
+        options: dict[str, Any] = {} if of["across"] else {"causal": of["causal"] is not None}
+        options["precision"] = "exact" if is_exact else "fast"
         function = halfstep.log_softmax if of["log"] else halfstep.softmax
         launch = partial(function, x, dim, mask=masks, dtype=_DTYPES[target], **options)
-        # With different offsets, the mask is read element by element, which the audit does not count.
-        read += _DTYPES[mask].itemsize if mask and in_step else 0
+        # With different offsets, and by the exact kernel, the mask is read element by element, which the audit does not
+        # count.
+        read += _DTYPES[mask].itemsize if mask and in_step and not is_exact else 0
     return Variant(
-        kernel, name, launch, read * reads, written * writes, exact=False, tile=tile, index=max(stage - 1, 0)
+        kernel,
+        name,
+        launch,
+        read * reads,
+        written * writes,
+        exact=is_exact,
+        fused=is_exact,
+        tile=tile,
+        index=max(stage - 1, 0),
     )
 
 
@@ -129,7 +151,9 @@ def variants() -> Iterator[Variant]:
     for kernel, names, backward in (
         (forward_row_kernel, FORWARD, False),
         (strided.forward_strided_kernel, STRIDED_FORWARD, False),
+        (exact.forward_exact_kernel, EXACT_FORWARD, False),
         (backward_row_kernel, BACKWARD, True),
+        (exact.backward_exact_kernel, EXACT_BACKWARD, True),
         (strided.backward_strided_kernel, STRIDED_BACKWARD, True),
     ):
         yield from (_variant(kernel, name, backward) for name in names)

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 import rank_processes
 
-TWO = ["shard_ranks", "release_ranks", "ddp_hook_ranks", "pairing_ranks", "offload_ranks", "rule_ranks"]
-FOUR = ["sharded_noise", "offload_ranks", "rule_ranks", "topology_ranks"]
+TWO = [
+    "shard_ranks",
+    "release_ranks",
+    "ddp_hook_ranks",
+    "pairing_ranks",
+    "offload_ranks",
+    "rule_ranks",
+    "vocabulary_ranks",
+]
+FOUR = ["sharded_noise", "offload_ranks", "rule_ranks", "topology_ranks", "vocabulary_ranks"]
 try:
     import state_dict_ranks
 except ImportError:  # another torch

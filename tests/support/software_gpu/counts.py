@@ -161,6 +161,17 @@ def _softmax(
     return rows * columns, lambda: torch.autograd.grad(y, x, grad, retain_graph=True)
 
 
+def _log_probabilities(dtype: torch.dtype, backward: bool = False, **options: Any) -> Made:
+    import halfstep
+
+    logits, targets = _values(dtype, 16, 65536), torch.arange(16)
+    if not backward:
+        return SIZE, partial(halfstep.log_probabilities, logits, targets, **options)
+    selected = halfstep.log_probabilities(logits.requires_grad_(), targets, **options).log_probabilities
+    grad = torch.ones_like(selected)
+    return SIZE, lambda: torch.autograd.grad(selected, logits, grad, retain_graph=True)
+
+
 def _count(dtype: torch.dtype, errors: bool, scale: float = 1.0) -> Made:
     from halfstep.kernels.cells import Grid, width
     from halfstep.kernels.statistics import foreach_count_
@@ -178,6 +189,7 @@ def cases() -> dict[str, Callable[[], Made]]:
     unscale = partial(_on_values, "foreach_unscale_")
     cast, many = (partial(_on_values, name) for name in ("cast", "foreach_cast"))
     forward, backward = _softmax, partial(_softmax, backward=True)
+    exact: dict[str, Any] = {"precision": "exact"}
     e4m3 = torch.float8_e4m3fn
     return {
         "foreach_check bf16": partial(_on_values, "foreach_check", BF16),
@@ -246,6 +258,11 @@ def cases() -> dict[str, Callable[[], Made]]:
         "cast bf16 to e4m3": partial(cast, BF16, e4m3),
         "cast e4m3 to bf16": partial(cast, e4m3, BF16),
         "cast bf16 to e4m3, stochastic": partial(cast, BF16, e4m3, **seeded),
+        "log_probabilities bf16, 65,536 columns": partial(_log_probabilities, BF16),
+        "log_probabilities bf16, 65,536 columns, entropy": partial(_log_probabilities, BF16, entropy=True),
+        "log_probabilities bf16, 65,536 columns, exact": partial(_log_probabilities, BF16, exact=True),
+        "log_probabilities bf16 backward, 65,536 columns": partial(_log_probabilities, BF16, True),
+        "log_probabilities bf16 backward, 65,536 columns, exact": partial(_log_probabilities, BF16, True, exact=True),
         "softmax bf16, 64 columns": partial(forward, BF16, 16384, 64),
         "softmax bf16, 333 columns": partial(forward, BF16, 3000, 333),
         "softmax bf16, 1,024 columns": partial(forward, BF16, 1024, 1024),
@@ -258,9 +275,14 @@ def cases() -> dict[str, Callable[[], Made]]:
         "softmax bf16, 65,536 columns": partial(forward, BF16, 132, 65536),
         "softmax bf16, 16 rows of 262,144": partial(forward, BF16, 16, 262_144),
         "softmax bf16 over rows, 512 of 4,096": partial(forward, BF16, 512, 4096, 0),
+        "softmax bf16, 1,024 columns, exact": partial(forward, BF16, 1024, 1024, **exact),
+        "softmax bf16, 4,096 columns, exact": partial(forward, BF16, 256, 4096, **exact),
+        "softmax bf16, 32,768 columns, exact": partial(forward, BF16, 32, 32768, **exact),
+        "softmax fp32, 4,096 columns, exact": partial(forward, FP32, 256, 4096, **exact),
         "softmax bf16 backward, 64 columns": partial(backward, BF16, 16384, 64),
         "softmax bf16 backward, 333 columns": partial(backward, BF16, 3000, 333),
         "softmax bf16 backward, 4,096 columns": partial(backward, BF16, 256, 4096),
+        "softmax bf16 backward, 4,096 columns, exact": partial(backward, BF16, 256, 4096, **exact),
         "softmax bf16 backward, 50,257 columns": partial(backward, BF16, 20, 50_257),
         "softmax bf16 backward over rows, 512 of 4,096": partial(backward, BF16, 512, 4096, 0),
     }

@@ -539,6 +539,7 @@ void vector_floats() {
     op("v_fmac_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_fmac_f64", [](f64 a, f64 b, f64 c) -> f64 { return std::fma(a, b, c); });
     op("v_fmamk_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
+    op("v_fmaak_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_max3_f32", [](f32 a, f32 b, f32 c) -> f32 { return greater(greater(a, b), c); });
     packed("v_pk_add_f32", [](f32 a, f32 b) -> f32 { return a + b; });
     packed("v_pk_mul_f32", [](f32 a, f32 b) -> f32 { return a * b; });

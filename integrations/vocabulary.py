@@ -1,0 +1,143 @@
+"""Log-probabilities where the ranks of a mesh share the vocabulary: the logits are a DTensor with Shard(-1).
+
+No rank sees a whole row. Each computes its part of the rows as `halfstep.log_probabilities` does, and one collective
+gives all ranks its three numbers per row, four with the entropy: the maximum M, the logarithm L of the sum of
+exponentials relative to it, the logit of the target, and the mean of z - M. They are put together in the order of the
+ranks, so that all ranks have the same bits. With M and L of the whole row, each rank then writes the gradient of its
+part, without a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Shard
+
+from halfstep.kernels.log_probabilities import LogProbabilities, dispatch
+from halfstep.kernels.log_probabilities.rule import Options, Row, exponential, logarithm, scaled
+from halfstep.kernels.softmax.rule import math_dtype
+
+_IGNORED, _ELSEWHERE = -2, -1  # targets on a rank
+
+
+def _in_order(terms: torch.Tensor) -> torch.Tensor:
+    total, *others = terms
+    for term in others:
+        total = total + term
+    return total
+
+
+def _of_ranks(numbers: torch.Tensor, owner: torch.Tensor, exact: bool) -> torch.Tensor:
+    """The results of whole rows from the numbers of all ranks, (ranks, 3 or 4, rows), NaN where `owner` is -1."""
+    tops, logs, logits, *depths = numbers.unbind(1)
+    top, log = tops.amax(0), logs.amax(0).clamp(min=0.0)
+    weights = exponential((tops - top) + (logs - log), exact)
+    total = _in_order(weights)
+    nothing, total = total == 0, torch.where(total == 0, 1.0, total)
+    log_sum = torch.where(nothing, 0.0, log + logarithm(total))
+    z = logits.gather(0, owner.clamp(min=0).unsqueeze(0)).squeeze(0)
+    entropy = torch.zeros_like(top)
+    for depth in depths:
+        moment = _in_order(torch.where(weights == 0, 0.0, weights * (depth + (tops - top))))
+        entropy = torch.where(nothing, 0.0, log_sum - moment / total)
+    selected = torch.where(owner >= 0, (z - top) - log_sum, math.nan)
+    logsumexp = torch.where(nothing, -math.inf, top + log_sum)
+    return torch.stack(Row(selected, logsumexp, top, log_sum, entropy, torch.zeros_like(top)))
+
+
+class _Vocabulary(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, classes: int, group: Any, options: Options, inplace: bool
+    ) -> torch.Tensor:
+        """The results of rows of so many classes, from the columns that this rank has."""
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        ignored, target, width = targets == options.ignore_index, targets.long(), -(-classes // ranks)
+        owner = torch.where((target >= 0) & (target < classes), target // width, -1)
+        here = owner == rank
+        local = torch.where(here, target - rank * width, _ELSEWHERE).masked_fill(ignored, _IGNORED)
+        ctx.options = options = options._replace(ignore_index=_IGNORED)
+        numbers = torch.zeros(3 + options.entropy, *targets.shape, dtype=math_dtype(logits.dtype), device=logits.device)
+        if logits.shape[-1]:
+            row = Row(*dispatch.forward(logits, local, *options, False))
+            z = scaled(logits.gather(-1, torch.where(here, local, 0).unsqueeze(-1)).squeeze(-1), options.temperature)
+            logs = torch.where(row.logsumexp == -math.inf, -math.inf, row.log_sum)
+            torch.stack([row.maximum, logs, z, row.log_sum - row.entropy][: len(numbers)], out=numbers)
+        else:  # a rank that has no columns
+            numbers[0], numbers[1] = torch.finfo(numbers.dtype).min, -math.inf
+        gathered = numbers.new_empty(ranks, *numbers.shape)
+        dist.all_gather(list(gathered), numbers, group=group)
+        results = _of_ranks(gathered, owner, options.exact).masked_fill(ignored, 0.0)
+        ctx.inplace = inplace
+        ctx.save_for_backward(logits, local, results)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: torch.Tensor) -> Any:
+        logits, local, results = ctx.saved_tensors
+        dx = torch.zeros_like(logits)
+        if logits.shape[-1]:
+            dx = dispatch.backward(grads, logits.detach(), local, results, *ctx.options, ctx.inplace)
+        return dx, None, None, None, None, None
+
+
+def log_probabilities(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    *,
+    ignore_index: int = -100,
+    exact: bool = False,
+    inplace_backward: bool = False,
+) -> LogProbabilities:
+    """`halfstep.log_probabilities` of logits whose vocabulary is sharded, as a column-parallel head leaves them.
+
+    One collective of three numbers per row, four with the entropy, in the forward, and none in the backward. All ranks
+    have the same bits, which are not those of whole rows. Second derivatives are not available.
+
+    Args:
+        logits: a DTensor of shape (..., V), of which one dimension of the mesh shards the last dimension. Others may
+            replicate it or shard another dimension.
+        targets: a plain tensor, the targets of the rows that this rank has. The others as for
+            `halfstep.log_probabilities`.
+
+    Raises:
+        TypeError: `logits` is no DTensor, or not sharded like this.
+        ValueError: `targets` do not have the shape of the rows that this rank has.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> from halfstep.integrations.vocabulary import log_probabilities
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(-1)])
+        >>> log_probabilities(logits, torch.tensor([3, 0])).log_probabilities
+        tensor([-1.3863, -1.3863])
+        >>> dist.destroy_process_group()
+    """
+    last = [
+        dim for dim, part in enumerate(getattr(logits, "placements", ())) if part in (Shard(-1), Shard(logits.ndim - 1))
+    ]
+    if not isinstance(logits, DTensor) or len(last) != 1 or any(part.is_partial() for part in logits.placements):
+        raise TypeError(
+            "Expected logits to be a DTensor whose last dimension one dimension of the mesh shards, but got "
+            f"{getattr(logits, 'placements', type(logits).__name__)}: use halfstep.log_probabilities for whole rows, "
+            "or logits.redistribute(placements=[Shard(-1)])"
+        )
+    local = logits.to_local()
+    if targets.shape != local.shape[:-1]:
+        raise ValueError(
+            f"Expected targets of the rows of this rank, of shape {tuple(local.shape[:-1])}, but got "
+            f"{tuple(targets.shape)}"
+        )
+    options = Options(float(temperature), ignore_index, bool(entropy), False, bool(exact))
+    group = logits.device_mesh.get_group(last[0])
+    row = _Vocabulary.apply(local, targets, logits.shape[-1], group, options, inplace_backward).unbind(0)
+    return LogProbabilities(row[0], row[1], row[4] if entropy else None)

@@ -1,0 +1,190 @@
+"""exp, log and the fused multiply-add: against float64, and the same bits in torch, in C++ and in kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import cpp
+import pytest
+import torch
+from devices import WHERE, assert_same_bits, kernels_on, patterns
+from tolerances import EXP_DEPTH, EXP_ULPS, LOG_ULPS
+
+from halfstep.kernels import exponential
+from halfstep.kernels.backend import EXACT, jit, tl
+
+BLOCK = 8192
+EXP, PRECISE_EXP, LOG, FMA = range(4)
+NAN, INF = math.nan, math.inf
+
+# std::fma is the oracle of the torch code that emulates it. The rest is the specification once more.
+SOURCE = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+static int32_t bits(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
+static float number(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
+static float exp_of(float d, const float* c, int count, bool precise) {
+    if (d < -0x1.601e68p+6f) d = -0x1.601e68p+6f;
+    float u = std::fma(d, 0x1.715476p+0f, 12583039.0f), n = u - 12583039.0f;
+    float f = std::fma(d, 0x1.715476p+0f, -n), p = c[0];
+    if (precise) f = std::fma(d, 0x1.4ae0cp-26f, f);
+    for (int i = 1; i < count; ++i) p = std::fma(p, f, c[i]);
+    return p * number((int32_t)((uint32_t)bits(u) << 23));
+}
+static float log_of(float s, const float* c) {
+    if (s != s) return s;
+    int32_t e = (bits(s) - 0x3F3504F3) >> 23;
+    float r = number(bits(s) - (int32_t)((uint32_t)e << 23)) - 1.0f, square = r * r, q = c[0];
+    for (int i = 1; i < 8; ++i) q = std::fma(q, r, c[i]);
+    float y = std::fma(-0.5f, square, std::fma(r * square, q, (float)e * -0x1.05c61p-29f));
+    return std::fma((float)e, 0x1.62e43p-1f, r + y);
+}
+extern "C" void run(const float* a, const float* b, const float* c, float* out, int64_t n, int what, int count) {
+    for (int64_t i = 0; i < n; ++i)
+        out[i] = what == 3   ? std::fma(a[i], b[i], c[i])
+                 : what == 2 ? log_of(a[i], c)
+                             : exp_of(a[i], c, count, what == 1);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The C++ of `SOURCE` as a function of what to compute and its operands."""
+    library = cpp.library(tmp_path_factory, SOURCE)
+
+    def run(what: int, *operands: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(operands[0])
+        coefficients = {EXP: exponential.SHORT, PRECISE_EXP: exponential.LONG, LOG: exponential.SERIES}.get(what, ())
+        tensors = [*operands, torch.tensor(coefficients, dtype=torch.float32)]
+        pointers = [ctypes.c_void_p(tensors[i].data_ptr()) for i in (0, min(1, len(tensors) - 2), -1)]
+        if what == FMA:
+            pointers[2] = ctypes.c_void_p(operands[2].data_ptr())
+        library.run(*pointers, ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.numel()), what, len(coefficients))
+        return out
+
+    return run
+
+
+@jit
+def _kernel(a, b, c, out, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(a + at)
+    if WHAT == 3:
+        y = exponential.fma(x, tl.load(b + at), tl.load(c + at))
+    elif WHAT == 2:
+        y = exponential.log(x)
+    else:
+        y = exponential.exp(x, WHAT == 1)
+    tl.store(out + at, y)
+
+
+def kernel(where: str, what: int, *operands: torch.Tensor) -> torch.Tensor:
+    with kernels_on(where) as device:
+        moved = [operand.to(device) for operand in operands]
+        out = torch.empty_like(moved[0])
+        _kernel[(out.numel() // BLOCK,)](moved[0], moved[-2 % len(moved)], moved[-1], out, what, BLOCK, **EXACT)
+    return out.cpu()
+
+
+def reference(what: int, *operands: torch.Tensor) -> torch.Tensor:
+    if what == FMA:
+        return exponential.reference_fma(*operands)
+    return exponential.reference_log(*operands) if what == LOG else exponential.reference_exp(*operands, what == 1)
+
+
+def exponents(stride: int = 65519) -> torch.Tensor:
+    """0, and numbers of every exponent below, where log2 and 2^n change, subnormals, -inf and NaN."""
+    bits = torch.arange(-(2**31), -(2**31) + 0x7F800001, stride)
+    edges = torch.tensor([0.0, -0.0, -INF, NAN, -87.33655, -87.68312, -87.6832, -88.02969, -103.97, -3.4e38])
+    halves = -(torch.arange(0, 127) + 0.5).double() * math.log(2)
+    d = torch.cat([bits.to(torch.int32).view(torch.float32), edges, halves.float(), -torch.arange(0, 90) / 1.0])
+    return padded(torch.cat([d, *((d.view(torch.int32) + step).view(torch.float32) for step in (-1, 1))]).clamp(max=0))
+
+
+def sums(stride: int = 65519) -> torch.Tensor:
+    """Numbers of every exponent from the smallest normal number on; 1 and NaN and their neighbours."""
+    s = torch.cat([torch.arange(0x00800000, 0x7F800000, stride), torch.arange(0x3F700000, 0x3F900000, 131)])
+    s = s.to(torch.int32).view(torch.float32)
+    return padded(torch.cat([s, torch.tensor([1.0, 1 + 2**-23, 1 - 2**-24, NAN, 2.0, 2.0**31])]))
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK), value=float(x[0]))
+
+
+def factors() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Operands of fma: any patterns; sums that cancel; sums beside the middle of two numbers, normal and subnormal."""
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (BLOCK,), generator=generator).double()
+
+    yield patterns(BLOCK, torch.float32, 0), patterns(BLOCK, torch.float32, 1), patterns(BLOCK, torch.float32, 2)
+    a, b = torch.randn(2, BLOCK, generator=generator)
+    yield a, b, -(a.double() * b * (1 + integers(-3, 4) * 2.0**-23)).float()
+    step = integers(1, 300) * 2.0**-23
+    a, b = (
+        (1 + step) * (1 - 2 * integers(0, 2)),
+        1 - step,
+    )  # whose product is 1 - 2^-46 or a little less, or -1 and more
+    yield a.float(), b.float(), (2 * integers(2**23, 2**24)).float()
+    yield (a * 2.0**-75).float(), (b * 2.0**-75).float(), (integers(1, 2**15) * 2.0**-149).float()
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_fma_rounds_once(where: str, native: Any) -> None:
+    differ = 0
+    for a, b, c in factors():
+        expected = native(FMA, a, b, c)
+        assert_same_bits(reference(FMA, a, b, c), expected)
+        assert_same_bits(kernel(where, FMA, a, b, c), expected)
+        differ += int(((a.double() * b.double() + c.double()).float() != expected)[~expected.isnan()].sum())
+    assert differ > 100  # if the sum is rounded to nearest in fp64, and again
+
+
+def ulps(y: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The error in the distance of fp32 numbers at the exact result; of subnormal results, in that of normal ones."""
+    _, exponent = torch.frexp(exact.abs().clamp(min=2.0**-126))
+    error = (y.double() - exact).abs().where(y.double() != exact, 0.0)
+    assert torch.equal(y.isnan(), exact.isnan())
+    return torch.ldexp(error, 24 - exponent).nan_to_num(0)
+
+
+def assert_close_to_float64(what: int, x: torch.Tensor, y: torch.Tensor) -> None:
+    if what == LOG:
+        assert ulps(y, x.double().log()).max() <= LOG_ULPS
+        return
+    exact = x.double().exp()
+    normal = ~(exact < 2.0**-126)
+    deeper = 0.0 if what == PRECISE_EXP else EXP_DEPTH * x[normal].nan_to_num(0).abs()
+    assert ((ulps(y[normal], exact[normal]) - deeper) <= EXP_ULPS[what == PRECISE_EXP]).all()
+    assert (y[~normal] <= 2.0**-126).all() and (y[exact < 2.0**-126.51] == 0).all()
+
+
+@pytest.mark.parametrize("what", [EXP, PRECISE_EXP, LOG], ids=["exp", "precise exp", "log"])
+@pytest.mark.parametrize("where", WHERE)
+def test_values_and_bits(where: str, what: int, native: Any) -> None:
+    x = sums() if what == LOG else exponents()
+    y = reference(what, x)
+    assert_close_to_float64(what, x, y)
+    assert_same_bits(y, native(what, x))
+    assert_same_bits(y, kernel(where, what, x))
+    one = torch.ones(1)
+    assert reference(what, one if what == LOG else one - 1).item() == (0 if what == LOG else 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("what", [EXP, PRECISE_EXP, LOG], ids=["exp", "precise exp", "log"])
+def test_all_inputs(what: int, native: Any) -> None:
+    """All exponents of 0 and less, -inf and NaN included, and all normal numbers above 0 for log."""
+    first, last, step = (0x00800000, 0x7F800000, 2**21) if what == LOG else (-(2**31), 0, 2**21)
+    for start in range(first, last, step):
+        x = torch.arange(start, min(start + step, last), dtype=torch.int32).view(torch.float32)
+        y = reference(what, x)
+        assert_same_bits(y, native(what, x), hex(start))
+        assert_close_to_float64(what, x, y)
