@@ -5,7 +5,7 @@ A refactoring changes none of them. A change of bits writes them anew and says s
     python tests/support/golden.py --write
 
 All implementations have the same digest: the reference, C++, the interpreter and the compiled kernels executed by the
-software GPU. Only softmax has one for each, because its exponential is not specified to the bit.
+software GPU. Only fast softmax has one for each, because its exponential is not specified to the bit.
 
 The inputs are made of a generator's raw bits and of nothing that could round, so that they are the same everywhere.
 NaN is hashed as one pattern, since its payload is not specified.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ def statistics(name: str, device: torch.device = CPU) -> Results:
     return {"counts": counts}
 
 
-def softmax(name: str, device: torch.device = CPU) -> Results:
+def softmax(name: str, device: torch.device = CPU, precision: str = "fast") -> Results:
     """Forward and backward of rows, masked, causal and over another dimension."""
     import halfstep
 
@@ -275,7 +276,7 @@ def softmax(name: str, device: torch.device = CPU) -> Results:
     if form == "rows":
         x[3, 5], x[4, 6], x[5, :] = math.nan, math.inf, -math.inf
     x = x.to(device).requires_grad_()
-    y = function(x, **options)
+    y = function(x, precision=precision, **options)
     y.backward(moderate(shape, 3, FORMATS[dtype_name]).to(device))
     assert x.grad is not None
     return {"y": y, "grad": x.grad}
@@ -303,6 +304,7 @@ def log_probabilities(name: str, device: torch.device = CPU) -> Results:
 
 
 WIDE = ("fp32", "fp16", "bf16")
+_SOFTMAX = _names(WIDE, ("rows", "log", "masked", "causal", "columns"))
 _CASTS = _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stochastic"), ("plain", "saturating"))
 # By subject: what runs a case, the names of the cases, and the C++ without which "native" would be the reference.
 CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
@@ -314,7 +316,8 @@ CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),
     "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),  # no C++
     "statistics": (statistics, _names(WIDE, ("plain", "errors")), "statistics"),
-    "softmax": (softmax, _names(WIDE, ("rows", "log", "masked", "causal", "columns")), "softmax"),
+    "softmax": (softmax, _SOFTMAX, "softmax"),
+    "softmax_exact": (partial(softmax, precision="exact"), _SOFTMAX, "softmax"),  # no C++
 }
 
 
