@@ -27,9 +27,9 @@ try:
     import triton.language as tl
 
     # In kernels: whether they are compiled for NVIDIA GPUs of this compute capability and later ones; (8, 9) is sm_89.
-    from triton.language.target_info import cuda_capability_geq
+    from triton.language.target_info import cuda_capability_geq, is_hip
 except ImportError:  # not needed on the CPU; there is no Triton for macOS and Windows
-    triton = tl = cuda_capability_geq = None
+    triton = tl = cuda_capability_geq = is_hip = None
 
 NAMES = ("auto", "reference", "triton")
 MOST_THREADS = 1024  # threads that a program may have, on every GPU
@@ -200,9 +200,12 @@ def triton_version() -> tuple[int, int]:
 
 # Triton reads the variable when a kernel is decorated, at import. Later changes have no effect.
 INTERPRET = triton is not None and bool(triton.knobs.runtime.interpret)
-if INTERPRET:  # the interpreter compiles for no GPU, and Triton's function asks a driver that need not be there
+if INTERPRET:  # the interpreter compiles for no GPU, and Triton's functions ask a driver that need not be there
 
     def cuda_capability_geq(major: int, minor: int = 0) -> bool:
+        return False
+
+    def is_hip() -> bool:
         return False
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import multi_tensor, native
-from halfstep.kernels.backend import EXACT, jit, launch_kernel, most_warps, resolve, tl
+from halfstep.kernels.backend import EXACT, is_hip, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
@@ -247,6 +247,9 @@ def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
         y = y * factor
     if WRITE:
         stored = from_float32(y, x.dtype)
+        if is_hip() and x.dtype == tl.float16:  # LLVM converts a product by v_fma_mixlo_f16, which adds 0.0 to -0.0
+            sign = (y.to(tl.uint32, bitcast=True) >> 16) & 0x8000
+            stored = (stored.to(tl.uint16, bitcast=True) | sign.to(tl.uint16)).to(tl.float16, bitcast=True)
         y = to_float32(stored)
     return y, stored
 

@@ -252,6 +252,7 @@ def backward_exact_kernel(
             result = (dy - exponential.exp(p, form.PRECISE) * total) if form.LOG else p * (dy - total)
             if form.SCALED:
                 result *= scale
+            result += 0.0  # -0.0 becomes 0.0, as it does where a GPU of AMD converts a product to fp16 at once
             if form.LOG:
                 result = tl.where(p != float("-inf"), result, 0.0)
             result = _kept(result, 0.0, part, lines, form, tile)

@@ -17,7 +17,8 @@ is cut into groups of `GROUP` columns, the last one filled up with -inf, each wi
     log-softmax:  y = (z - m) - log(s)              dx = scale * (dy - exp(y) * folded(dy))
 
 Each operation rounds to fp32, exp and log are those of ``kernels/exponential.py``, exp the precise one where the result
-is fp32, and `folded` is a sum in a fixed order; in the backward it runs over the sums of the groups too.
+is fp32, and `folded` is a sum in a fixed order; in the backward it runs over the sums of the groups too. Zeros of sums
+and of dx are positive.
 
 * A row with nothing to keep (all -inf, masked or not) is 0, its logarithm -inf, its gradient 0.
 * -inf elsewhere gives 0 (log: -inf), never NaN. An output of -inf is a constant: gradients that reach it are ignored.
@@ -142,6 +143,8 @@ def backward(
         dx = scale * (dy - e * total)
     else:
         dx = scale * (y * (dy - total))
+    if exact:
+        dx = dx + 0.0  # -0.0 becomes 0.0
     if constants is not None:
         dx = dx.masked_fill(constants, 0.0)
     return dx.to(dtype).contiguous()

@@ -143,6 +143,9 @@ def casts(data: Data) -> Iterator[Any]:
     halfstep.cast(leaf, F16).sum().backward()
     yield leaf.grad
     yield halfstep.cast_parameters(torch.nn.ParameterList([x.clone()]), BF16)[0].detach()
+    for name, axis in itertools.product(("mxfp8", "mxfp6_e2m3", "nvfp4"), (-1, (0, 1))):
+        blocks = halfstep.cast(x[:, :132], name, axis=axis, rounding="stochastic", seed=5)
+        yield blocks.codes.view(torch.uint8), blocks.scales.view(torch.uint8), blocks.global_scale
 
 
 def softmaxes(data: Data) -> Iterator[Any]:
@@ -154,12 +157,28 @@ def softmaxes(data: Data) -> Iterator[Any]:
             y = function(x, scale=0.5, mask=mask, causal=name == "keep")
             y.backward(data.normal(3, 6, 40, dtype=dtype))
             yield y, x.grad
+        for dim, dtype in ((0, F16), (1, BF16), (-1, F32)):
+            x = data.normal(3, 6, 40).requires_grad_()
+            y = function(x, dim, scale=0.5, dtype=dtype, precision="exact")
+            y.backward(data.normal(3, 6, 40, dtype=dtype))
+            yield y, x.grad
         for dim, dtype in ((0, F16), (1, F32), (1, F64)):
             x = data.normal(3, 6, 40).requires_grad_()
             y = function(x, dim, dtype=dtype)
             (first,) = torch.autograd.grad((y * data.normal(3, 6, 40)).sum(), x, create_graph=True)
             (second,) = torch.autograd.grad(first.square().sum(), x)
             yield y, first, second
+
+
+def log_probabilities(data: Data) -> Iterator[Any]:
+    targets = torch.tensor([3, -100, 0, 39, 7, 1], device="cpu")
+    for dtype, exact in ((F32, True), (BF16, False), (F64, False)):
+        logits = data.normal(6, 40, dtype=dtype).requires_grad_()
+        row = halfstep.log_probabilities(logits, targets, 0.7, True, exact=exact)
+        loss = halfstep.cross_entropy(logits, targets, label_smoothing=0.1, z_loss=1e-3, exact=exact)
+        (row.log_probabilities.sum() + row.logsumexp.sum() + loss).backward()
+        yield row, loss, logits.grad
+    yield halfstep.cross_entropy(data.normal(6, 40), targets, data.normal(40).abs())
 
 
 def counts(data: Data) -> Iterator[Any]:
@@ -257,7 +276,8 @@ def training(data: Data) -> Iterator[Any]:
 
 
 CASES: dict[str, Callable[[Data], Iterator[Any]]] = {
-    function.__name__: function for function in (checks, casts, softmaxes, counts, codes, optimizers, training)
+    function.__name__: function
+    for function in (checks, casts, softmaxes, log_probabilities, counts, codes, optimizers, training)
 }
 
 

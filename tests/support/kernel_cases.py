@@ -77,9 +77,14 @@ def _check(dtype: torch.dtype) -> Run:
     return lambda seed: list(halfstep.foreach_check(_gradients(dtype, seed), inv_scale=0.125))
 
 
-def _unscale(seed: int) -> list[torch.Tensor]:
-    grads = _gradients(BF16, seed)
-    return [*grads, halfstep.foreach_unscale_(grads, torch.tensor(1 / 3)).found_inf]
+def _unscale(dtype: torch.dtype) -> Run:
+    def run(seed: int) -> list[torch.Tensor]:
+        grads = _gradients(dtype, seed)
+        for grad in grads[1:]:  # a GPU of AMD could multiply and convert by an instruction that makes 0.0 of -0.0
+            grad[:4] = torch.tensor([0.0, -0.0, 2.0**-24, -(2.0**-24)])
+        return [*grads, halfstep.foreach_unscale_(grads, torch.tensor(1 / 3)).found_inf]
+
+    return run
 
 
 def _adam(seed: int) -> list[torch.Tensor]:
@@ -148,7 +153,8 @@ CASES = {
     "check fp32": Case(_check(FP32)),
     "check of many": Case(_check_many),
     "check of extremes": Case(_check_extremes),
-    "unscale bf16": Case(_unscale),
+    "unscale bf16": Case(_unscale(BF16)),
+    "unscale fp16": Case(_unscale(FP16)),
     "check fp16 with overflow": _golden("check", "fp16 overflow"),
     "adam split": Case(_adam),
     "adam full fp16": _golden("adam", "AdamW fp16 full fp32 nearest plain"),
