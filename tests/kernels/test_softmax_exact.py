@@ -101,10 +101,10 @@ def test_masks_scales_and_special_values(log: bool) -> None:
 
 
 @LOG
-def test_the_sum_of_negative_zeros_is_zero(log: bool) -> None:
+def test_zeros_of_the_gradient_are_positive(log: bool) -> None:
     for columns in (8, 333, 1024):
         _, dx = check(Case(normal(2, columns), log=log), dy=torch.full((2, columns), -0.0))
-        assert dx.eq(0).all() and dx.signbit().all()
+        assert dx.eq(0).all() and not dx.signbit().any()
 
 
 @LOG
