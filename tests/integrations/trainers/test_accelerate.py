@@ -154,7 +154,7 @@ def test_errors_name_the_argument_and_the_remedy() -> None:
     scaler = halfstep.GradScaler("cpu")
     with pytest.raises(TypeError, match=r"Expected scaler to be a halfstep.GradScaler, but got a GradScaler"):
         ours.Accelerator(cpu=True, scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match=r"but got both: give the options to halfstep.GradScaler"):
+    with pytest.raises(ValueError, match=r"but got both: pass the options to halfstep.GradScaler"):
         ours.Accelerator(cpu=True, scaler=scaler, kwargs_handlers=[accelerate.GradScalerKwargs()])
 
     class Other(accelerate.Accelerator):
