@@ -339,7 +339,8 @@ def test_shared_values_are_counted() -> None:
 def test_outcomes_and_numbers_are_shown_in_words() -> None:
     for number, format, outcome in (
         ("2^-24", "fp16", "exact subnormal"), ("2^-14", "fp16", "exact"), ("6e-8", "fp16", "subnormal"),
-        ("1e9", "e2m1", "saturated"), ("nan", "e2m1", "no NaN"), ("-1", "e8m0", "no sign"), ("1e-9", "fp16", "underflow"),
+        ("1e9", "e2m1", "saturated"), ("nan", "e2m1", "no NaN"), ("-1", "e8m0", "no sign"),
+        ("1e-9", "fp16", "underflow"),
     ):  # fmt: skip
         assert lines("encode", number, "-f", format)[2].endswith(f"  {outcome}")
     assert lines("encode", "\N{MINUS SIGN}2.5", "-f", "fp16")[0] == "\N{MINUS SIGN}2.5 = -2.5 = -0x1.4p+1 = -5/2"
