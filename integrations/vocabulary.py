@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
 from halfstep.kernels.log_probabilities import LogProbabilities, dispatch
+from halfstep.kernels.log_probabilities.public import check_arguments
 from halfstep.kernels.log_probabilities.rule import Options, Row, exponential, logarithm, scaled
 from halfstep.kernels.softmax.rule import math_dtype
 
@@ -108,8 +109,9 @@ def log_probabilities(
             `halfstep.log_probabilities`.
 
     Raises:
-        TypeError: `logits` is no DTensor, or not sharded like this.
-        ValueError: `targets` do not have the shape of the rows that this rank has.
+        TypeError: `logits` is no DTensor, or not sharded like this; or a dtype is not supported.
+        ValueError: `targets` do not have the shape of the rows that this rank has; other arguments as for
+            `halfstep.log_probabilities`. Targets out of range give NaN on every device.
 
     Examples:
         >>> import torch.distributed as dist
@@ -132,11 +134,7 @@ def log_probabilities(
             "or logits.redistribute(placements=[Shard(-1)])"
         )
     local = logits.to_local()
-    if targets.shape != local.shape[:-1]:
-        raise ValueError(
-            f"Expected targets of the rows of this rank, of shape {tuple(local.shape[:-1])}, but got "
-            f"{tuple(targets.shape)}"
-        )
+    check_arguments(local, targets, temperature, inplace_backward, logits.is_leaf)
     options = Options(float(temperature), ignore_index, bool(entropy), False, bool(exact))
     group = logits.device_mesh.get_group(last[0])
     row = _Vocabulary.apply(local, targets, logits.shape[-1], group, options, inplace_backward).unbind(0)

@@ -36,28 +36,14 @@ def _check_range(targets: torch.Tensor, classes: int, ignore_index: int) -> None
             )
 
 
-def _statistics(
-    logits: Any,
-    targets: Any,
-    temperature: float,
-    ignore_index: int,
-    entropy: bool,
-    mean: bool,
-    exact: bool,
-    inplace: bool,
-) -> torch.Tensor:
-    """The results of rule.py for checked arguments, the classes in the last dimension."""
+def check_arguments(logits: Any, targets: Any, temperature: float, inplace: bool, is_leaf: bool) -> None:
+    """Raise if logits with the classes last, their targets or the options are not supported, or do not fit."""
     check_tensor(logits, "logits", _FLOATS)
     check_tensor(targets, "targets", (torch.int32, torch.int64))
-    if hasattr(logits, "device_mesh"):
-        raise TypeError(
-            "Expected logits to be a plain tensor, but got a DTensor: for a sharded vocabulary use "
-            "halfstep.integrations.vocabulary.log_probabilities, else pass logits.to_local() with their targets"
-        )
-    if logits.ndim == 0 or targets.shape != logits.shape[:-1] or logits.shape[-1] == 0:
+    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         raise ValueError(
-            "Expected targets to have the shape of logits without the classes, of which there is at least 1, but got "
-            f"targets of shape {tuple(targets.shape)} and {tuple(logits.shape)} with the classes last"
+            "Expected targets to have the shape of logits without the classes, but got targets of shape "
+            f"{tuple(targets.shape)} and {tuple(logits.shape)} with the classes last: index or reshape them alike"
         )
     if targets.device != logits.device:
         raise ValueError(
@@ -69,12 +55,33 @@ def _statistics(
             f"Expected temperature to be a finite number above 0, but got {temperature}: for 0, take the argmax"
         )
     if inplace and logits.requires_grad and not torch.compiler.is_compiling():
-        if logits.is_leaf or 0 in logits.stride():
+        if is_leaf or 0 in logits.stride():
             raise ValueError(
                 "Expected logits that an operation computed and that do not overlap in memory with "
                 "inplace_backward=True, which writes their gradient over them, but got "
-                f"{'a leaf' if logits.is_leaf else f'strides {logits.stride()}'}: use inplace_backward=False"
+                f"{'a leaf' if is_leaf else f'strides {logits.stride()}'}: use inplace_backward=False"
             )
+
+
+def _statistics(
+    logits: Any,
+    targets: Any,
+    temperature: float,
+    ignore_index: int,
+    entropy: bool,
+    mean: bool,
+    exact: bool,
+    inplace: bool,
+) -> torch.Tensor:
+    """The results of rule.py for checked arguments, the classes in the last dimension."""
+    if hasattr(logits, "device_mesh"):
+        raise TypeError(
+            "Expected logits to be a plain tensor, but got a DTensor: for a sharded vocabulary use "
+            "halfstep.integrations.vocabulary.log_probabilities, else pass logits.to_local() with their targets"
+        )
+    check_arguments(logits, targets, temperature, inplace, getattr(logits, "is_leaf", False))
+    if logits.shape[-1] == 0:
+        raise ValueError(f"Expected logits of at least 1 class, but got shape {tuple(logits.shape)}")
     _check_range(targets, logits.shape[-1], ignore_index)
     return statistics(logits, targets, float(temperature), ignore_index, entropy, mean, exact, inplace)
 

@@ -122,7 +122,7 @@ ERRORS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
     (TypeError, "Expected targets to have dtype int32 or int64, but got torch.uint8", LOG, {"targets": T.byte()}),
     (TypeError, "for probabilities use torch.nn.functional.cross_entropy", CROSS, {"targets": X}),
     (ValueError, "targets of shape (2,) and (3,) with the classes last", LOG, {"logits": X[0]}),
-    (ValueError, "of which there is at least 1", LOG, {"logits": X[:, :0]}),
+    (ValueError, "Expected logits of at least 1 class", LOG, {"logits": X[:, :0]}),
     (ValueError, "device of logits, cpu, but got meta: use targets.to", LOG, {"targets": T.to("meta")}),
     (ValueError, "a finite number above 0, but got 0.0: for 0, take the argmax", LOG, {"temperature": 0.0}),
     (ValueError, "a finite number above 0, but got nan", LOG, {"temperature": math.nan}),
