@@ -30,8 +30,7 @@ from halfstep.kernels.backend import (
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax import arithmetic
 from halfstep.kernels.softmax.layout import Layout, mask_operand
-from halfstep.kernels.softmax.rows import _aligned, _row_offset
-from halfstep.kernels.softmax.rows import _begins as begins
+from halfstep.kernels.softmax.rows import aligned_pointer, row_begins, row_offset
 from halfstep.kernels.softmax.rule import GROUP
 
 WHOLE, PARTIAL, FINISH = map(constant, range(3))  # what a launch does
@@ -161,11 +160,11 @@ def forward_exact_kernel(
     Columns of x lie side by side; y is contiguous. `mask` is seen as rows like x, and is x where there is none.
     """
     lines = _lines(rows, columns, queries, groups, form.CAUSAL, tile)
-    x_row = _row_offset(lines.row, sizes[0], sizes[1], x_strides[0], x_strides[1], x_strides[2], form.FLAT)
-    x_line = _aligned(x, x_row + lines.begin, tile.VECTOR)
+    x_row = row_offset(lines.row, sizes[0], sizes[1], x_strides[0], x_strides[1], x_strides[2], form.FLAT)
+    x_line = aligned_pointer(x, x_row + lines.begin, tile.VECTOR)
     mask_line = x_line
     if form.MASK != arithmetic.PLAIN:
-        mask_row = _row_offset(
+        mask_row = row_offset(
             lines.row, sizes[0], sizes[1], mask_strides[0], mask_strides[1], mask_strides[2], form.FLAT
         )
         mask_line = mask + (mask_row + lines.begin.to(tl.int64) * mask_strides[3])
@@ -214,7 +213,7 @@ def forward_exact_kernel(
             total = _sums(es, tile)
         total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
         norm = exponential.log(total) if form.LOG else tl.div_rn(weights, total)
-        y_line = _aligned(y, lines.row.to(tl.int64) * columns + lines.begin, tile.VECTOR)
+        y_line = aligned_pointer(y, lines.row.to(tl.int64) * columns + lines.begin, tile.VECTOR)
         for part in tl.static_range(tl.constexpr(tile.PARTS)):
             result = (zs[part] - highest) - norm if form.LOG else es[part] * norm
             inside = _vectors(part, tile) < lines.end
@@ -228,8 +227,8 @@ def backward_exact_kernel(
     """The derivative of the lines of a tile. All tensors are contiguous. `partial` holds the sum of each group."""
     lines = _lines(rows, columns, queries, groups, form.CAUSAL, tile)
     line = lines.row.to(tl.int64) * columns + lines.begin
-    grad_line, y_line = _aligned(grad, line, tile.VECTOR), _aligned(y, line, tile.VECTOR)
-    dx_line = _aligned(dx, line, tile.VECTOR)
+    grad_line, y_line = aligned_pointer(grad, line, tile.VECTOR), aligned_pointer(y, line, tile.VECTOR)
+    dx_line = aligned_pointer(dx, line, tile.VECTOR)
     dys, ys = _loaded(grad_line, lines.read, tile), _loaded(y_line, lines.read, tile)
     if form.STAGE == FINISH:
         group = tl.arange(0, form.GROUPS)[:, None, None]
@@ -318,8 +317,8 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bo
     """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
     (a, b, c), x = layout.sizes, layout.x
     mask, mask_kind = mask_operand(x, layout.mask)
-    vector = math.gcd(16 // max(x.element_size(), y.element_size()), x.shape[-1], *begins(x, layout.x_strides))
-    vector = math.gcd(vector, *begins(y, layout.y_strides))
+    vector = math.gcd(16 // max(x.element_size(), y.element_size()), x.shape[-1], *row_begins(x, layout.x_strides))
+    vector = math.gcd(vector, *row_begins(y, layout.y_strides))
     form = Form(log, y.dtype == torch.float32, queries > 0, scale != 1, mask_kind, a * b == 1)
     strides = (b, c), tuple(layout.x_strides[:3]), tuple(layout.mask_strides)
     arguments = max(queries, 1), *strides, float(scale)
@@ -330,7 +329,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
     """Launch the backward kernel on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
     columns, tensors = y.shape[-1], (grad, y, dx)
     vector = math.gcd(16 // max(y.element_size(), dx.element_size()), columns)
-    vector = math.gcd(vector, *(number for tensor in tensors for number in begins(tensor, ())))
+    vector = math.gcd(vector, *(number for tensor in tensors for number in row_begins(tensor, ())))
     form = Form(log, dx.dtype == torch.float32, queries > 0, scale != 1)
     arguments = max(queries, 1), float(scale)
     _launch(backward_exact_kernel, tensors, y.numel() // columns, columns, arguments, form, vector, BACKWARD_TILE, 1)

@@ -125,7 +125,7 @@ class _Inputs(NamedTuple):
 
 
 @jit
-def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
+def row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
     """Where rows begin, in elements. FLAT: all rows lie one `stride_c` apart."""
     if FLAT:
         return row.to(tl.int64) * stride_c
@@ -136,7 +136,7 @@ def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.cons
 
 
 @jit
-def _aligned(pointer, offset, VECTOR: tl.constexpr):
+def aligned_pointer(pointer, offset, VECTOR: tl.constexpr):
     """A pointer, or a block of pointers, of which the compiler knows that a vector begins `offset` elements on.
 
     The sum is made here because the compiler keeps what it knows with the operation that made a value.
@@ -318,17 +318,17 @@ def forward_row_kernel(
     x, mask, y, partial, scale = operands
     rows = Rows(rows, columns, queries, splits, span)
     row, columns, begin = _position(rows, form, tile)
-    x_row = _row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
+    x_row = row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
     mask_row = x_row
     if form.MASK != arithmetic.PLAIN:
-        mask_row = _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, form.FLAT)
+        mask_row = row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, form.FLAT)
     y_row = row.to(tl.int64) * columns
     span = _span(rows, row, columns, begin, x + x_row, form, tile)
-    x_body = _aligned(x, x_row + span.head, tile.VECTOR)
-    y_body = _aligned(y, y_row + span.head, tile.VECTOR)
+    x_body = aligned_pointer(x, x_row + span.head, tile.VECTOR)
+    y_body = aligned_pointer(y, y_row + span.head, tile.VECTOR)
     mask_column = mask_column.to(tl.int64)  # those of a transposed mask of 50,000 by 50,000 lie that far apart
     if form.MASK_ALIGNED:
-        inputs = _Inputs(x_body, _aligned(mask, mask_row + span.head, tile.VECTOR), 1, scale)
+        inputs = _Inputs(x_body, aligned_pointer(mask, mask_row + span.head, tile.VECTOR), 1, scale)
     else:
         inputs = _Inputs(x_body, mask + (mask_row + span.head * mask_column), mask_column, scale)
 
@@ -424,9 +424,9 @@ def backward_row_kernel(rows, columns, queries, splits, span, operands, form: tl
     row, columns, begin = _position(rows, form, tile)
     base = row.to(tl.int64) * columns
     span = _span(rows, row, columns, begin, y + base, form, tile)
-    grad_body = _aligned(grad, base + span.head, tile.VECTOR)
-    y_body = _aligned(y, base + span.head, tile.VECTOR)
-    dx_body = _aligned(dx, base + span.head, tile.VECTOR)
+    grad_body = aligned_pointer(grad, base + span.head, tile.VECTOR)
+    y_body = aligned_pointer(y, base + span.head, tile.VECTOR)
+    dx_body = aligned_pointer(dx, base + span.head, tile.VECTOR)
 
     dys, ys, sums = _summed(grad_body, y_body, begin, span, "", form, tile)
     if form.ENDS:
@@ -525,7 +525,7 @@ def held_columns(columns: int, tile: int, loop: int) -> int:
     return min((tile, tile * 3 // 4), key=lambda width: width + -(-(columns - width) // loop) * loop)
 
 
-def _begins(tensor: torch.Tensor, strides: Sequence[int]) -> list[int]:
+def row_begins(tensor: torch.Tensor, strides: Sequence[int]) -> list[int]:
     """Where a tensor begins, in elements, and the strides of its rows, that of columns left out."""
     return [address(tensor) // tensor.element_size(), *strides[:-1]]
 
@@ -590,11 +590,13 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bo
     """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
     (a, b, c), columns, x = layout.sizes, layout.x.shape[-1], layout.x
     mask, mask_kind = mask_operand(x, layout.mask)
-    begins = _begins(x, layout.x_strides)
+    begins = row_begins(x, layout.x_strides)
     line = 16 // max(x.element_size(), y.element_size())
-    vector, ends = _vector(line, columns, begins, _begins(y, layout.y_strides))
+    vector, ends = _vector(line, columns, begins, row_begins(y, layout.y_strides))
     aligned = (
-        mask_kind > 0 and layout.mask_strides[-1] == 1 and _in_step(vector, begins, _begins(mask, layout.mask_strides))
+        mask_kind > 0
+        and layout.mask_strides[-1] == 1
+        and _in_step(vector, begins, row_begins(mask, layout.mask_strides))
     )
     of_x = mask_kind == 0 and not queries and scale >= 0
     form = Form(mask_kind, queries > 0, log, ends, FLAT=a * b == 1, OF_X=of_x, MASK_ALIGNED=aligned)
@@ -611,7 +613,7 @@ def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float
     columns = y.shape[-1]
     rows = Rows(y.numel() // columns, columns, max(queries, 1))
     line = 16 // max(y.element_size(), dx.element_size())
-    vector, ends = _vector(line, columns, *(_begins(tensor, ()) for tensor in (grad, y, dx)))
+    vector, ends = _vector(line, columns, *(row_begins(tensor, ()) for tensor in (grad, y, dx)))
     form = Form(0, queries > 0, log, ends)
     operands = GradientOperands(grad, y, dx, dx, float(scale))
     _launch(backward_row_kernel, operands, rows, (), form, vector, BACKWARD_TILE, BACKWARD_LOOP, partials=1)
