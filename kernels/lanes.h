@@ -40,10 +40,13 @@ inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
 // A NaN in `a` is dropped, one in `b` is kept.
 #if defined(HALFSTEP_AVX512)
 inline V smaller(V a, V b) { return (V)_mm512_min_ps((__m512)a, (__m512)b); }
+inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 #elif defined(__AVX2__)
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
+inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
 inline V smaller(V a, V b) { return select(a < b, a, b); }
+inline V larger(V a, V b) { return select(a > b, a, b); }
 #endif
 inline I smaller(I a, I b) { return a < b ? a : b; }
 inline I larger(I a, I b) { return a > b ? a : b; }

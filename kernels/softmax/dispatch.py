@@ -1,4 +1,4 @@
-"""Which implementation runs: the rule, torch's on a CPU, or Triton's, over rows or across them; what is copied before.
+"""Which implementation runs: the rule, torch's or C++ on a CPU, or Triton's, over rows or across; what is copied before.
 
 And the operators ``halfstep::softmax`` and ``halfstep::softmax_backward``, with derivatives and batching. Arguments of
 both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``exact``, ``dtype`` of the result.
@@ -15,7 +15,7 @@ from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.softmax import exact as exact_rows
-from halfstep.kernels.softmax import rows, rule, strided
+from halfstep.kernels.softmax import cpu, rows, rule, strided
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
@@ -26,12 +26,12 @@ LONGEST_OF_TORCH = 2**14
 
 
 def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
-    """``"torch"``, on a CPU, ``"triton"`` or ``"reference"``."""
+    """``"torch"``, on a CPU, ``"native"``, exact rows there, ``"triton"`` or ``"reference"``."""
     columns, longest = x.shape[dim], min(LONGEST, exact_rows.LONGEST) if exact else LONGEST
     if torch.float64 in (x.dtype, *dtypes) or columns > longest or x.numel() > LONGEST * columns:
         return "reference"
-    if x.device.type == "cpu" and chosen() == "auto":
-        return "reference" if exact else "torch"
+    if x.device.type == "cpu" and chosen() == "auto" and not exact:
+        return "torch"
     return resolve(x.device, "softmax")
 
 
@@ -65,7 +65,7 @@ def forward(
         mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
         y = torch.empty_like(x.movedim(dim, -1), dtype=dtype, memory_format=torch.contiguous_format)
         layout = outer_dimensions(x.movedim(dim, -1), mask, y, -1, False)
-        exact_rows.forward(layout, y, scale, x.shape[-2] if causal else 0, log)
+        (cpu if implementation == "native" else exact_rows).forward(layout, y, scale, x.shape[-2] if causal else 0, log)
         return y.movedim(-1, dim).contiguous()
     if mask is not None and dim != -1:
         mask = mask.expand(x.shape)
@@ -110,7 +110,7 @@ def backward(
     if exact:
         grad, y = (tensor.movedim(dim, -1).contiguous() for tensor in (grad, y))
         dx = torch.empty_like(y, dtype=dtype)
-        exact_rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+        (cpu if implementation == "native" else exact_rows).backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
         return dx.movedim(-1, dim).contiguous()
     grad, y = grad.contiguous(), y.contiguous()
     inner = math.prod(y.shape[dim + y.ndim + 1 :])
