@@ -49,24 +49,30 @@ HALFSTEP_INLINE float sum_of_halves(float* numbers, int64_t count) {
         for (int64_t i = 0; i < half; i += W) put(numbers + i, get(numbers + i) + get(numbers + i + half));
     return joined<W>(numbers, [](float a, float b) { return a + b; });
 }
-// The sum of terms(i, k), the vectors of columns from i on, k of which are inside, as `folded` of the rule has it. Terms
-// beyond are 0.
+// The sums of four columns, `near` and three quarters less `near` apart, of terms(i, k): the vector of columns from i on, of
+// which k are inside. Terms beyond n are 0.
+template <typename Terms>
+HALFSTEP_INLINE void sum_quarters(int64_t n, int64_t quarter, int64_t near, float* sums, Terms&& terms) {
+    const int64_t far = 3 * quarter - near;
+    const auto each = [&](auto&& at) {
+        for (int64_t i = 0; i < quarter; i += W) put(sums + i, (at(i) + at(i + near)) + (at(i + far) + at(i + far + near)));
+    };
+    if (n == 4 * quarter) each([&](int64_t i) { return terms(i, W); });
+    else each([&](int64_t i) { return i < n ? terms(i, less(n - i, W)) : V{}; });
+}
+// The sum of terms as `folded` of softmax/rule.py has it.
 template <typename Terms> inline float folded(int64_t n, Terms&& terms) {
     alignas(64) float sums[2 * GROUP / 4];  // a row has up to 4,096 groups
     int64_t quarter = W;
     while (4 * quarter < n) quarter *= 2;
-    const auto at = [&](int64_t i) { return i < n ? terms(i, less(n - i, W)) : V{}; };
-    for (int64_t i = 0; i < quarter; i += W)
-        put(sums + i, (at(i) + at(i + 2 * quarter)) + (at(i + quarter) + at(i + 3 * quarter)));
+    sum_quarters(n, quarter, 2 * quarter, sums, terms);
     return sum_of_halves(sums, quarter) + 0.0f;
 }
-// The same in the order of `chunk_sum`, of up to 1,024 columns.
+// The same in the order of `chunk_sum` of log_probabilities/rule.py.
 template <typename Terms> inline float chunk_sum(int64_t n, Terms&& terms) {
     constexpr int64_t quarter = CHUNK / 4;
     alignas(64) float sums[quarter];
-    const auto at = [&](int64_t i) { return i < n ? terms(i, less(n - i, W)) : V{}; };
-    for (int64_t i = 0; i < quarter; i += W)
-        put(sums + i, (at(i) + at(i + quarter)) + (at(i + 2 * quarter) + at(i + 3 * quarter)));
+    sum_quarters(n, quarter, quarter, sums, terms);
     for (int64_t left = quarter / 2; left >= quarter / 8; left /= 2)
         for (int64_t i = 0; i < left; i += W) put(sums + i, neighbours(get(sums + 2 * i), get(sums + 2 * i + W)));
     return sum_of_halves(sums, quarter / 8);
@@ -150,7 +156,8 @@ void gradient_row(const In* dy, const In* y, Out* dx, float scale, float* sums, 
             const V grad = get_some(dy + begin + i, k), p = get_some(y + begin + i, k);
             return LOG ? select(p != splat(-INF), grad, V{}) : grad * p;
         });
-    const V total = splat(folded((keep + GROUP - 1) / GROUP, [=](int64_t i, int64_t k) { return get_some(sums + i, k); }));
+    const auto of_groups = [=](int64_t i, int64_t k) { return get_some(sums + i, k); };
+    const V total = splat(keep <= GROUP ? sums[0] : folded((keep + GROUP - 1) / GROUP, of_groups));
     const auto value = [=](V grad, V p) {
         const V result = (LOG ? grad - exponential<PRECISE>(p) * total : p * (grad - total)) * splat(scale) + V{};
         return LOG ? select(p != splat(-INF), result, V{}) : result;
@@ -237,6 +244,124 @@ extern "C" void halfstep_softmax_backward(const void* grad, const void* y, void*
                         kept(row, columns, queries));
                 }
             });
+        });
+    });
+}
+
+// -------------------------------------------------------------------------------------------------- log-probabilities
+
+// What the launches of log_probabilities/cpu.py have in common.
+struct Statistics {
+    int64_t rows, columns, ignore_index, inner, x_a, x_b, dx_a, dx_b, dtype, entropy, mean, threads;
+};
+inline int64_t row_offset(int64_t row, int64_t inner, int64_t a, int64_t b) { return row / inner * a + row % inner * b; }
+
+// The six numbers of each row.
+extern "C" void halfstep_log_probabilities(const void* logits, const int64_t* targets, float* results,
+                                           const void* statistics, float scale) {
+    const Statistics of = *(const Statistics*)statistics;
+    const Logits read = choose_logits(int32_t(of.dtype), NO_MASK);
+    const int64_t chunks = (of.columns + CHUNK - 1) / CHUNK, size = size_of(int32_t(of.dtype));
+    share_rows(of.rows, of.columns, int32_t(of.threads), [&](int64_t first, int64_t last) {
+        Numbers z_of_chunk(CHUNK), e_of_chunk(CHUNK), of_chunks(5 * chunks);
+        float *z = z_of_chunk.get(), *e = e_of_chunk.get(), *tops = of_chunks.get(), *sums = tops + chunks;
+        float *moments = sums + chunks, *means = moments + chunks, *sizes = means + chunks;
+        for (int64_t row = first; row < last; ++row) {
+            const int64_t target = targets[row];
+            const char* x = (const char*)logits + row_offset(row, of.inner, of.x_a, of.x_b) * size;
+            float result[6] = {}, highest = LOWEST;
+            for (int64_t c = 0; c < (target == of.ignore_index ? 0 : chunks); ++c) {
+                const int64_t n = less(of.columns - c * CHUNK, CHUNK);
+                tops[c] = read(x + c * CHUNK * size, nullptr, 0, scale, z, n);
+                sizes[c] = float(n);
+                highest = tops[c] > highest ? tops[c] : highest;
+                const V top = splat(tops[c]);
+                sums[c] = chunk_sum(n, [=](int64_t i, int64_t) {
+                    const V x = exponential<false>(get(z + i) - top);
+                    put(e + i, x);
+                    return x;
+                });
+                if (of.entropy)
+                    moments[c] = chunk_sum(
+                        n, [=](int64_t i, int64_t) { return get(e + i) * larger(splat(LOWEST), get(z + i) - top); });
+                if (of.mean)
+                    means[c] = chunk_sum(
+                        n, [=](int64_t i, int64_t k) { return select(first_lanes(k), get(z + i) - top, V{}); });
+            }
+            const auto over_chunks = [&](auto&& terms) {
+                const auto at = [&](int64_t i, int64_t k) {
+                    const auto some = [=](const float* numbers) { return get_some(numbers + i, k); };
+                    const V offset = some(tops) - splat(highest);
+                    return select(first_lanes(k), terms(some, offset, exponential<false>(offset)), V{});
+                };
+                if (chunks == 1) return at(0, 1)[0];
+                float total = 0.0f;
+                for (int64_t begin = 0; begin < chunks; begin += CHUNK)
+                    total += chunk_sum(less(chunks - begin, CHUNK), [&](int64_t i, int64_t k) { return at(begin + i, k); });
+                return total;
+            };
+            if (target != of.ignore_index) {
+                float total = over_chunks([&](auto some, V, V w) { return w * some(sums); });
+                const bool nothing = total == 0.0f;
+                const float top = total != total ? total : highest;
+                total = nothing ? 1.0f : total;
+                const float log_sum = logarithm(total);
+                const bool valid = target >= 0 && target < of.columns;
+                if (valid) read(x + target * size, nullptr, 0, scale, z, 1);
+                result[0] = valid ? (z[0] - top) - log_sum : NOT_A_NUMBER;
+                result[1] = nothing ? -INF : top + log_sum;
+                result[2] = top;
+                result[3] = log_sum;
+                if (of.entropy)
+                    result[4] = log_sum - over_chunks([&](auto some, V offset, V w) {
+                        return select(w == V{}, V{}, w * (some(moments) + offset * some(sums)));
+                    }) / total;
+                if (of.mean)
+                    result[5] = over_chunks([&](auto some, V offset, V) {
+                        return some(means) + some(sizes) * offset;
+                    }) / float(of.columns) - log_sum;
+            }
+            for (int i = 0; i < 6; ++i) results[i * of.rows + row] = result[i];
+        }
+    });
+}
+
+// The gradient of the logits, which may be written over them.
+extern "C" void halfstep_log_probabilities_backward(const float* grads, const void* logits, const int64_t* targets,
+                                                    const float* results, void* dx, const void* statistics, float scale) {
+    const Statistics of = *(const Statistics*)statistics;
+    with_dtype(int32_t(of.dtype), [&](auto* type) {
+        using T = std::remove_pointer_t<decltype(type)>;
+        share_rows(of.rows, of.columns, int32_t(of.threads), [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row) {
+                const int64_t target = targets[row];
+                const T* from = (const T*)logits + row_offset(row, of.inner, of.x_a, of.x_b);
+                T* to = (T*)dx + row_offset(row, of.inner, of.dx_a, of.dx_b);
+                if (target == of.ignore_index) {
+                    fill(0.0f, to, of.columns);
+                    continue;
+                }
+                const auto result = [&](int which) { return results[which * of.rows + row]; };
+                const auto grad = [&](int which, bool constant) {
+                    return constant ? 0.0f : grads[which * of.rows + row] * scale;
+                };
+                const bool nothing = result(1) == -INF;
+                const float a = result(0) != result(0) ? result(0) : grad(0, result(0) == -INF);
+                const float q = of.mean ? grad(5, result(5) == -INF) : 0.0f;
+                const V c = splat(grad(4, nothing)), share = splat(q / float(of.columns)), entropy = splat(result(4));
+                float difference = grad(1, nothing) - a;
+                if (of.mean) difference -= q;
+                const V factor = splat(difference), top = splat(result(2)), log_sum = splat(result(3));
+                const auto value = [=](V x, int64_t i) {
+                    const V y = (x * splat(scale) - top) - log_sum, p = exponential<false>(y);
+                    V v = p * factor;
+                    if (of.entropy) v = select(y == splat(-INF), V{}, p * (factor - c * (y + entropy)));
+                    if (uint64_t(target - i) < uint64_t(W)) v[target - i] += a;
+                    return of.mean ? v + share : v;
+                };
+                walk(of.columns, [=](int64_t i) { put(to + i, value(get(from + i), i)); },
+                     [=](int64_t i, int64_t k) { put_some(to + i, value(get_some(from + i, k), i), k); });
+            }
         });
     });
 }

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import chosen, resolve
-from halfstep.kernels.log_probabilities import kernels, rule
+from halfstep.kernels.backend import resolve
+from halfstep.kernels.log_probabilities import cpu, kernels, rule
 from halfstep.kernels.log_probabilities.rule import Options
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first, define, is_watched
@@ -15,13 +15,12 @@ from halfstep.kernels.softmax.rule import math_dtype
 
 
 def _implementation(logits: torch.Tensor) -> Any:
-    """The module whose `forward` and `backward` run. On a CPU it is the rule, unless Triton was asked for."""
+    """The module whose `forward` and `backward` run."""
     rows = logits.numel() // logits.shape[-1]
     counts = logits.shape[-1], rows, rows * -(-logits.shape[-1] // rule.CHUNK)
     if logits.dtype == torch.float64 or max(counts) > kernels.LONGEST:
         return rule
-    on_gpu = logits.is_cuda or chosen() == "triton"
-    return kernels if on_gpu and resolve(logits.device, "log_probabilities") == "triton" else rule
+    return {"reference": rule, "native": cpu, "triton": kernels}[resolve(logits.device, "softmax")]
 
 
 def forward(logits: torch.Tensor, targets: torch.Tensor, *options: Any) -> torch.Tensor:

@@ -299,7 +299,7 @@ class Rows(NamedTuple):
         return all(number * size % 16 == 0 for number in numbers)
 
 
-def _as_rows(logits: torch.Tensor) -> Rows:
+def as_rows(logits: torch.Tensor) -> Rows:
     """Rows of logits of any strides; a copy only where columns are apart, or rows have more than two strides."""
     columns = logits.shape[-1]
     if not logits.is_neg() and (logits.stride(-1) == 1 or columns == 1):
@@ -309,7 +309,7 @@ def _as_rows(logits: torch.Tensor) -> Rows:
             except RuntimeError:
                 continue
             return Rows(logits, *view.shape[1:2], *view.stride()[:2])
-    return _as_rows(logits.resolve_neg().contiguous())
+    return as_rows(logits.resolve_neg().contiguous())
 
 
 def _launch(
@@ -333,7 +333,7 @@ def _form(logits: torch.Tensor, options: Options, *rows: Rows) -> Form:
 
 def forward(logits: torch.Tensor, targets: torch.Tensor, options: Options) -> torch.Tensor:
     """`rule.forward`."""
-    x, targets, rows, columns = _as_rows(logits), targets.contiguous(), targets.numel(), logits.shape[-1]
+    x, targets, rows, columns = as_rows(logits), targets.contiguous(), targets.numel(), logits.shape[-1]
     chunks, device = -(-columns // CHUNK), logits.device
     results = torch.empty(len(Row._fields), *targets.shape, dtype=torch.float32, device=device)
     if rows:
@@ -354,7 +354,7 @@ def backward(
     out: torch.Tensor,
 ) -> None:
     """`rule.backward`. `out` is `logits` or contiguous."""
-    x, rows, columns = _as_rows(logits), targets.numel(), logits.shape[-1]
+    x, rows, columns = as_rows(logits), targets.numel(), logits.shape[-1]
     dx = x if out is logits else Rows(out, x.inner, x.inner * columns, columns)
     if rows:
         tensors = grads.contiguous(), x.tensor, targets.contiguous(), results.contiguous(), dx.tensor
