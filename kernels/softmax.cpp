@@ -1,9 +1,8 @@
-// Exact softmax and log-probabilities of rows on the CPU. The results have the bits of kernels/softmax/rule.py and
+// Exact softmax, and log-probabilities, of rows on the CPU. The results have the bits of kernels/softmax/rule.py and
 // kernels/log_probabilities/rule.py, which describe the arithmetic and the order of sums.
 #include "exponential.h"
-#include <cstdlib>
 #include <limits>
-#include <memory>
+#include <vector>
 
 using namespace halfstep;
 
@@ -12,55 +11,59 @@ namespace {
 constexpr int64_t GROUP = 2048, CHUNK = 1024;
 constexpr int64_t FEW_ELEMENTS = 32768;  // are worth one thread only
 constexpr float INF = std::numeric_limits<float>::infinity(), LOWEST = std::numeric_limits<float>::lowest();
-constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 constexpr int32_t NO_MASK = -1, BOOLEAN = -2;  // beside the codes of native.h
 
-// ---------------------------------------------------------------------------------------------------- parts of a row
-
 inline int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t size_of(int32_t dtype) { return dtype == BOOLEAN ? 1 : dtype == F32 ? 4 : 2; }
+inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+inline int64_t bytes_of(int32_t dtype) { return dtype == BOOLEAN ? 1 : dtype == F32 ? 4 : 2; }
 
-// Memory for so many numbers, at least, and the rest of their last vector.
+// Room for so many numbers and the rest of their last vector.
 struct Numbers {
-    std::unique_ptr<float, decltype(&std::free)> memory;
-    explicit Numbers(int64_t n) : memory((float*)std::aligned_alloc(64, size_t(n / 16 + 1) * 64), &std::free) {}
-    float* get() { return memory.get(); }
+    struct alignas(64) Line { float numbers[16]; };
+    std::vector<Line> lines;
+    explicit Numbers(int64_t count) : lines(size_t(count / 16 + 1)) {}
+    operator float*() { return lines[0].numbers; }
 };
 
-// The lanes of a vector joined, the upper half with the lower half until one is left.
-template <int LANES, typename Join> HALFSTEP_INLINE float joined(const float* lanes, Join&& join) {
-    if constexpr (LANES == 1) {
-        return lanes[0];
-    } else {
-        float half[LANES / 2];
-        for (int i = 0; i < LANES / 2; ++i) half[i] = join(lanes[i], lanes[i + LANES / 2]);
-        return joined<LANES / 2>(half, join);
-    }
+// Call step(i, k) for each vector of n columns, the first of which is i and of which k exist.
+template <typename Step> HALFSTEP_INLINE void each_vector(int64_t n, Step&& step) {
+    walk(n, [&](int64_t i) { step(i, W); }, step);
 }
-HALFSTEP_INLINE float largest(V x) {
-    float lanes[W];
-    put(lanes, x);
-    return joined<W>(lanes, [](float a, float b) { return a > b ? a : b; });
+// Give each thread a range of rows: work(row) for each of them, of what make() returns.
+template <typename Make> void each_row(int64_t rows, int64_t columns, int64_t threads, Make&& make) {
+    const int64_t parts = rows * columns < FEW_ELEMENTS ? 1 : less(rows, threads);
+    spread_evenly(parts, 2, int32_t(threads), [&](int64_t part) {
+        auto work = make();
+        for (int64_t row = rows * part / parts; row < rows * (part + 1) / parts; ++row) work(row);
+    });
 }
 
+// ---------------------------------------------------------------------------------------------------- sums and maxima
+
+// W numbers joined, the upper half with the lower half until one is left.
+template <typename Join> HALFSTEP_INLINE float joined(float* lanes, Join&& join) {
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) lanes[i] = join(lanes[i], lanes[i + half]);
+    return lanes[0];
+}
 // The sum of so many numbers, a power of two and W or more, in halves.
 HALFSTEP_INLINE float sum_of_halves(float* numbers, int64_t count) {
     for (int64_t half = count / 2; half >= W; half /= 2)
         for (int64_t i = 0; i < half; i += W) put(numbers + i, get(numbers + i) + get(numbers + i + half));
-    return joined<W>(numbers, [](float a, float b) { return a + b; });
+    return joined(numbers, [](float a, float b) { return a + b; });
 }
-// The sums of four columns, `near` and three quarters less `near` apart, of terms(i, k): the vector of columns from i on, of
-// which k are inside. Terms beyond n are 0.
+// The sums of four columns, a quarter apart: those `near` to each other first. terms(i, k) is the vector of columns from i
+// on, of which k exist; what is beyond n is 0.
 template <typename Terms>
 HALFSTEP_INLINE void sum_quarters(int64_t n, int64_t quarter, int64_t near, float* sums, Terms&& terms) {
     const int64_t far = 3 * quarter - near;
-    const auto each = [&](auto&& at) {
+    const auto sum = [&](auto&& at) {
         for (int64_t i = 0; i < quarter; i += W) put(sums + i, (at(i) + at(i + near)) + (at(i + far) + at(i + far + near)));
     };
-    if (n == 4 * quarter) each([&](int64_t i) { return terms(i, W); });
-    else each([&](int64_t i) { return i < n ? terms(i, less(n - i, W)) : V{}; });
+    if (n == 4 * quarter) sum([&](int64_t i) { return terms(i, W); });
+    else sum([&](int64_t i) { return i < n ? terms(i, less(n - i, W)) : V{}; });
 }
-// The sum of terms as `folded` of softmax/rule.py has it.
+// `folded` of softmax/rule.py.
 template <typename Terms> inline float folded(int64_t n, Terms&& terms) {
     alignas(64) float sums[2 * GROUP / 4];  // a row has up to 4,096 groups
     int64_t quarter = W;
@@ -68,7 +71,7 @@ template <typename Terms> inline float folded(int64_t n, Terms&& terms) {
     sum_quarters(n, quarter, 2 * quarter, sums, terms);
     return sum_of_halves(sums, quarter) + 0.0f;
 }
-// The same in the order of `chunk_sum` of log_probabilities/rule.py.
+// `chunk_sum` of log_probabilities/rule.py.
 template <typename Terms> inline float chunk_sum(int64_t n, Terms&& terms) {
     constexpr int64_t quarter = CHUNK / 4;
     alignas(64) float sums[quarter];
@@ -78,7 +81,8 @@ template <typename Terms> inline float chunk_sum(int64_t n, Terms&& terms) {
     return sum_of_halves(sums, quarter / 8);
 }
 
-// k elements of a mask, `stride` elements apart, which have a vector each.
+// ---------------------------------------------------------------------------------------------------- parts of a row
+
 template <typename M> HALFSTEP_INLINE V masked(V z, const M* mask, int64_t stride, int64_t k) {
     M row[W] = {};
     if (stride != 1 || k < W) {
@@ -88,34 +92,37 @@ template <typename M> HALFSTEP_INLINE V masked(V z, const M* mask, int64_t strid
     if constexpr (std::is_same_v<M, uint8_t>) return select((I)(get_bytes(mask) != 0), z, splat(-INF));
     else return z + get(mask);
 }
-// z of n columns, filled up with -inf to a whole vector. Returns the maximum, NaN left out: their sums are NaN.
+// z of n columns, filled up with -inf to a whole vector. Returns their maximum but for NaN, which the sum will show.
 template <typename T, typename M>
 float logits(const void* x, const void* mask, int64_t stride, float scale, float* z, int64_t n) {
-    const T* from = (const T*)x;
-    const M* keep = (const M*)mask;
     V top = splat(LOWEST);
-    const auto step = [&](int64_t i, V v, int64_t k) {
-        v *= splat(scale);
-        if constexpr (!std::is_same_v<M, void>) v = masked(v, keep + i * stride, stride, k);
+    each_vector(n, [&](int64_t i, int64_t k) {
+        V v = get_some((const T*)x + i, k) * splat(scale);
+        if constexpr (!std::is_same_v<M, void>) v = masked(v, (const M*)mask + i * stride, stride, k);
         if (k < W) v = select(first_lanes(k), v, splat(-INF));
         put(z + i, v);
         top = larger(v, top);
-    };
-    walk(n, [&](int64_t i) { step(i, get(from + i), W); },
-         [&](int64_t i, int64_t k) { step(i, get_some(from + i, k), k); });
-    return largest(top);
+    });
+    float lanes[W];
+    put(lanes, top);
+    return joined(lanes, [](float a, float b) { return a > b ? a : b; });
 }
 using Logits = float (*)(const void*, const void*, int64_t, float, float*, int64_t);
 Logits choose_logits(int32_t dtype, int32_t mask) {
     Logits chosen = nullptr;
-    with_dtype(dtype, [&](auto* type) {
-        using T = std::remove_pointer_t<decltype(type)>;
+    with_dtype(dtype, [&](auto* x) {
+        using T = std::remove_pointer_t<decltype(x)>;
         if (mask == NO_MASK) chosen = logits<T, void>;
         else if (mask == BOOLEAN) chosen = logits<T, uint8_t>;
-        else with_dtype(mask, [&](auto* add) { chosen = logits<T, std::remove_pointer_t<decltype(add)>>; });
+        else with_dtype(mask, [&](auto* m) { chosen = logits<T, std::remove_pointer_t<decltype(m)>>; });
     });
     return chosen;
 }
+template <typename T> void fill(float value, T* to, int64_t n) {
+    each_vector(n, [=](int64_t i, int64_t k) { put_some(to + i, splat(value), k); });
+}
+
+// ------------------------------------------------------------------------------------------------------------ softmax
 
 // exp(z - top) into e, and its sum.
 template <bool PRECISE> float exponentials(const float* z, float top, float* e, int64_t n) {
@@ -125,52 +132,34 @@ template <bool PRECISE> float exponentials(const float* z, float top, float* e, 
         return x;
     });
 }
-// The sum of groups, relative to their common maximum.
 template <bool PRECISE> float sum_of_groups(const float* sums, const float* tops, float top, float* weights, int64_t n) {
     return folded(n, [=](int64_t i, int64_t k) {
-        const V weight = exponential<PRECISE>(get_some(tops + i, k) - splat(top));
-        put_some(weights + i, weight, k);
-        return select(first_lanes(k), get_some(sums + i, k) * weight, V{});
+        put(weights + i, exponential<PRECISE>(get(tops + i) - splat(top)));
+        return select(first_lanes(k), get(sums + i) * get(weights + i), V{});
     });
 }
-
-// (z - top) - norm, or e * norm, to y.
-template <typename T, bool LOG> void write(const float* from, float top, float norm, void* y, int64_t n) {
-    const auto value = [=](int64_t i) {
-        return LOG ? (get(from + i) - splat(top)) - splat(norm) : get(from + i) * splat(norm);
-    };
-    walk(n, [=](int64_t i) { put((T*)y + i, value(i)); },
-         [=](int64_t i, int64_t k) { put_some((T*)y + i, value(i), k); });
+template <typename T, bool LOG> void write(const float* from, float top, float norm, T* y, int64_t n) {
+    each_vector(n, [=](int64_t i, int64_t k) {
+        const V x = get(from + i);
+        put_some(y + i, LOG ? (x - splat(top)) - splat(norm) : x * splat(norm), k);
+    });
 }
-template <typename T> void fill(float value, T* y, int64_t n) {
-    walk(n, [=](int64_t i) { put(y + i, splat(value)); }, [=](int64_t i, int64_t k) { put_some(y + i, splat(value), k); });
-}
-
-// ------------------------------------------------------------------------------------------------------------ softmax
-
 template <typename In, typename Out, bool LOG>
 void gradient_row(const In* dy, const In* y, Out* dx, float scale, float* sums, int64_t columns, int64_t keep) {
-    constexpr bool PRECISE = std::is_same_v<Out, float>;
     for (int64_t begin = 0; begin < keep; begin += GROUP)
         sums[begin / GROUP] = folded(less(keep - begin, GROUP), [=](int64_t i, int64_t k) {
             const V grad = get_some(dy + begin + i, k), p = get_some(y + begin + i, k);
             return LOG ? select(p != splat(-INF), grad, V{}) : grad * p;
         });
     const auto of_groups = [=](int64_t i, int64_t k) { return get_some(sums + i, k); };
-    const V total = splat(keep <= GROUP ? sums[0] : folded((keep + GROUP - 1) / GROUP, of_groups));
-    const auto value = [=](V grad, V p) {
-        const V result = (LOG ? grad - exponential<PRECISE>(p) * total : p * (grad - total)) * splat(scale) + V{};
-        return LOG ? select(p != splat(-INF), result, V{}) : result;
-    };
-    walk(keep, [=](int64_t i) { put(dx + i, value(get(dy + i), get(y + i))); },
-         [=](int64_t i, int64_t k) { put_some(dx + i, value(get_some(dy + i, k), get_some(y + i, k)), k); });
+    const V total = splat(keep <= GROUP ? sums[0] : folded(parts_of(keep, GROUP), of_groups));
+    each_vector(keep, [=](int64_t i, int64_t k) {
+        const V grad = get_some(dy + i, k), p = get_some(y + i, k);
+        V v = LOG ? grad - exponential<std::is_same_v<Out, float>>(p) * total : p * (grad - total);
+        v = v * splat(scale) + V{};
+        put_some(dx + i, LOG ? select(p != splat(-INF), v, V{}) : v, k);
+    });
     fill(0.0f, dx + keep, columns - keep);
-}
-
-// Give each thread a range of rows: work(first, last).
-template <typename Work> void share_rows(int64_t rows, int64_t columns, int32_t threads, Work&& work) {
-    const int64_t parts = rows * columns < FEW_ELEMENTS ? 1 : less(rows, threads);
-    spread_evenly(parts, 2, threads, [&](int64_t part) { work(rows * part / parts, rows * (part + 1) / parts); });
 }
 inline int64_t kept(int64_t row, int64_t columns, int64_t queries) {
     return queries ? less(columns, row % queries + 1) : columns;
@@ -184,45 +173,40 @@ extern "C" void halfstep_softmax(const void* x, const void* mask, void* y, const
                                  int64_t queries, float scale, int32_t x_dtype, int32_t mask_dtype, int32_t y_dtype,
                                  int32_t log, int32_t threads) {
     const Logits read = choose_logits(x_dtype, mask_dtype);
-    const int64_t groups = (columns + GROUP - 1) / GROUP;
+    const auto exponentials_of = y_dtype == F32 ? exponentials<true> : exponentials<false>;
+    const auto sum = y_dtype == F32 ? sum_of_groups<true> : sum_of_groups<false>;
     const auto offset = [&](int64_t row, const int64_t* strides) {
         const int64_t inner = row / layout[2];
         return inner / layout[1] * strides[0] + inner % layout[1] * strides[1] + row % layout[2] * strides[2];
     };
-    const bool precise = y_dtype == F32;
-    const auto exponentials_of = precise ? exponentials<true> : exponentials<false>;
-    const auto sum = precise ? sum_of_groups<true> : sum_of_groups<false>;
+    const int64_t groups = parts_of(columns, GROUP), mask_step = layout[10] * bytes_of(mask_dtype);
     with_dtype(y_dtype, [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
         const auto write_group = log ? write<T, true> : write<T, false>;
-        share_rows(layout[0] * layout[1] * layout[2], columns, threads, [&](int64_t first, int64_t last) {
-            Numbers of_row(columns + W), of_groups(3 * groups), scratch(GROUP);
-            float *z = of_row.get(), *tops = of_groups.get(), *sums = tops + groups, *weights = sums + groups;
-            for (int64_t row = first; row < last; ++row) {
-                const int64_t keep = kept(row, columns, queries), used = (keep + GROUP - 1) / GROUP;
-                const char* from = (const char*)x + offset(row, layout + 3) * size_of(x_dtype);
-                const char* masks = (const char*)mask;
-                if (mask_dtype != NO_MASK) masks += offset(row, layout + 7) * size_of(mask_dtype);
+        each_row(layout[0] * layout[1] * layout[2], columns, threads, [&] {
+            return [&, z = Numbers(columns), tops = Numbers(groups), sums = Numbers(groups), weights = Numbers(groups),
+                    scratch = Numbers(GROUP)](int64_t row) mutable {
+                const int64_t keep = kept(row, columns, queries), used = parts_of(keep, GROUP);
+                const char* from = (const char*)x + offset(row, layout + 3) * bytes_of(x_dtype);
+                const char* masks = (const char*)mask + offset(row, layout + 7) * bytes_of(mask_dtype);
                 float top = LOWEST;
-                for (int64_t g = 0; g < used; ++g) {
-                    const int64_t begin = g * GROUP, n = less(keep - begin, GROUP);
-                    const char* of_group = masks;
-                    if (mask_dtype != NO_MASK) of_group += begin * layout[10] * size_of(mask_dtype);
-                    tops[g] = read(from + begin * size_of(x_dtype), of_group, layout[10], scale, z + begin, n);
-                    sums[g] = exponentials_of(z + begin, tops[g], log ? scratch.get() : z + begin, n);
+                for (int64_t g = 0, begin = 0; g < used; ++g, begin += GROUP) {
+                    const int64_t n = less(keep - begin, GROUP);
+                    float *here = z + begin, *e = log ? scratch : here;
+                    tops[g] = read(from + begin * bytes_of(x_dtype), masks + begin * mask_step, layout[10], scale, here, n);
+                    sums[g] = exponentials_of(here, tops[g], e, n);
                     top = tops[g] > top ? tops[g] : top;
                 }
                 weights[0] = 1.0f;
                 float total = used == 1 ? sums[0] : sum(sums, tops, top, weights, used);
                 total = total == 0.0f ? 1.0f : total;  // asking total > 0 instead would hide a NaN
-                const float log_sum = log ? logarithm(total) : 0.0f;
                 T* to = (T*)y + row * columns;
                 for (int64_t g = 0; g < used; ++g) {
-                    const float norm = log ? log_sum : weights[g] / total;
+                    const float norm = log ? logarithm(total) : weights[g] / total;
                     write_group(z + g * GROUP, top, norm, to + g * GROUP, less(keep - g * GROUP, GROUP));
                 }
                 fill(total != total ? total : log ? -INF : 0.0f, to + keep, columns - keep);
-            }
+            };
         });
     });
 }
@@ -236,13 +220,11 @@ extern "C" void halfstep_softmax_backward(const void* grad, const void* y, void*
             using In = std::remove_pointer_t<decltype(in)>;
             using Out = std::remove_pointer_t<decltype(out)>;
             const auto one = log ? gradient_row<In, Out, true> : gradient_row<In, Out, false>;
-            share_rows(rows, columns, threads, [&](int64_t first, int64_t last) {
-                Numbers sums((columns + GROUP - 1) / GROUP);
-                for (int64_t row = first; row < last; ++row) {
-                    const int64_t at = row * columns;
-                    one((const In*)grad + at, (const In*)y + at, (Out*)dx + at, scale, sums.get(), columns,
-                        kept(row, columns, queries));
-                }
+            each_row(rows, columns, threads, [&] {
+                return [&, sums = Numbers(parts_of(columns, GROUP))](int64_t row) mutable {
+                    const int64_t at = row * columns, keep = kept(row, columns, queries);
+                    one((const In*)grad + at, (const In*)y + at, (Out*)dx + at, scale, sums, columns, keep);
+                };
             });
         });
     });
@@ -250,79 +232,69 @@ extern "C" void halfstep_softmax_backward(const void* grad, const void* y, void*
 
 // -------------------------------------------------------------------------------------------------- log-probabilities
 
-// What the launches of log_probabilities/cpu.py have in common.
+// The arguments of both functions. Rows are numbered over two dimensions, of which the inner has so many.
 struct Statistics {
-    int64_t rows, columns, ignore_index, inner, x_a, x_b, dx_a, dx_b, dtype, entropy, mean, threads;
+    int64_t rows, columns, inner, x_a, x_b, dx_a, dx_b, ignore_index, entropy, mean, dtype, threads;
+    int64_t begin(int64_t row, int64_t a, int64_t b) const { return row / inner * a + row % inner * b; }
 };
-inline int64_t row_offset(int64_t row, int64_t inner, int64_t a, int64_t b) { return row / inner * a + row % inner * b; }
 
-// The six numbers of each row.
+// The six results of each row.
 extern "C" void halfstep_log_probabilities(const void* logits, const int64_t* targets, float* results,
                                            const void* statistics, float scale) {
     const Statistics of = *(const Statistics*)statistics;
     const Logits read = choose_logits(int32_t(of.dtype), NO_MASK);
-    const int64_t chunks = (of.columns + CHUNK - 1) / CHUNK, size = size_of(int32_t(of.dtype));
-    share_rows(of.rows, of.columns, int32_t(of.threads), [&](int64_t first, int64_t last) {
-        Numbers z_of_chunk(CHUNK), e_of_chunk(CHUNK), of_chunks(5 * chunks);
-        float *z = z_of_chunk.get(), *e = e_of_chunk.get(), *tops = of_chunks.get(), *sums = tops + chunks;
-        float *moments = sums + chunks, *means = moments + chunks, *sizes = means + chunks;
-        for (int64_t row = first; row < last; ++row) {
+    const int64_t chunks = parts_of(of.columns, CHUNK), bytes = bytes_of(int32_t(of.dtype));
+    each_row(of.rows, of.columns, of.threads, [&] {
+        return [&, z = Numbers(CHUNK), e = Numbers(CHUNK), tops = Numbers(chunks), sums = Numbers(chunks),
+                moments = Numbers(chunks), means = Numbers(chunks), sizes = Numbers(chunks)](int64_t row) mutable {
             const int64_t target = targets[row];
-            const char* x = (const char*)logits + row_offset(row, of.inner, of.x_a, of.x_b) * size;
-            float result[6] = {}, highest = LOWEST;
-            for (int64_t c = 0; c < (target == of.ignore_index ? 0 : chunks); ++c) {
+            const auto result = [&](int which) -> float& { return results[which * of.rows + row]; };
+            for (int i = 0; i < 6; ++i) result(i) = 0.0f;
+            if (target == of.ignore_index) return;
+            const char* x = (const char*)logits + of.begin(row, of.x_a, of.x_b) * bytes;
+            float highest = LOWEST;
+            for (int64_t c = 0; c < chunks; ++c) {
                 const int64_t n = less(of.columns - c * CHUNK, CHUNK);
-                tops[c] = read(x + c * CHUNK * size, nullptr, 0, scale, z, n);
+                tops[c] = read(x + c * CHUNK * bytes, nullptr, 0, scale, z, n);
                 sizes[c] = float(n);
                 highest = tops[c] > highest ? tops[c] : highest;
-                const V top = splat(tops[c]);
-                sums[c] = chunk_sum(n, [=](int64_t i, int64_t) {
-                    const V x = exponential<false>(get(z + i) - top);
-                    put(e + i, x);
-                    return x;
+                const auto d = [&, top = splat(tops[c])](int64_t i) { return get(z + i) - top; };
+                sums[c] = chunk_sum(n, [&](int64_t i, int64_t) {
+                    put(e + i, exponential<false>(d(i)));
+                    return get(e + i);
                 });
                 if (of.entropy)
-                    moments[c] = chunk_sum(
-                        n, [=](int64_t i, int64_t) { return get(e + i) * larger(splat(LOWEST), get(z + i) - top); });
-                if (of.mean)
-                    means[c] = chunk_sum(
-                        n, [=](int64_t i, int64_t k) { return select(first_lanes(k), get(z + i) - top, V{}); });
+                    moments[c] = chunk_sum(n, [&](int64_t i, int64_t) { return get(e + i) * larger(splat(LOWEST), d(i)); });
+                if (of.mean) means[c] = chunk_sum(n, [&](int64_t i, int64_t k) { return select(first_lanes(k), d(i), V{}); });
             }
             const auto over_chunks = [&](auto&& terms) {
                 const auto at = [&](int64_t i, int64_t k) {
-                    const auto some = [=](const float* numbers) { return get_some(numbers + i, k); };
-                    const V offset = some(tops) - splat(highest);
-                    return select(first_lanes(k), terms(some, offset, exponential<false>(offset)), V{});
+                    const V offset = get(tops + i) - splat(highest);
+                    return select(first_lanes(k), terms(i, offset, exponential<false>(offset)), V{});
                 };
                 if (chunks == 1) return at(0, 1)[0];
                 float total = 0.0f;
-                for (int64_t begin = 0; begin < chunks; begin += CHUNK)
-                    total += chunk_sum(less(chunks - begin, CHUNK), [&](int64_t i, int64_t k) { return at(begin + i, k); });
+                for (int64_t first = 0; first < chunks; first += CHUNK)
+                    total += chunk_sum(less(chunks - first, CHUNK), [&](int64_t i, int64_t k) { return at(first + i, k); });
                 return total;
             };
-            if (target != of.ignore_index) {
-                float total = over_chunks([&](auto some, V, V w) { return w * some(sums); });
-                const bool nothing = total == 0.0f;
-                const float top = total != total ? total : highest;
-                total = nothing ? 1.0f : total;
-                const float log_sum = logarithm(total);
-                const bool valid = target >= 0 && target < of.columns;
-                if (valid) read(x + target * size, nullptr, 0, scale, z, 1);
-                result[0] = valid ? (z[0] - top) - log_sum : NOT_A_NUMBER;
-                result[1] = nothing ? -INF : top + log_sum;
-                result[2] = top;
-                result[3] = log_sum;
-                if (of.entropy)
-                    result[4] = log_sum - over_chunks([&](auto some, V offset, V w) {
-                        return select(w == V{}, V{}, w * (some(moments) + offset * some(sums)));
-                    }) / total;
-                if (of.mean)
-                    result[5] = over_chunks([&](auto some, V offset, V) {
-                        return some(means) + some(sizes) * offset;
-                    }) / float(of.columns) - log_sum;
-            }
-            for (int i = 0; i < 6; ++i) results[i * of.rows + row] = result[i];
-        }
+            float total = over_chunks([&](int64_t i, V, V w) { return w * get(sums + i); });
+            const float top = total != total ? total : highest;
+            const bool nothing = total == 0.0f;
+            total = nothing ? 1.0f : total;
+            z[0] = std::numeric_limits<float>::quiet_NaN();
+            if (target >= 0 && target < of.columns) read(x + target * bytes, nullptr, 0, scale, z, 1);
+            const float log_sum = result(3) = logarithm(total);
+            result(0) = (z[0] - top) - log_sum;
+            result(1) = nothing ? -INF : top + log_sum;
+            result(2) = top;
+            const auto moment = [&](int64_t i, V offset, V w) {
+                return select(w == V{}, V{}, w * (get(moments + i) + offset * get(sums + i)));
+            };
+            const auto mean = [&](int64_t i, V offset, V) { return get(means + i) + get(sizes + i) * offset; };
+            if (of.entropy) result(4) = log_sum - over_chunks(moment) / total;
+            if (of.mean) result(5) = over_chunks(mean) / float(of.columns) - log_sum;
+        };
     });
 }
 
@@ -332,36 +304,28 @@ extern "C" void halfstep_log_probabilities_backward(const float* grads, const vo
     const Statistics of = *(const Statistics*)statistics;
     with_dtype(int32_t(of.dtype), [&](auto* type) {
         using T = std::remove_pointer_t<decltype(type)>;
-        share_rows(of.rows, of.columns, int32_t(of.threads), [&](int64_t first, int64_t last) {
-            for (int64_t row = first; row < last; ++row) {
+        each_row(of.rows, of.columns, of.threads, [=] {
+            return [=](int64_t row) {
                 const int64_t target = targets[row];
-                const T* from = (const T*)logits + row_offset(row, of.inner, of.x_a, of.x_b);
-                T* to = (T*)dx + row_offset(row, of.inner, of.dx_a, of.dx_b);
-                if (target == of.ignore_index) {
-                    fill(0.0f, to, of.columns);
-                    continue;
-                }
-                const auto result = [&](int which) { return results[which * of.rows + row]; };
-                const auto grad = [&](int which, bool constant) {
-                    return constant ? 0.0f : grads[which * of.rows + row] * scale;
+                const T* from = (const T*)logits + of.begin(row, of.x_a, of.x_b);
+                T* to = (T*)dx + of.begin(row, of.dx_a, of.dx_b);
+                if (target == of.ignore_index) return fill(0.0f, to, of.columns);
+                const auto result = [=](int which) { return results[which * of.rows + row]; };
+                const auto grad = [=](int which, int of_result) {
+                    return result(of_result) == -INF ? 0.0f : grads[which * of.rows + row] * scale;
                 };
-                const bool nothing = result(1) == -INF;
-                const float a = result(0) != result(0) ? result(0) : grad(0, result(0) == -INF);
-                const float q = of.mean ? grad(5, result(5) == -INF) : 0.0f;
-                const V c = splat(grad(4, nothing)), share = splat(q / float(of.columns)), entropy = splat(result(4));
-                float difference = grad(1, nothing) - a;
-                if (of.mean) difference -= q;
-                const V factor = splat(difference), top = splat(result(2)), log_sum = splat(result(3));
-                const auto value = [=](V x, int64_t i) {
-                    const V y = (x * splat(scale) - top) - log_sum, p = exponential<false>(y);
+                const float a = result(0) != result(0) ? result(0) : grad(0, 0), q = of.mean ? grad(5, 5) : 0.0f;
+                const float b_less_a = grad(1, 1) - a;
+                const V factor = splat(of.mean ? b_less_a - q : b_less_a), share = splat(q / float(of.columns));
+                const V c = splat(grad(4, 1)), top = splat(result(2)), log_sum = splat(result(3)), entropy = splat(result(4));
+                each_vector(of.columns, [=](int64_t i, int64_t k) {
+                    const V y = (get_some(from + i, k) * splat(scale) - top) - log_sum, p = exponential<false>(y);
                     V v = p * factor;
                     if (of.entropy) v = select(y == splat(-INF), V{}, p * (factor - c * (y + entropy)));
                     if (uint64_t(target - i) < uint64_t(W)) v[target - i] += a;
-                    return of.mean ? v + share : v;
-                };
-                walk(of.columns, [=](int64_t i) { put(to + i, value(get(from + i), i)); },
-                     [=](int64_t i, int64_t k) { put_some(to + i, value(get_some(from + i, k), i), k); });
-            }
+                    put_some(to + i, of.mean ? v + share : v, k);
+                });
+            };
         });
     });
 }

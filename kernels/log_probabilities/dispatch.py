@@ -7,26 +7,27 @@ from typing import Any
 import torch
 
 from halfstep.kernels.backend import resolve
-from halfstep.kernels.log_probabilities import cpu, kernels, rule
+from halfstep.kernels.log_probabilities import kernels, rule
 from halfstep.kernels.log_probabilities.rule import Options
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first, define, is_watched
 from halfstep.kernels.softmax.rule import math_dtype
 
 
-def _implementation(logits: torch.Tensor) -> Any:
-    """The module whose `forward` and `backward` run."""
+def _implementation(logits: torch.Tensor) -> str:
+    """``"reference"``, ``"native"`` or ``"triton"``."""
     rows = logits.numel() // logits.shape[-1]
     counts = logits.shape[-1], rows, rows * -(-logits.shape[-1] // rule.CHUNK)
-    if logits.dtype == torch.float64 or max(counts) > kernels.LONGEST:
-        return rule
-    return {"reference": rule, "native": cpu, "triton": kernels}[resolve(logits.device, "softmax")]
+    is_beyond = logits.dtype == torch.float64 or max(counts) > kernels.LONGEST
+    return "reference" if is_beyond else resolve(logits.device, "softmax")
 
 
 def forward(logits: torch.Tensor, targets: torch.Tensor, *options: Any) -> torch.Tensor:
     check_addresses(logits, targets)
-    result: torch.Tensor = _implementation(logits).forward(logits, targets, Options(*options[:-1]))
-    return result
+    implementation = _implementation(logits)
+    if implementation == "reference":
+        return rule.forward(logits, targets, Options(*options[:-1]))
+    return kernels.forward(logits, targets, Options(*options[:-1]), implementation == "native")
 
 
 def backward(
@@ -36,7 +37,12 @@ def backward(
     check_addresses(grads, logits, targets, results)
     inplace = options[-1]
     out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    _implementation(logits).backward(grads, logits, targets, results, Options(*options[:-1]), out)
+    arguments = grads, logits, targets, results, Options(*options[:-1]), out
+    implementation = _implementation(logits)
+    if implementation == "reference":
+        rule.backward(*arguments)
+    else:
+        kernels.backward(*arguments, implementation == "native")
     if inplace:
         torch.autograd.graph.increment_version(logits)
     return out

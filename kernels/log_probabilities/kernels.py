@@ -1,4 +1,4 @@
-"""Triton kernels of rule.py, and their launches.
+"""Triton kernels of rule.py, their launches, and those of kernels/softmax.cpp on a CPU.
 
 `chunk_kernel` reads the logits: a program takes up to four chunks of 1,024 columns of a row, two per warp, so that few
 long rows fill a GPU too. `row_kernel`, a warp for each row, puts the chunks together. `gradient_kernel` reads the
@@ -11,16 +11,17 @@ vectors are loaded where all rows begin and end at multiples of 16 bytes (ALIGNE
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.kernels import exponential
+from halfstep.kernels import exponential, native
 from halfstep.kernels.backend import EXACT, MOST_THREADS, by_address, constant, jit, launch_kernel, most_warps, tl
 from halfstep.kernels.log_probabilities.rule import CHUNK, Options, Row
-from halfstep.kernels.multi_tensor import address
+from halfstep.kernels.multi_tensor import DTYPE_CODES, address
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax import arithmetic
 
@@ -299,7 +300,7 @@ class Rows(NamedTuple):
         return all(number * size % 16 == 0 for number in numbers)
 
 
-def as_rows(logits: torch.Tensor) -> Rows:
+def _as_rows(logits: torch.Tensor) -> Rows:
     """Rows of logits of any strides; a copy only where columns are apart, or rows have more than two strides."""
     columns = logits.shape[-1]
     if not logits.is_neg() and (logits.stride(-1) == 1 or columns == 1):
@@ -309,7 +310,7 @@ def as_rows(logits: torch.Tensor) -> Rows:
             except RuntimeError:
                 continue
             return Rows(logits, *view.shape[1:2], *view.stride()[:2])
-    return as_rows(logits.resolve_neg().contiguous())
+    return _as_rows(logits.resolve_neg().contiguous())
 
 
 def _launch(
@@ -331,12 +332,23 @@ def _form(logits: torch.Tensor, options: Options, *rows: Rows) -> Form:
     return Form(16 // logits.element_size(), aligned, options.temperature != 1.0, *options[2:])
 
 
-def forward(logits: torch.Tensor, targets: torch.Tensor, options: Options) -> torch.Tensor:
+def _call(name: str, tensors: Sequence[torch.Tensor], rows: int, x: Rows, dx: Rows, options: Options) -> None:
+    """Run the C++ code, which computes the exact form, also where it is not asked for."""
+    strides = x.inner, x.stride_a, x.stride_b, dx.stride_a, dx.stride_b
+    flags = options.entropy, options.mean, DTYPE_CODES[x.tensor.dtype], native.threads()
+    statistics = rows, x.tensor.shape[-1], *strides, options.ignore_index, *flags
+    function = getattr(native.library("softmax"), f"halfstep_log_probabilities{name}")
+    function(*map(address, tensors), (ctypes.c_int64 * len(statistics))(*statistics), 1.0 / options.temperature)
+
+
+def forward(logits: torch.Tensor, targets: torch.Tensor, options: Options, on_cpu: bool) -> torch.Tensor:
     """`rule.forward`."""
-    x, targets, rows, columns = as_rows(logits), targets.contiguous(), targets.numel(), logits.shape[-1]
+    x, targets, rows, columns = _as_rows(logits), targets.contiguous(), targets.numel(), logits.shape[-1]
     chunks, device = -(-columns // CHUNK), logits.device
     results = torch.empty(len(Row._fields), *targets.shape, dtype=torch.float32, device=device)
-    if rows:
+    if on_cpu:
+        _call("", (x.tensor, targets.long(), results), rows, x, x, options)
+    elif rows:
         planes = 4 if options.mean else 3 if options.entropy else 2
         sums = torch.empty(planes, rows, chunks, dtype=torch.float32, device=device)
         tensors, numbers, form = (x.tensor, targets, sums), (rows, columns, *x[1:]), _form(logits, options, x)
@@ -352,12 +364,15 @@ def backward(
     results: torch.Tensor,
     options: Options,
     out: torch.Tensor,
+    on_cpu: bool,
 ) -> None:
     """`rule.backward`. `out` is `logits` or contiguous."""
-    x, rows, columns = as_rows(logits), targets.numel(), logits.shape[-1]
+    x, rows, columns = _as_rows(logits), targets.numel(), logits.shape[-1]
     dx = x if out is logits else Rows(out, x.inner, x.inner * columns, columns)
-    if rows:
-        tensors = grads.contiguous(), x.tensor, targets.contiguous(), results.contiguous(), dx.tensor
+    tensors = grads.contiguous(), x.tensor, targets.contiguous(), results.contiguous(), dx.tensor
+    if on_cpu:
+        _call("_backward", (*tensors[:2], tensors[2].long(), *tensors[3:]), rows, x, dx, options)
+    elif rows:
         numbers, form = (rows, columns, *x[1:], *dx[2:]), _form(logits, options, x, dx)
         _launch(gradient_kernel, -(-columns // CHUNK), tensors, numbers, options, form)
     if dx.tensor is not out:
