@@ -40,11 +40,15 @@ template <typename Make> void each_row(int64_t rows, int64_t columns, int64_t th
 
 // ---------------------------------------------------------------------------------------------------- sums and maxima
 
-// W numbers joined, the upper half with the lower half until one is left.
-template <typename Join> HALFSTEP_INLINE float joined(float* lanes, Join&& join) {
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] = join(lanes[i], lanes[i + half]);
-    return lanes[0];
+// Numbers joined, the upper half with the lower half until one is left.
+template <int COUNT = W, typename Join> HALFSTEP_INLINE float joined(const float* numbers, Join&& join) {
+    if constexpr (COUNT == 1) {
+        return numbers[0];
+    } else {
+        float half[COUNT / 2];
+        for (int i = 0; i < COUNT / 2; ++i) half[i] = join(numbers[i], numbers[i + COUNT / 2]);
+        return joined<COUNT / 2>(half, join);
+    }
 }
 // The sum of so many numbers, a power of two and W or more, in halves.
 HALFSTEP_INLINE float sum_of_halves(float* numbers, int64_t count) {
