@@ -1,4 +1,4 @@
-"""Which implementation runs: the rule, torch's or C++ on a CPU, or Triton's, over rows or across; what is copied before.
+"""Which implementation runs: the rule, torch's or C++ on a CPU, or Triton's, over rows or across; what is copied.
 
 And the operators ``halfstep::softmax`` and ``halfstep::softmax_backward``, with derivatives and batching. Arguments of
 both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log``, ``exact``, ``dtype`` of the result.
@@ -14,8 +14,8 @@ import torch
 from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax import cpu, rows, rule, strided
+from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
@@ -65,7 +65,8 @@ def forward(
         mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
         y = torch.empty_like(x.movedim(dim, -1), dtype=dtype, memory_format=torch.contiguous_format)
         layout = outer_dimensions(x.movedim(dim, -1), mask, y, -1, False)
-        (cpu if implementation == "native" else exact_rows).forward(layout, y, scale, x.shape[-2] if causal else 0, log)
+        launches = cpu if implementation == "native" else exact_rows
+        launches.forward(layout, y, scale, x.shape[-2] if causal else 0, log)
         return y.movedim(-1, dim).contiguous()
     if mask is not None and dim != -1:
         mask = mask.expand(x.shape)
@@ -110,7 +111,8 @@ def backward(
     if exact:
         grad, y = (tensor.movedim(dim, -1).contiguous() for tensor in (grad, y))
         dx = torch.empty_like(y, dtype=dtype)
-        (cpu if implementation == "native" else exact_rows).backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
+        launches = cpu if implementation == "native" else exact_rows
+        launches.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
         return dx.movedim(-1, dim).contiguous()
     grad, y = grad.contiguous(), y.contiguous()
     inner = math.prod(y.shape[dim + y.ndim + 1 :])

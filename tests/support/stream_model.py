@@ -259,7 +259,7 @@ class Model:
     def _resolve(self, usual: Callable[..., str], device: torch.device, family: str) -> str:
         if device.type != "cuda":
             return usual(device, family)
-        return "reference" if (family, self.kernels) == ("statistics", "native") else self.kernels
+        return "reference" if family in ("softmax", "statistics") and self.kernels == "native" else self.kernels
 
     def _native(self) -> Any:
         libraries: dict[str, _Library] = {}
