@@ -17,54 +17,33 @@ from halfstep.kernels import exponential
 from halfstep.kernels.backend import EXACT, jit, tl
 
 BLOCK = 8192
-EXP, PRECISE_EXP, LOG, FMA = range(4)
+EXP, PRECISE_EXP, LOG, FMA, FUSED = range(5)
 NAN, INF = math.nan, math.inf
 
-# std::fma is the oracle of the torch code that emulates it. The rest is the specification once more.
+# std::fma is the oracle of the torch code that emulates it.
 SOURCE = """
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-static int32_t bits(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
-static float number(int32_t b) { float x; memcpy(&x, &b, 4); return x; }
-static float exp_of(float d, const float* c, int count, bool precise) {
-    if (d < -0x1.601e68p+6f) d = -0x1.601e68p+6f;
-    float u = std::fma(d, 0x1.715476p+0f, 12583039.0f), n = u - 12583039.0f;
-    float f = std::fma(d, 0x1.715476p+0f, -n), p = c[0];
-    if (precise) f = std::fma(d, 0x1.4ae0cp-26f, f);
-    for (int i = 1; i < count; ++i) p = std::fma(p, f, c[i]);
-    return p * number((int32_t)((uint32_t)bits(u) << 23));
-}
-static float log_of(float s, const float* c) {
-    if (s != s) return s;
-    int32_t e = (bits(s) - 0x3F3504F3) >> 23;
-    float r = number(bits(s) - (int32_t)((uint32_t)e << 23)) - 1.0f, square = r * r, q = c[0];
-    for (int i = 1; i < 8; ++i) q = std::fma(q, r, c[i]);
-    float y = std::fma(-0.5f, square, std::fma(r * square, q, (float)e * -0x1.05c61p-29f));
-    return std::fma((float)e, 0x1.62e43p-1f, r + y);
-}
-extern "C" void run(const float* a, const float* b, const float* c, float* out, int64_t n, int what, int count) {
-    for (int64_t i = 0; i < n; ++i)
-        out[i] = what == 3   ? std::fma(a[i], b[i], c[i])
-                 : what == 2 ? log_of(a[i], c)
-                             : exp_of(a[i], c, count, what == 1);
-}
+#include "{header}"
+using namespace halfstep;
+extern "C" void run(const float* a, const float* b, const float* c, float* out, int64_t n, int what) {{
+    for (int64_t i = 0; i < n; i += W) {{
+        if (what < 2) put(out + i, what == 1 ? exponential<true>(get(a + i)) : exponential<false>(get(a + i)));
+        else if (what == 4) put(out + i, fused(get(a + i), get(b + i), get(c + i)));
+        else for (int64_t j = i; j < i + W; ++j) out[j] = what == 2 ? logarithm(a[j]) : std::fma(a[j], b[j], c[j]);
+    }}
+}}
 """
 
 
-@pytest.fixture(scope="module")
-def native(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The C++ of `SOURCE` as a function of what to compute and its operands."""
-    library = cpp.library(tmp_path_factory, SOURCE)
+@pytest.fixture(scope="module", params=["tuned", "portable"])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The C++ of exponential.h as a function of what to compute and its operands."""
+    flags = cpp.PORTABLE if request.param == "portable" else None
+    library = cpp.library(tmp_path_factory, SOURCE.format(header=cpp.KERNELS / "exponential.h"), flags)
 
     def run(what: int, *operands: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(operands[0])
-        coefficients = {EXP: exponential.SHORT, PRECISE_EXP: exponential.LONG, LOG: exponential.SERIES}.get(what, ())
-        tensors = [*operands, torch.tensor(coefficients, dtype=torch.float32)]
-        pointers = [ctypes.c_void_p(tensors[i].data_ptr()) for i in (0, min(1, len(tensors) - 2), -1)]
-        if what == FMA:
-            pointers[2] = ctypes.c_void_p(operands[2].data_ptr())
-        library.run(*pointers, ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.numel()), what, len(coefficients))
+        pointers = [ctypes.c_void_p(operands[i % len(operands)].data_ptr()) for i in range(3)]
+        library.run(*pointers, ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(out.numel()), what)
         return out
 
     return run
@@ -142,6 +121,7 @@ def test_fma_rounds_once(where: str, native: Any) -> None:
     for a, b, c in factors():
         expected = native(FMA, a, b, c)
         assert_same_bits(reference(FMA, a, b, c), expected)
+        assert_same_bits(native(FUSED, a, b, c), expected)
         assert_same_bits(kernel(where, FMA, a, b, c), expected)
         differ += int(((a.double() * b.double() + c.double()).float() != expected)[~expected.isnan()].sum())
     assert differ > 100  # if the sum is rounded to nearest in fp64, and again

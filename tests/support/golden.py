@@ -314,10 +314,10 @@ CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "amp": (amp, _names(WIDE), "unscale"),
     "cast": (cast, _CASTS, "cast"),
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),
-    "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),  # no C++
+    "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),
     "statistics": (statistics, _names(WIDE, ("plain", "errors")), "statistics"),
     "softmax": (softmax, _SOFTMAX, "softmax"),
-    "softmax_exact": (partial(softmax, precision="exact"), _SOFTMAX, "softmax"),  # no C++
+    "softmax_exact": (partial(softmax, precision="exact"), _SOFTMAX, "softmax"),
 }
 
 
