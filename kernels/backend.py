@@ -4,7 +4,7 @@ Every kernel family has up to three implementations with the same bits:
 
 * ``reference``: operations of torch, on any device. It is the specification.
 * ``native``: C++ for CPU tensors, compiled at first use (``native.py``). ``auto`` chooses it on the CPU, and the
-  reference for the families without a C++ file.
+  reference for the families without a C++ file. (Fast softmax is torch's there.)
 * ``triton``: Triton for GPU tensors. With ``TRITON_INTERPRET=1`` it also takes CPU tensors, which serves to test
   kernels without a GPU.
 """

@@ -2,7 +2,7 @@
 
 The module or package `name` may have a file `name.cpp`. A wheel brings it compiled (compiler.py); otherwise it is
 compiled at its first use (2 to 6 s), stored in the user's cache folder and loaded with ctypes. Without a compiler the
-reference runs: the same bits, but moments of 8 bits take 260 times as long.
+reference runs: the same bits, but moments of 8 bits take 260 times as long, and exact softmax hundreds of times.
 
 Loading a library runs its code: a folder that others can write to is not used, and the name of a library ends in a
 digest of its content, which detects truncated and damaged files.
@@ -205,8 +205,8 @@ def library(family: str) -> Any:
     if isinstance(result, str):
         warnings.warn(
             f"halfstep's compiled CPU kernels for {family} are not available: {result}. The eager reference runs "
-            "instead: same bits, but a step with moments of 8 bits takes 260 times as long. Install a C++ compiler or "
-            "point CXX at one.",
+            "instead: same bits, but a step with moments of 8 bits or an exact softmax takes hundreds of times as long. "
+            "Install a C++ compiler or point CXX at one.",
             RuntimeWarning,
             stacklevel=3,
         )

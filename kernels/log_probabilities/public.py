@@ -132,8 +132,9 @@ def log_probabilities(
         entropy: whether to compute the entropy of each row, in nats.
         ignore_index: rows with this target are not read: all results are 0, and the gradient too.
         exact: compute exponentials from IEEE operations: the same bits on all devices and in the reference. Otherwise
-            each kind of device has its own bits. By counts, arithmetic then takes 1.9 times as long in the forward: of
-            bf16 logits 0.97 of the time of memory on an H100, and 1.24 on a B200; in the backward 0.63 and 0.89.
+            each kind of device has its own bits; those of the C++ code on a CPU are always the exact ones. On a GPU, by
+            counts, arithmetic then takes 1.9 times as long in the forward: of bf16 logits 0.97 of the time of memory on
+            an H100, and 1.24 on a B200; in the backward 0.63 and 0.89.
         inplace_backward: write the gradient over the logits, which then must not be needed again. Only one backward is
             possible. `torch.compile` decides about memory itself.
 

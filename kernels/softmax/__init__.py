@@ -11,7 +11,7 @@ Files: ``rule.py`` is the specification in plain torch. ``dispatch.py`` chooses 
 Triton's: ``rows.py`` for the last dimension and ``strided.py`` for others, both with the arithmetic of
 ``arithmetic.py`` on tensors seen as ``layout.py`` says. ``exact.py`` is for ``precision="exact"``: rows off 16-byte
 boundaries are read one element at a time there, other dimensions copied, and rows beyond 32,768 columns (16,384
-backward) read twice. ``public.py`` checks arguments.
+backward) read twice. ``cpu.py`` launches ``kernels/softmax.cpp`` in its place. ``public.py`` checks arguments.
 """
 
 from halfstep.kernels.softmax.public import log_softmax, softmax

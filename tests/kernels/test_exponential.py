@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,6 +157,14 @@ def test_values_and_bits(where: str, what: int, native: Any) -> None:
     assert_same_bits(y, kernel(where, what, x))
     one = torch.ones(1)
     assert reference(what, one if what == LOG else one - 1).item() == (0 if what == LOG else 1)
+
+
+def test_cpp_has_the_constants_of_the_reference() -> None:
+    """A last bit of the smallest ones changes no result of the inputs above."""
+    numbers = re.findall(r"-?0x1\.\w+p[+-]\d+", (cpp.KERNELS / "exponential.h").read_text())
+    of_reference = {*exponential.SHORT[:-1], *exponential.LONG[:-1], *exponential.SERIES, exponential.LOWEST}
+    of_reference |= {exponential.LOG2_E, exponential.LOG2_E_REST, exponential.LOG_2, exponential.LOG_2_REST}
+    assert {float.fromhex(number.removesuffix("f")) for number in numbers} == of_reference
 
 
 @pytest.mark.exhaustive
