@@ -205,7 +205,7 @@ def library(family: str) -> Any:
     if isinstance(result, str):
         warnings.warn(
             f"halfstep's compiled CPU kernels for {family} are not available: {result}. The eager reference runs "
-            "instead: same bits, but a step with moments of 8 bits or an exact softmax takes hundreds of times as long. "
+            "instead: same bits, but exact softmax and steps with moments of 8 bits take hundreds of times as long. "
             "Install a C++ compiler or point CXX at one.",
             RuntimeWarning,
             stacklevel=3,

@@ -5,9 +5,8 @@ in fp32 is made. What the forward leaves beside its six numbers per row is 8 to 
 
 The bits of a row depend on nothing but the row: neither on the number of rows, nor on strides, padding or the launch.
 
-Files: ``rule.py`` is the specification in plain torch, ``kernels.py`` has Triton's kernels and all launches, also
-of ``kernels/softmax.cpp`` on a CPU,
-``dispatch.py`` the operators and their derivative, ``public.py`` the functions.
+Files: ``rule.py`` is the specification in plain torch, ``kernels.py`` has Triton's kernels, their launches and those of
+``kernels/softmax.cpp`` on a CPU, ``dispatch.py`` the operators and their derivative, ``public.py`` the functions.
 """
 
 from halfstep.kernels.log_probabilities.public import LogProbabilities, cross_entropy, log_probabilities
