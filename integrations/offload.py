@@ -6,7 +6,7 @@ gradients arrive: a bucket waits only for its own gradients, and its weights are
 If the norm is needed, it waits for all gradients. Weights and state are bit-identical to those of a step on the device.
 
 All launches of a step are prepared before it waits for the first gradient. Waits, launches and copies are then one
-uninterruptible sequence of calls (interrupts.py), so that a step in buckets takes place completely or not at all.
+uninterruptible sequence of calls (`apply`), so that a step in buckets takes place completely or not at all.
 
 ``param_groups`` and ``state`` refer to the parameters on the device, as in any optimizer. The optimizer steps copies of
 them on the host, pinned if the parameter is on a GPU. Gradients of several backwards are accumulated on the host, in
@@ -36,14 +36,13 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
-from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
 from halfstep.integrations.optim.masters import written_last
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import like, moved
-from halfstep.integrations.optim.step_plan import WHOLE
+from halfstep.integrations.optim.step_plan import WHOLE, apply
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
 from halfstep.numerics.scaling.sharding import is_flat, local, settled

@@ -17,7 +17,6 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
-from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
 from halfstep.integrations.optim.masters import Masters
 from halfstep.integrations.optim.options import (
@@ -39,15 +38,14 @@ from halfstep.integrations.optim.state import (
     loaded_state,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, all_contiguous
+from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, apply
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
 from halfstep.numerics.scaling.sharding import is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
 from halfstep.numerics.scaling.topology import default_group
-from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of, skipping_zeros
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
@@ -304,15 +302,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         `first_at_rest` says whether to change nothing if all gradients are 0. The ``.grad`` of each parameter becomes
         that of `freed`; they stay if it is empty.
         """
-        groups, plan = self.param_groups, self._plans.of_part.get(part)
-        changed = plan is None or plan.options_may_differ(groups, limit)
-        if changed:
-            for group in groups:
-                self._rule_of(group).check(group)
-        contiguous = all_contiguous(grads)
+        plan = self._plans.of_part.get(part)
         recording = any(map(capturing, {grads[0].device, *(() if plan is None else plan.devices)}))
-        if recording or plan is None or not plan.describes(self, parameters, grads, contiguous, changed):
-            plan, changed = StepPlan(self, parameters, grads, recording), True
+        if recording or plan is None or not plan.describes(self, parameters, grads, limit):
+            plan = StepPlan(self, parameters, grads, recording)
             if not recording:
                 self._plans.of_part[part] = plan
         control = Control() if part != WHOLE and self._decision is None else self._control(limit)
@@ -320,15 +313,16 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = skipping_zeros(control, verdict)
-        if changed:
-            plan.write_tables(groups, limit)
-        # The calls hold addresses in these.
-        controls = {device: Control(*all_to_device(control, device, CONTROL_DTYPES)) for device in plan.devices}
+        if plan.changed:
+            plan.write_tables(self.param_groups, limit)
+        controls = {}  # the calls hold addresses in these
+        for device in plan.devices:
+            controls[device] = Control(*all_to_device(control, device, CONTROL_DTYPES))
         writes: Writes = []
         for launch in plan.launches:
             of_launch = grads if len(launch.indices) == len(grads) else [grads[index] for index in launch.indices]
             table, control = plan.tables[launch.device, launch.rule.kernels], controls[launch.device]
-            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, control)))
+            writes.append((launch.parameters, launch.prepare(of_launch, table, control)))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         for launch in plan.launches:
@@ -337,8 +331,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if recording:  # the tensors that a replay writes to must be kept alive
             lists = (launch.batch.lists[operand] for launch in plan.launches for operand in launch.state_of)
             self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
-        elif changed:
-            plan.stepped(groups, limit)
+        elif plan.changed:
+            plan.stepped(self.param_groups, limit)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.

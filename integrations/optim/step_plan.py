@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from halfstep.integrations.interrupts import USUAL, held
 from halfstep.integrations.optim.masters import Agreements, Written, version_of, written_last
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
 from halfstep.integrations.optim.state import fitted_state, like, scales_like
@@ -17,6 +21,7 @@ from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TensorTable,
+    all_contiguous,
     checked_addresses,
     has_memory,
     has_numbers,
@@ -36,14 +41,25 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
-_dtype, _still_describes = attrgetter("dtype"), methodcaller("still_describes")
+_dtype, _layout, _still_describes = attrgetter("dtype"), attrgetter("layout"), methodcaller("still_describes")
 
 
-def all_contiguous(tensors: list[torch.Tensor]) -> bool:
-    try:
-        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
-    except RuntimeError:  # raised by some sparse layouts
-        return False
+_function = attrgetter("func")
+_IN_PYTHON = {FunctionType, MethodType}
+
+
+def apply(calls: Sequence[partial[Any]]) -> None:
+    """Run calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
+
+    No Python code runs between the calls. If any of them is a Python function or method, such as a Triton launch or the
+    reference, Ctrl-C and SIGTERM are delayed explicitly. Only errors of the calls themselves, and exceptions that a
+    debugger or another thread injects into such a function (``PyThreadState_SetAsyncExc``), interrupt the sequence.
+    """
+    if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
+        with held(USUAL):
+            deque(map(partial.__call__, calls), maxlen=0)
+    else:
+        deque(map(partial.__call__, calls), maxlen=0)
 
 
 def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
@@ -183,19 +199,15 @@ class LaunchGroup:
             ordered.append(grad)
         return ordered, copies
 
-    def prepare(
-        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
-    ) -> list[partial[Any]]:
+    def prepare(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> list[partial[Any]]:
         """Do everything in a step that can fail or take long. Returns the calls that update parameters and state.
 
-        The calls hold addresses, not tensors. `contiguous` says whether all gradients are contiguous; `control` is on
-        this device.
+        The calls hold addresses, not tensors. `control` is on this device.
         """
         if self.sharded:
             grads = list(map(local, grads))
-            contiguous = all_contiguous(grads)
         calls: list[partial[Any]] = []
-        if not (self.contiguous and contiguous):
+        if not (self.contiguous and all_contiguous(grads)):
             grads, calls = self._in_order(grads)
         if self.full:
             self.take_outside_writes()
@@ -244,9 +256,7 @@ class OperationsGroup(LaunchGroup):
             for operand, state_of in self.state_of.items()
         )
 
-    def prepare(
-        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
-    ) -> list[partial[Any]]:
+    def prepare(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> list[partial[Any]]:
         # `target.data` may have been replaced.
         self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
         if self.full:
@@ -272,7 +282,10 @@ class StepPlan:
         grads: list[torch.Tensor],
         recording: bool = False,
     ) -> None:
+        for group in optimizer.param_groups:
+            optimizer._rule_of(group).check(group)
         self.targets = targets
+        self.changed = True
         # By the kernels of a rule, its rows of the tables of groups: the number of a group, and a shape or None.
         self._rows: dict[Any, dict[tuple[int, torch.Size | None], int]] = {}
         launches: dict[tuple[Any, ...], list[Member]] = {}
@@ -290,44 +303,35 @@ class StepPlan:
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
-        # Of the last step: the options of the groups, whether they can change in place, and the norm it clipped to.
-        self._options: list[tuple[Any, ...]] = []
+        # Of the last step: the options of all groups, whether they can change in place, and the norm it clipped to.
+        self._options: list[Any] = []
         self._changeable = True
         self._limit: float | None = None
         # By device and the kernels of a rule: its hyperparameters, and what they were when they were written.
         self.tables: dict[tuple[torch.device, Any], torch.Tensor] = {}
         self._written: dict[tuple[torch.device, Any], list[list[float]]] = {}
 
-    def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
-        """Whether an option of any group may have changed since the last step.
+    def describes(
+        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], limit: float | None
+    ) -> bool:
+        """Whether this plan matches a step of `targets`. Options are validated if they may have changed.
 
         Options are compared by identity, which compares no tensors. Options that can change in place count as changed.
         """
-        if self._changeable or len(groups) != len(self._options) or limit != self._limit:
-            return True
-        options = chain.from_iterable(map(self._options_of, groups))
-        return not all(map(is_, options, chain.from_iterable(self._options)))
-
-    def describes(
-        self,
-        optimizer: LayoutOptimizer,
-        targets: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        contiguous: bool,
-        changed: bool,
-    ) -> bool:
-        """Whether this plan matches a step of `targets`. `contiguous` says whether all gradients are contiguous,
-        `changed` whether options may differ."""
+        options = list(chain.from_iterable(map(self._options_of, optimizer.param_groups)))
+        same = len(options) == len(self._options) and all(map(is_, options, self._options))
+        self.changed = self._changeable or not same or limit != self._limit
+        for group in optimizer.param_groups if self.changed else ():
+            optimizer._rule_of(group).check(group)
         return (
             len(targets) == len(self.targets)
             and all(map(is_, targets, self.targets))
             and list(map(_dtype, grads)) == self._dtypes
             and set(map(type, grads)) == self._types
+            and set(map(_layout, grads)) == {torch.strided}
             and optimizer.state is self._state
             and len(self._state) == self._entries
-            # Sparse gradients are never contiguous.
-            and (contiguous or all(grad.layout == torch.strided for grad in grads))
-            and not (changed and _compiled_options(optimizer) != self._compiled)
+            and not (self.changed and _compiled_options(optimizer) != self._compiled)
             and all(map(_still_describes, self.launches))
         )
 
@@ -355,8 +359,8 @@ class StepPlan:
                 self.tables[key][row, column].copy_(value)
 
     def stepped(self, groups: list[Group], limit: float | None) -> None:
-        self._options, self._limit = list(map(self._options_of, groups)), limit
-        self._changeable = not all(map(_is_constant, chain.from_iterable(self._options)))
+        self._options, self._limit = list(chain.from_iterable(map(self._options_of, groups))), limit
+        self._changeable = not all(map(_is_constant, self._options))
 
 
 def _is_constant(option: Any) -> bool:

@@ -15,7 +15,7 @@ may lose a NaN, whereas a sum of zeros and ones is always exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -157,8 +157,11 @@ class Topology:
 NOWHERE = Topology(())
 
 
+in_process_group: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
+
+
 def default_group() -> Any:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return dist.group.WORLD if in_process_group() else None
 
 
 def topology_of(
