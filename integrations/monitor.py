@@ -11,9 +11,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels.cells import width
-from halfstep.kernels.streams import capturing, to_device
+from halfstep.kernels.streams import HostCopy, capturing, to_device
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale

@@ -38,10 +38,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
-from halfstep.integrations.optim.masters import written_last
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
-from halfstep.integrations.optim.state import like, moved
+from halfstep.integrations.optim.state import like, moved, written_last
 from halfstep.integrations.optim.step_plan import WHOLE, apply
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS

@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
-from halfstep.integrations.optim.masters import Masters
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     Group,
@@ -30,6 +29,7 @@ from halfstep.integrations.optim.options import (
     plain_number,
 )
 from halfstep.integrations.optim.state import (
+    Masters,
     empty_entry,
     fitted_state,
     full_master,
@@ -42,9 +42,8 @@ from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, 
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.numerics.scaling.sharding import is_flat, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import default_group
 from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of, skipping_zeros
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout

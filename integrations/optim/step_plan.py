@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from halfstep.integrations.interrupts import USUAL, held
-from halfstep.integrations.optim.masters import Agreements, Written, version_of, written_last
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
-from halfstep.integrations.optim.state import fitted_state, like, scales_like
+from halfstep.integrations.optim.state import (
+    Agreements,
+    Written,
+    fitted_state,
+    like,
+    scales_like,
+    version_of,
+    written_last,
+)
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,

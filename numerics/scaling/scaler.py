@@ -31,14 +31,12 @@ from torch.amp.grad_scaler import OptState
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
-from halfstep.kernels.streams import all_to_device, to_device
+from halfstep.kernels.streams import HostCopy, all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling import options
-from halfstep.numerics.scaling.host_copy import HostCopy
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
-from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, topology_of
 from halfstep.numerics.scaling.verdict import (
     Checker,
     Combination,

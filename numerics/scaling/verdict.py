@@ -27,9 +27,8 @@ from halfstep.kernels.optimizer.layout import Control
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
 from halfstep.numerics.scaling.options import MAX_NORM
-from halfstep.numerics.scaling.sharding import local, settle_gradients
+from halfstep.numerics.scaling.sharding import NOWHERE, Topology, in_process_group, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_freed, is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, Topology, in_process_group, topology_of
 
 # Gradients that are checked together: on one device, with one sharding, and whether kernels support their dtypes.
 Key = tuple[torch.device, int, bool]
