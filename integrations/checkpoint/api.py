@@ -469,7 +469,7 @@ class _Load:
         if parameter is None:
             return None
         if isinstance(self.optimizer, LayoutOptimizer):
-            return self.optimizer.empty_entry(parameter, key, size, dtype)
+            parameter = self.optimizer._target(parameter)
         return empty_entry(parameter, key, size, dtype)
 
     def load_into_live(self, undo: ExitStack) -> None:

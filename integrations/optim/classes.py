@@ -30,7 +30,6 @@ from halfstep.integrations.optim.options import (
 )
 from halfstep.integrations.optim.state import (
     Masters,
-    empty_entry,
     fitted_state,
     full_master,
     is_remainder,
@@ -523,15 +522,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self.state[parameter] = state
         if weight is not None:
             local(self._target(parameter).detach()).copy_(weight)
-
-    def empty_entry(
-        self, parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Memory for an entry of a saved state, of this size of the whole, where the state of `parameter` is.
-
-        It is sharded like the parameter; None for an entry that is not.
-        """
-        return empty_entry(self._target(parameter), key, size, dtype)
 
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 from halfstep.integrations.optim.adam import AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
 from halfstep.integrations.optim.options import Group, check_number, check_options
+from halfstep.integrations.optim.sgd import translated
 from halfstep.integrations.optim.step_plan import LaunchGroup
 from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
@@ -183,10 +184,6 @@ def _numbers(group: Group, shape: torch.Size | None) -> dict[str, Any]:
     return {**group, "ratio": rule.ratio(group["adjust_lr_fn"] or "original", rows, columns)}
 
 
-def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {"step": float("momentum_buffer" in state or "momentum_buffer_codes" in state), **state}  # torch counts none
-
-
 _ADAMW: Rule = AdamW._rule._replace(
     variant=lambda group: {"amsgrad": False, "l2": False},
     numbers=lambda group, shape: AdamW._rule.numbers({**group, "decoupled_weight_decay": True}, shape),
@@ -245,7 +242,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         _check,
         _variant,
         _numbers,
-        _translated,
+        translated,
         fixed_options=("algorithm", "blocks"),
         by_shape=True,
         linear=True,

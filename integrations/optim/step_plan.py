@@ -123,10 +123,8 @@ class LaunchGroup:
     ) -> None:
         kernels = rule.kernels
         self.plans, self.rule, self.kernels, self.ranks = plans, rule, kernels, ranks
-        self.indices = [member.position for member in members]
-        self.parameters = [member.parameter for member in members]
-        self.targets = [member.target for member in members]
-        self.states = [member.state for member in members]
+        columns = map(list, zip(*members, strict=True))
+        self.indices, self.parameters, self.targets, self.states, rows, noise = columns
         self.full = variant.master == kernels.FULL_MASTER
         self.sharded = any(map(is_sharded, self.targets))
         self.weights = [local(target.detach()) for target in self.targets]
@@ -142,9 +140,9 @@ class LaunchGroup:
         for operand, state_of in self.state_of.items():
             lists[operand] = list(map(local, map(state_of, self.states)))
         hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
-        rows = torch.tensor([member.row for member in members], dtype=torch.int64, device="cpu")
-        self.batch = kernels.Batch(variant, None, lists, upload(rows, self.device), hyper)
-        self._point([member.noise for member in members])
+        numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.batch = kernels.Batch(variant, None, lists, upload(numbers, self.device), hyper)
+        self._point(noise)
 
     def _point(self, noise: list[tuple[int, ...]]) -> None:
         kernels, layout, lists = self.kernels, self.batch.layout, self.batch.lists

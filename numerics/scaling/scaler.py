@@ -307,7 +307,7 @@ class GradScaler(torch.amp.GradScaler):
                 "gradients after the check; call the closure yourself, then step(optimizer)"
             )
         kwargs.pop("closure", None)
-        self._check_scale_growth_tracker("step")
+        scale, _ = self._check_scale_growth_tracker("step")
         inner = optimizer
         if hasattr(optimizer, "optimizer") or hasattr(optimizer, "optim"):
             inner = unwrapped(optimizer)
@@ -316,7 +316,9 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(inner, StepsOnVerdict):
             inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
-            if self._is_elsewhere(optimizer):
+            # With parameters on the CPU and the scale on a GPU, torch's fused steps copy scale and flag without waiting,
+            # and read them before they have arrived.
+            if {parameter.device.type for parameter in parameters_of(optimizer)} - {scale.device.type}:
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
         decision = self.decision(optimizer)
@@ -359,15 +361,6 @@ class GradScaler(torch.amp.GradScaler):
         """Whether gradients were unscaled or are to be clipped for a step that has not been taken."""
         states = self._per_optimizer_states.values()
         return any(state["stage"] is OptState.UNSCALED or _clip_is_due(state) for state in states)
-
-    def _is_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has parameters on the CPU and the scale is on a GPU, or the other way round.
-
-        torch's fused steps then copy the scale and the flag without waiting, and read them on the CPU before they have
-        arrived: gradients are unscaled here, and the flag is read.
-        """
-        assert self._scale is not None
-        return not {parameter.device.type for parameter in parameters_of(optimizer)} <= {self._scale.device.type}
 
     def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step a wrapper. It may do more than step, so it is not called if the step is skipped."""
