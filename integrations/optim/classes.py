@@ -281,9 +281,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             freed: what their ``.grad`` becomes.
         """
         parameters = self._targets(parameters)
+        settle_gradients(parameters)
         limit = None if self._decision is None else self._limit()
-        if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
-            settle_gradients(parameters)
         self._advance(part, parameters, list(map(_gradient, parameters)), limit, freed=freed)
 
     def _advance(

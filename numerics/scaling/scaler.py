@@ -37,14 +37,7 @@ from halfstep.numerics.scaling import options
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
-from halfstep.numerics.scaling.verdict import (
-    Checker,
-    Combination,
-    Decision,
-    StepsOnVerdict,
-    norm_of,
-    parameters_of,
-)
+from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import is_zero
 
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
@@ -316,7 +309,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(inner, StepsOnVerdict):
             inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
-            # With parameters on the CPU and the scale on a GPU, torch's fused steps copy scale and flag without waiting,
+            # With parameters on the CPU and the scale on a GPU, torch's fused steps copy scale and flag without waiting
             # and read them before they have arrived.
             if {parameter.device.type for parameter in parameters_of(optimizer)} - {scale.device.type}:
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)

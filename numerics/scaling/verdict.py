@@ -385,7 +385,7 @@ class StepsOnVerdict:
         decision, squares = self._decision, None
         self._last_verdict = None if decision is None else decision.verdict
         if decision is None:  # torch's scalers set these attributes on optimizers whose step() unscales
-            scale, found_inf = (self._number(getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         else:
             scale, found_inf = decision.scale, decision.verdict.found_inf if decision.skips else None
             # Gradients that were unscaled in place may have changed since, so their sum is computed again.
@@ -400,9 +400,3 @@ class StepsOnVerdict:
             self._last_verdict = verdict if decision is None else decision.verdict
         self._squares = squares
         return Control(scale, found_inf, squares)
-
-    def _number(self, value: Any) -> torch.Tensor | None:
-        if value is None or isinstance(value, torch.Tensor):
-            return value
-        device = next((parameter.device for parameter in parameters_of(self)), None)
-        return torch.full((), float(value), dtype=torch.float32, device=device)
