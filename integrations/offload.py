@@ -166,7 +166,7 @@ class _Mirror:
         self.arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient to `staging`
         self.full = False  # whether `staging` has, or is receiving, a gradient
         self._stand_in: torch.Tensor | None = None
-        self._seen = written_last(parameter)
+        self.seen = written_last(parameter)  # when it last had the weight of the copy
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def stand_in(self) -> torch.Tensor:
@@ -189,10 +189,6 @@ class _Mirror:
             self.arriving.synchronize()
         self.full, self.host.grad = False, None
 
-    def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, as far as its version, address and dtype tell."""
-        return written_last(self.parameter) != self._seen
-
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
     """Remove the stand-in of a parameter whose optimizer was deleted together with the gradient."""
@@ -204,7 +200,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Record that parameters now equal their copies."""
     for mirror in mirrors:
-        mirror._seen = written_last(mirror.parameter)
+        mirror.seen = written_last(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -513,7 +509,7 @@ class _Offloaded(LayoutOptimizer):
                         mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
                     if stream is not None:
                         self._weights_arriving.setdefault(bucket, []).append(stream.record_event())
-        written = [mirror.host for mirror in mirrors if mirror.is_written()]
+        written = [mirror.host for mirror in mirrors if written_last(mirror.parameter) != mirror.seen]
         if written:
             self._finish_reading()  # full masters are compared with them before the first launch
             torch.autograd.graph.increment_version(written)

@@ -22,7 +22,6 @@ from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     Group,
     check_format,
-    check_number,
     check_parameter,
     is_zero,
     matched_groups,
@@ -41,6 +40,7 @@ from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, 
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
+from halfstep.numerics.scaling.options import MAX_NORM
 from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
 from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of, skipping_zeros
@@ -105,9 +105,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._rule_of(options).check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
-            check_number(
-                max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
-            )
+            MAX_NORM.checked("max_grad_norm", max_grad_norm)
         self.max_grad_norm, self.state_dict_format = max_grad_norm, state_dict_format
         self._plans = StepPlans()
         watch_zero()
@@ -281,7 +279,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             freed: what their ``.grad`` becomes.
         """
         parameters = self._targets(parameters)
-        settle_gradients(parameters)
+        if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
+            settle_gradients(parameters)
         limit = None if self._decision is None else self._limit()
         self._advance(part, parameters, list(map(_gradient, parameters)), limit, freed=freed)
 

@@ -391,11 +391,6 @@ def version_of(parameter: torch.Tensor) -> int:
     return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
 
 
-def as_written(parameter: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """A full master, replaced by the parameter wherever it does not round to it. Does not wait for the device."""
-    return torch.where(parameter != master.to(parameter.dtype), parameter.float(), master)
-
-
 Written = tuple[int, int, torch.dtype]
 
 
@@ -413,7 +408,8 @@ class Agreements(dict[int, Written]):
         self.update((id(parameter), written_last(parameter)) for parameter in parameters)
 
     def written(self, parameter: torch.Tensor, master: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
-        """The updated local values of a full master if other code has written its parameter since; otherwise None.
+        """The local values of a full master, replaced by the parameter wherever they do not round to it, if other code
+        has written that since; otherwise None.
 
         A change of dtype does not count. With `compare`, also None if the master still rounds to the parameter, which
         makes the host wait.
@@ -422,7 +418,9 @@ class Agreements(dict[int, Written]):
         comparable = weight.device == master.device and weight.shape == master.shape
         if agreed is None or not comparable or parameter.dtype != agreed[-1] or agreed == written_last(parameter):
             return None
-        return None if compare and has_memory(weight) and _rounds_to(master, weight) else as_written(weight, master)
+        if compare and has_memory(weight) and _rounds_to(master, weight):
+            return None
+        return torch.where(weight != master.to(weight.dtype), weight.float(), master)
 
 
 def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
