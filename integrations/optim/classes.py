@@ -327,8 +327,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if recording:  # the tensors that a replay writes to must be kept alive
             lists = (launch.batch.lists[operand] for launch in plan.launches for operand in launch.state_of)
             self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
-        elif plan.changed:
-            plan.stepped(self.param_groups, limit)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.

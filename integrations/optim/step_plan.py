@@ -308,7 +308,7 @@ class StepPlan:
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
-        # Of the last step: the options of all groups, whether they can change in place, and the norm it clipped to.
+        # Of the tables: the options of all groups, whether they can change in place, and the norm to clip to.
         self._options: list[Any] = []
         self._changeable = True
         self._limit: float | None = None
@@ -362,8 +362,6 @@ class StepPlan:
             on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
             for (row, column, _), value in zip(late, on_device, strict=True):
                 self.tables[key][row, column].copy_(value)
-
-    def stepped(self, groups: list[Group], limit: float | None) -> None:
         self._options, self._limit = list(chain.from_iterable(map(self._options_of, groups))), limit
         self._changeable = not all(map(_is_constant, self._options))
 
