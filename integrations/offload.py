@@ -44,9 +44,9 @@ from halfstep.integrations.optim.state import like, moved, written_last
 from halfstep.integrations.optim.step_plan import WHOLE, apply
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import is_flat, local, settled
 from halfstep.numerics.scaling.stand_ins import StandIn, is_freed, is_stand_in, is_zeroed, remove_stand_in
-from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
 

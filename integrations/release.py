@@ -41,10 +41,10 @@ from halfstep.integrations.buckets import (
 )
 from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.unscale import Verdict
+from halfstep.numerics.scaling.decision import Checker, Decision, norm_of, parameters_of
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.verdict import Checker, Decision, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import wrapped_by
 
 READ = (

@@ -40,10 +40,10 @@ from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, 
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
+from halfstep.numerics.scaling.decision import StepsOnVerdict, parameters_of, skipping_zeros
 from halfstep.numerics.scaling.options import MAX_NORM
 from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.verdict import StepsOnVerdict, parameters_of, skipping_zeros
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 

@@ -23,8 +23,8 @@ from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
 from halfstep.kernels.streams import current_stream
 from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, cuts_matrices, is_matrix, padded
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded
-from halfstep.numerics.scaling.verdict import parameters_of
 
 _FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d
 

@@ -17,9 +17,9 @@ from halfstep.integrations.optim.options import plain_number
 from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.options import Option
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
-from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import (
     CODE_KEYS,
     HELD,

@@ -36,8 +36,8 @@ from halfstep.kernels.multi_tensor import (
 )
 from halfstep.kernels.streams import all_to_device, upload
 from halfstep.numerics.owners import in_parts
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
-from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from halfstep.integrations.monitor import AmpMonitor
+from halfstep.numerics.scaling.decision import LARGEST_NORM, StepsOnVerdict, parameters_of
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
-from halfstep.numerics.scaling.verdict import LARGEST_NORM, StepsOnVerdict, parameters_of
 
 
 def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:

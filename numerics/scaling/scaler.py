@@ -34,10 +34,10 @@ from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.streams import HostCopy, all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling import options
+from halfstep.numerics.scaling.decision import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
 from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
-from halfstep.numerics.scaling.verdict import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
 from halfstep.numerics.scaling.wrappers import is_zero
 
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."

@@ -7,7 +7,7 @@ import torch
 
 import halfstep
 from halfstep.kernels.unscale import Factor
-from halfstep.numerics.scaling.verdict import Decision
+from halfstep.numerics.scaling.decision import Decision
 
 SCALE = torch.tensor(8.0)
 
