@@ -281,11 +281,7 @@ class StepPlan:
     """
 
     def __init__(
-        self,
-        optimizer: LayoutOptimizer,
-        targets: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        recording: bool = False,
+        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
     ) -> None:
         for group in optimizer.param_groups:
             optimizer._rule_of(group).check(group)
@@ -293,9 +289,7 @@ class StepPlan:
         self.changed = True
         # By the kernels of a rule, its rows of the tables of groups: the number of a group, and a shape or None.
         self._rows: dict[Any, dict[tuple[int, torch.Size | None], int]] = {}
-        launches: dict[tuple[Any, ...], list[Member]] = {}
-        for launch, member in _members(optimizer, targets, grads, recording, self._rows):
-            launches.setdefault(launch, []).append(member)
+        launches = self._members(optimizer, grads, recording)
         self.launches = [
             (rule.launch_group if addressable else OperationsGroup)(
                 optimizer._plans, rule, layout, variant, ranks, members
@@ -315,6 +309,61 @@ class StepPlan:
         # By device and the kernels of a rule: its hyperparameters, and what they were when they were written.
         self.tables: dict[tuple[torch.device, Any], torch.Tensor] = {}
         self._written: dict[tuple[torch.device, Any], list[list[float]]] = {}
+
+    def _members(
+        self, optimizer: LayoutOptimizer, grads: list[torch.Tensor], recording: bool
+    ) -> dict[tuple[Any, ...], list[Member]]:
+        """The parameters, after checking that they can be updated, by launch: bucket, device, whether kernels can read
+        the tensors, rule, layout, variant, and the ranks that exchange parts."""
+        launches: dict[tuple[Any, ...], list[Member]] = {}
+        groups = optimizer.param_groups
+        members = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
+        number_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters_of(optimizer)))}
+        stepped: set[int] = set()
+        for index, (target, grad) in enumerate(zip(self.targets, grads, strict=True)):
+            if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
+                continue
+            stepped.add(id(target))
+            number = number_of[id(target)]
+            group_number, parameter = members[number]
+            group = groups[group_number]
+            where = f"parameter {index} with a gradient (group {group_number})"
+            rule = optimizer._rule_of(group)
+            _check_tensors(where, target, grad, group)
+            before = optimizer.state.get(parameter)
+            layout = optimizer._layout(target, group)
+            if recording and fitted_state(before or {}, target, layout, None)[0] is not before:
+                raise RuntimeError(
+                    f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
+                    "which each replay would create again: take a step with the same parameters and options before the "
+                    "capture"
+                )
+            if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
+                _check_blocks(target, where)
+            state = optimizer._complete_state(parameter, group)
+            addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
+            variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
+            order = dense(local(target), variant) if addressable else None
+            for key, dtype in layout.dtypes.items():
+                _check_entry(where, key, state[key], dtype, target)
+                if order is not None and key != "step":
+                    _set_in_order(state, key, target, order, where, recording)
+            if layout.stochastic and not addressable:
+                if has_numbers(local(target)):
+                    rounding = group["rounding"]
+                    remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
+                    raise TypeError(
+                        f"Expected rounding to be 'nearest' for {where}, a {type(local(target)).__name__} without "
+                        f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
+                    )
+                variant = replace(variant, stochastic=False)
+            noise = (number, *Sharding(target).elements(where), group["seed"]) if variant.stochastic else ()
+            rows = self._rows.setdefault(rule.kernels, {})
+            row = rows.setdefault((group_number, target.shape if rule.by_shape else None), len(rows))
+            ranks = rule.exchanging(target, group)
+            launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
+            launches.setdefault(launch, []).append(Member(index, parameter, target, state, row, noise))
+        return launches
 
     def describes(
         self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], limit: float | None
@@ -380,63 +429,6 @@ def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
     rules = ((optimizer._rule_of(group), group) for group in optimizer.param_groups)
     return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for rule, group in rules]
-
-
-def _members(
-    optimizer: LayoutOptimizer,
-    targets: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    recording: bool,
-    table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
-) -> Iterator[tuple[tuple[Any, ...], Member]]:
-    """Each parameter after checking that it can be updated, and its launch: bucket, device, whether kernels can read
-    its tensors, rule, layout, variant, and the ranks that exchange its parts. Its row is added to `table_rows`."""
-    groups = optimizer.param_groups
-    parameters = parameters_of(optimizer)
-    group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-    number_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
-    stepped: set[int] = set()
-    for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
-        if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
-            continue
-        stepped.add(id(target))
-        number = number_of[id(target)]
-        parameter, group = parameters[number], groups[group_of[number]]
-        where = f"parameter {index} with a gradient (group {group_of[number]})"
-        rule = optimizer._rule_of(group)
-        _check_tensors(where, target, grad, group)
-        before = optimizer.state.get(parameter)
-        layout = optimizer._layout(target, group)
-        if recording and fitted_state(before or {}, target, layout, None)[0] is not before:
-            raise RuntimeError(
-                f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, which "
-                "each replay would create again: take a step with the same parameters and options before the capture"
-            )
-        if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
-            _check_blocks(target, where)
-        state = optimizer._complete_state(parameter, group)
-        addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
-        variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
-        order = dense(local(target), variant) if addressable else None
-        for key, dtype in layout.dtypes.items():
-            _check_entry(where, key, state[key], dtype, target)
-            if order is not None and key != "step":
-                _set_in_order(state, key, target, order, where, recording)
-        if layout.stochastic and not addressable:
-            if has_numbers(local(target)):
-                rounding = group["rounding"]
-                remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
-                raise TypeError(
-                    f"Expected rounding to be 'nearest' for {where}, a {type(local(target)).__name__} without "
-                    f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
-                )
-            variant = replace(variant, stochastic=False)
-        noise = (number, *Sharding(target).elements(where), group["seed"]) if variant.stochastic else ()
-        rows = table_rows.setdefault(rule.kernels, {})
-        row = rows.setdefault((group_of[number], target.shape if rule.by_shape else None), len(rows))
-        ranks = rule.exchanging(target, group)
-        launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
-        yield launch, Member(index, parameter, target, state, row, noise)
 
 
 def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tuple[Any, ...], list[Member]]]:
