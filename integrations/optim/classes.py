@@ -235,11 +235,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._update_parameters()
 
     def _update_parameters(self) -> None:
-        groups, limit = self.param_groups, self._limit()
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._plans.stepped_without_gradients
-        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
+        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in self.param_groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
         types = set(map(type, grads))
@@ -255,11 +254,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 self._warn_if_sharded_since()
             # Other ranks may have gradients and wait for this rank in their reduction.
             self._plans.stepped_without_gradients = True
-            self._control(limit)
+            self._control(self._limit())
             if first_at_rest:
                 self.checker.verdict(keep=False)
             return
-        self._advance(WHOLE, parameters, grads, limit, first_at_rest)
+        self._advance(WHOLE, parameters, grads, first_at_rest)
 
     def step_parts_by(self, handle: Any) -> None:
         """Let an object step parts of the parameters by `step_part`; None: `step` updates all of them again."""
@@ -281,15 +280,13 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         parameters = self._targets(parameters)
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
             settle_gradients(parameters)
-        limit = None if self._decision is None else self._limit()
-        self._advance(part, parameters, list(map(_gradient, parameters)), limit, freed=freed)
+        self._advance(part, parameters, list(map(_gradient, parameters)), freed=freed)
 
     def _advance(
         self,
         part: int,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
-        limit: float | None,
         first_at_rest: bool = False,
         freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
@@ -298,13 +295,14 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         `first_at_rest` says whether to change nothing if all gradients are 0. The ``.grad`` of each parameter becomes
         that of `freed`; they stay if it is empty.
         """
-        plan = self._plans.of_part.get(part)
+        controlled = part == WHOLE or self._decision is not None
+        plan, limit = self._plans.of_part.get(part), self._limit() if controlled else None
         recording = any(map(capturing, {grads[0].device, *(() if plan is None else plan.devices)}))
         if recording or plan is None or not plan.describes(self, parameters, grads, limit):
             plan = StepPlan(self, parameters, grads, recording)
             if not recording:
                 self._plans.of_part[part] = plan
-        control = Control() if part != WHOLE and self._decision is None else self._control(limit)
+        control = self._control(limit) if controlled else Control()
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
