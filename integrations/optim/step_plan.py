@@ -139,7 +139,7 @@ class LaunchGroup:
         lists: list[list[torch.Tensor]] = [[] for _ in range(kernels.CODED_OPERANDS)]
         for operand, state_of in self.state_of.items():
             lists[operand] = list(map(local, map(state_of, self.states)))
-        hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
+        hyper = torch.empty(len(members), kernels.FAMILY.hyper_columns, dtype=torch.float32, device=self.device)
         numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.batch = kernels.Batch(variant, None, lists, upload(numbers, self.device), hyper)
         self._point(noise)
@@ -342,6 +342,11 @@ class StepPlan:
                 _check_blocks(target, where)
             state = optimizer._complete_state(parameter, group)
             addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
+            if not addressable and rule.launch_group is not LaunchGroup:
+                raise TypeError(
+                    f"Expected {where} to have memory of its own for Muon, but got a {type(local(target)).__name__} on "
+                    f"{local(target).device} without: put it into a group with algorithm='adamw'"
+                )
             variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
             order = dense(local(target), variant) if addressable else None
             for key, dtype in layout.dtypes.items():

@@ -203,7 +203,7 @@ class Memory:
         columns = [[o.lr, o.decay, float(o.maximize), 0.0, o.beta1, o.beta2, o.eps, float(o.decoupled)] for o in kinds]
         self.groups = torch.tensor(columns, dtype=torch.float64, device=device)
         indices = torch.tensor([kinds.index(tensor.options) for tensor in tensors], device=device)
-        hyper = torch.full((len(tensors), adam.HYPER_COLUMNS), NAN, device=device)
+        hyper = torch.full((len(tensors), adam.FAMILY.hyper_columns), NAN, device=device)
         self.batch = adam.Batch(layout, self.table, self.lists, indices, hyper)
 
     def place(self, array: np.ndarray) -> torch.Tensor:
