@@ -281,20 +281,16 @@ class _Offloaded(LayoutOptimizer):
         Raises:
             TypeError, ValueError: an option or a parameter is invalid. The optimizer is unchanged.
         """
-        if isinstance(param_group, dict) and "params" in param_group:
-            params = param_group["params"]
-            members = [params] if isinstance(params, torch.Tensor) else list(params)
-            for member in members:
-                self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
-            param_group = {**param_group, "params": members}
         self._finish_steps()  # running steps need copies of all parameters in the groups
         super().add_param_group(param_group)
-        self._follow_groups()
+        try:
+            self._follow_groups()
+        except TypeError:
+            self.param_groups.pop()
+            raise
 
     def _check_member(self, member: Any) -> None:
         """Raise unless a parameter can have a copy on the host."""
-        if not isinstance(member, torch.Tensor):
-            return  # the base class raises
         if self.in_backward == "step" and member.requires_grad and member.dtype == torch.float16:
             raise TypeError(
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
@@ -312,11 +308,10 @@ class _Offloaded(LayoutOptimizer):
                 "Expected a parameter that is not flattened, but got a flat parameter of FullyShardedDataParallel of "
                 f"shape {tuple(member.shape)}, which replaces its memory in forward and backward: use fully_shard"
             )
-        if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
+        if member.dtype not in FLOATS or member.device.type == "meta":
             raise TypeError(
-                "Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got "
-                f"{'a leaf' if member.is_leaf else 'a computed tensor'} in {member.dtype} on {member.device}: move the "
-                "model to its device first"
+                f"Expected a parameter in fp32, fp16 or bf16 with memory, but got one in {member.dtype} on "
+                f"{member.device}: move the model to its device first"
             )
 
     def _follow_groups(self) -> None:
@@ -325,11 +320,12 @@ class _Offloaded(LayoutOptimizer):
         if len(parameters) == len(self._known) and all(map(is_, parameters, self._known)):
             return
         self._finish_steps()
-        for parameter in parameters:
-            if id(parameter) not in self._mirrors:
-                self._check_member(parameter)
-                mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
-                self._hook(mirror)
+        fresh = [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in self._mirrors]
+        for parameter in fresh:
+            self._check_member(parameter)
+        for parameter in fresh:
+            mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
+            self._hook(mirror)
         self._known = parameters
         self._fill_buckets()
 
@@ -661,8 +657,8 @@ _DOCS = """
             gradient are being copied to the host.
 
     Raises:
-        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not a
-            leaf in fp32, fp16 or bf16.
+        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not in
+            fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is invalid, or ``in_backward="step"`` is combined with
             ``max_grad_norm``; and as for `halfstep.{name}`.
 
