@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 MOST = 1 << 25  # maximum elements of the matrices that share scratch memory; a single matrix may be larger
+ROUND = 1 << 22  # elements of the matrices of an owner that ranks exchange while it orthogonalizes others
 ALIGNMENT = 64  # elements; matrices in scratch memory start at multiples of it
 FOR_ADAMW = ("embed", "head")
 
@@ -68,6 +70,14 @@ def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     return assigned([min(shape[0], prod(shape[1:])) * prod(shape) for shape in shapes], ranks)
 
 
+class Round(NamedTuple):
+    """Matrices that are exchanged together. Parts are counted in elements of scratch memory, padding included."""
+
+    owned: list[int]  # the indices of those that this rank orthogonalizes
+    sent: list[int]  # the elements that this rank sends to each rank, including itself, before the iteration
+    received: list[int]  # the elements that it receives from each rank, and sends back after the iteration
+
+
 class Ownership:
     """Sharded matrices and their owners, which depend only on the shapes and the number of ranks.
 
@@ -77,21 +87,28 @@ class Ownership:
         rank: this rank.
 
     Attributes:
-        order: the indices of the matrices in the order of their parts in memory.
-        owned: the indices of the matrices that this rank orthogonalizes.
-        sent: the elements that this rank sends to each rank, including itself, before the iteration.
-        received: the elements that it receives from each rank, and sends back after the iteration.
+        order: the indices of the matrices in the order of their parts in memory, round by round.
+        rounds: of all ranks equally many.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], cuts: Sequence[tuple[int, Ranges]], rank: int) -> None:
         self.shapes, self.cuts, self.rank, ranks = shapes, cuts, rank, len(cuts[0][1])
-        owners = owners_of(shapes, ranks)
-        self.order = sorted(range(len(shapes)), key=lambda index: (owners[index], index))
-        self.owned = [index for index in self.order if owners[index] == rank]
-        self.sent = [0] * ranks
-        for index, owner in enumerate(owners):
-            self.sent[owner] += self.elements(index, rank)
-        self.received = [sum(self.elements(index, origin) for index in self.owned) for origin in range(ranks)]
+        owners, last, elements = owners_of(shapes, ranks), [0] * ranks, [0] * ranks
+        round_of = []
+        for shape, owner in zip(shapes, owners, strict=True):
+            if elements[owner] >= ROUND:
+                last[owner], elements[owner] = last[owner] + 1, 0
+            elements[owner] += prod(shape)
+            round_of.append(last[owner])
+        self.order = sorted(range(len(shapes)), key=lambda index: (round_of[index], owners[index], index))
+        self.rounds = [Round([], [0] * ranks, [0] * ranks) for _ in range(max(last) + 1)]
+        for index in self.order:
+            owned, sent, received = self.rounds[round_of[index]]
+            sent[owners[index]] += self.elements(index, rank)
+            if owners[index] == rank:
+                owned.append(index)
+                for origin in range(ranks):
+                    received[origin] += self.elements(index, origin)
 
     def elements(self, index: int, rank: int) -> int:
         """The elements of scratch memory for the part of a rank."""
@@ -100,6 +117,11 @@ class Ownership:
         return padded(prod(self.shapes[index]) // max(self.shapes[index][dim], 1) * (end - begin))
 
     @property
+    def received(self) -> int:
+        """The elements that this rank receives from all ranks, including itself."""
+        return sum(sum(each.received) for each in self.rounds)
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank sends to others per step, in bf16: parts to their owners, and results back."""
-        return 2 * (sum(self.sent) + sum(self.received) - 2 * self.sent[self.rank])
+        return 2 * sum(sum(each.sent) + sum(each.received) - 2 * each.sent[self.rank] for each in self.rounds)

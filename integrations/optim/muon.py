@@ -22,7 +22,7 @@ from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
 from halfstep.kernels.streams import current_stream
-from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, cuts_matrices, is_matrix, padded
+from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, Round, cuts_matrices, is_matrix, padded
 from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded
 
@@ -33,7 +33,7 @@ class Exchange(Ownership):
     """Sharded matrices, and their owners, which orthogonalize them.
 
     Each rank sends its parts to the owners and receives the results. N ranks together send 4 (N - 1) / N bytes per
-    element, in two collectives.
+    element, in two collectives per round, which run while the owners orthogonalize the matrices of other rounds.
     """
 
     def __init__(self, targets: list[torch.Tensor]) -> None:
@@ -43,11 +43,29 @@ class Exchange(Ownership):
 
     def run(self, parts: torch.Tensor, received: torch.Tensor, products: rule.Products) -> None:
         """Replace this rank's parts, in `order`, by those of the orthogonalized matrices."""
-        sent_bytes, received_bytes = parts.view(torch.uint8), received.view(torch.uint8)  # some backends lack bf16
-        sent, taken = [2 * size for size in self.sent], [2 * size for size in self.received]
-        dist.all_to_all_single(received_bytes, sent_bytes, taken, sent, group=self.group)
-        starts = list(accumulate(self.received[:-1], initial=0))
-        for index in self.owned:
+        parts_of = parts.split([sum(each.sent) for each in self.rounds])
+        received_of = received.split([sum(each.received) for each in self.rounds])
+        buffers = list(zip(self.rounds, parts_of, received_of, strict=True))
+        # `wait` blocks the host on a CPU only. All ranks begin collectives in the same order.
+        arriving, returning = [self._begin(*buffers[0], back=False)], []
+        for number, (each, sent, matrices) in enumerate(buffers):
+            if number + 1 < len(buffers):
+                arriving.append(self._begin(*buffers[number + 1], back=False))
+            arriving[number].wait()
+            self._orthogonalize(each, matrices, products)
+            returning.append(self._begin(each, sent, matrices, back=True))
+        for work in returning:
+            work.wait()
+
+    def _begin(self, each: Round, parts: torch.Tensor, received: torch.Tensor, back: bool) -> dist.Work:
+        tensors = parts.view(torch.uint8), received.view(torch.uint8)  # some backends lack bf16
+        counts = [2 * size for size in each.sent], [2 * size for size in each.received]
+        (source, into), (sizes, into_sizes) = (tensors, counts) if not back else (tensors[::-1], counts[::-1])
+        return dist.all_to_all_single(into, source, into_sizes, sizes, group=self.group, async_op=True)
+
+    def _orthogonalize(self, each: Round, received: torch.Tensor, products: rule.Products) -> None:
+        starts = list(accumulate(each.received[:-1], initial=0))
+        for index in each.owned:
             shape, (dim, ranges) = self.shapes[index], self.cuts[index]
             whole = received.new_empty(shape)
             of_ranks = []
@@ -60,7 +78,6 @@ class Exchange(Ownership):
             muon.orthogonalize([whole.view(rule.matrices(shape, products.blocks))], products)
             for part, piece in of_ranks:
                 part.copy_(piece)
-        dist.all_to_all_single(sent_bytes, received_bytes, sent, taken, group=self.group)
 
 
 def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
@@ -126,7 +143,7 @@ class MatrixGroup(LaunchGroup):
             matrices = [view.view(-1, *side) if view.numel() else view for view, side in pairs]
             self._products = partial(muon.orthogonalize, matrices, products)
         else:
-            self._products = partial(exchange.run, memory, self._memory("received", sum(exchange.received)), products)
+            self._products = partial(exchange.run, memory, self._memory("received", exchange.received), products)
         return scratch
 
     def _memory(self, use: str, elements: int) -> torch.Tensor:

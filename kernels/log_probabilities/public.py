@@ -12,6 +12,7 @@ from halfstep.kernels.multi_tensor import PLAIN_TYPES, check_tensor
 from halfstep.kernels.op import is_watched
 from halfstep.kernels.softmax import log_softmax
 
+_LEAST_TEMPERATURE = 1 / torch.finfo(torch.float32).max
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -50,9 +51,15 @@ def check_arguments(logits: Any, targets: Any, temperature: float, inplace: bool
             f"Expected targets to be on the device of logits, {logits.device}, but got {targets.device}: use "
             "targets.to(logits.device)"
         )
-    if not 0.0 < temperature < math.inf:
+    if isinstance(temperature, torch.Tensor) or not isinstance(temperature, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(
+            f"Expected temperature to be a number, but got a {type(temperature).__name__}: divide the logits by a "
+            "tensor yourself"
+        )
+    if not _LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
-            f"Expected temperature to be a finite number above 0, but got {temperature}: for 0, take the argmax"
+            "Expected temperature to be a finite number above 0, whose inverse is finite in fp32, but got "
+            f"{temperature}: for 0, take the argmax"
         )
     if inplace and logits.requires_grad and not torch.compiler.is_compiling():
         if is_leaf or 0 in logits.stride():
@@ -60,6 +67,17 @@ def check_arguments(logits: Any, targets: Any, temperature: float, inplace: bool
                 "Expected logits that an operation computed and that do not overlap in memory with "
                 "inplace_backward=True, which writes their gradient over them, but got "
                 f"{'a leaf' if is_leaf else f'strides {logits.stride()}'}: use inplace_backward=False"
+            )
+
+
+def _check_weight(weight: Any, logits: Any) -> None:
+    check_tensor(weight, "weight", _FLOATS)
+    if isinstance(logits, torch.Tensor) and logits.ndim:
+        classes = logits.shape[min(1, logits.ndim - 1)]
+        if weight.shape != (classes,) or weight.device != logits.device:
+            raise ValueError(
+                f"Expected weight to have a number for each of {classes} classes, on {logits.device}, but got shape "
+                f"{tuple(weight.shape)} on {weight.device}: index it as the classes are, or use .to(logits.device)"
             )
 
 
@@ -124,7 +142,7 @@ def log_probabilities(
         `targets`.
 
     Raises:
-        TypeError: logits or targets are no tensors of these dtypes, or DTensors.
+        TypeError: logits or targets are no tensors of these dtypes, or DTensors, or `temperature` is no number.
         ValueError: shapes or devices do not fit, `temperature` is not finite and above 0, or a leaf, or a tensor that
             overlaps itself, cannot be written over.
         IndexError: a target on a CPU is out of range.
@@ -158,7 +176,7 @@ def cross_entropy(
         logits: fp32, fp16, bf16 or fp64 of shape (V), (N, V) or (N, V, ...). With dimensions after the classes they are
             copied, in their dtype: pass ``logits.flatten(0, -2)`` for (..., V).
         targets: int32 or int64 of shape (), (N) or (N, ...).
-        weight: fp32, or fp64 for fp64 logits, of shape (V): rows count by that of their target. With
+        weight: a floating-point tensor of shape (V): rows count by that of their target. With
             `label_smoothing`, `log_softmax` is taken in fp32, and neither `exact` nor `inplace_backward` can be.
         ignore_index: rows with this target do not count.
         reduction: ``"mean"`` over the rows that count, by weight, ``"sum"`` or ``"none"``.
@@ -186,6 +204,8 @@ def cross_entropy(
             f"Expected targets to be indices of classes, int32 or int64, but got {targets.dtype}: for probabilities "
             "use torch.nn.functional.cross_entropy"
         )
+    if weight is not None:
+        _check_weight(weight, logits)
     smooth_by_weight = weight is not None and label_smoothing > 0.0
     if smooth_by_weight and (exact or inplace_backward):
         raise ValueError(
@@ -199,6 +219,7 @@ def cross_entropy(
     counts, selected, mean = targets != ignore_index, row[0], row[5]
     weights: torch.Tensor = counts
     if weight is not None:
+        weight = weight.to(row.dtype)
         weights = torch.where(counts, weight[torch.where(counts, targets, 0)], 0.0)
         selected = weights * selected
     if weight is not None and smooth_by_weight:

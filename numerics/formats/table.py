@@ -333,9 +333,13 @@ class _Formats(Mapping[str, Format]):
         Raises:
             UnknownFormat: there is no such format.
         """
-        if isinstance(name, BlockFormat):
-            return name
-        return (_block_format(name) if isinstance(name, str) else None) or self.element(name)
+        return self._block(name) or self.element(name)
+
+    def _block(self, name: object) -> BlockFormat | None:
+        if not isinstance(name, str) or _plain(name) in self._names:
+            return name if isinstance(name, BlockFormat) else None
+        row = block_row(name)
+        return None if row is None else _block_formats(*row)
 
     def element(self, name: object) -> Format:
         """The format of single numbers of a name, as `formats` itself takes it.
@@ -345,7 +349,7 @@ class _Formats(Mapping[str, Format]):
         """
         if isinstance(name, Format):
             return name
-        if block := name if isinstance(name, BlockFormat) else _block_format(str(name)):
+        if block := self._block(name):
             raise UnknownFormat(
                 f"Expected a format of single numbers, but got {block.name!r}, one of blocks: choose that of its "
                 f"elements, {block.element.name!r}, or of its scales, {block.scale.name!r}"
@@ -398,11 +402,6 @@ def _plain(name: str) -> str:
 
 
 formats = _Formats(_ROWS)
-
-
-def _block_format(name: str) -> BlockFormat | None:
-    row = block_row(name)
-    return None if row is None else _block_formats(*row)
 
 
 @lru_cache

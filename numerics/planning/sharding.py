@@ -255,7 +255,7 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
             parts = max(parts, sum(map(padded, shards[of_part])))
             if exchanged:
                 ownership = Ownership(shapes[of_part], cuts[of_part], rank)
-                received, sent = max(received, sum(ownership.received)), sent + ownership.bytes_sent
+                received, sent = max(received, ownership.received), sent + ownership.bytes_sent
     return Scratch(parts, received, copies, sent)
 
 

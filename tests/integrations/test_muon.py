@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from rule_ranks import LAYOUTS, OPTIONS, assert_same, loss_of, net, optimizer_of
 from stream_model import Model
 
 import halfstep
-from halfstep.numerics.owners import cut, cuts_matrices, owners_of
+from halfstep.numerics import owners
+from halfstep.numerics.owners import Ownership, cut, cuts_matrices, owners_of
 
 
 def test_a_step_under_autocast_has_the_bits_of_one_outside() -> None:
@@ -182,11 +185,30 @@ def test_shards_that_cut_matrices_are_recognized(shape: tuple[int, ...], dim: in
 def test_owners_share_the_work() -> None:
     shapes = [torch.Size(shape) for shape in [(64, 64), (64, 256), (256, 64), (64, 64), (8, 8)] * 8]
     for ranks in (1, 2, 4, 8):
-        owners = owners_of(shapes, ranks)
+        owner_of = owners_of(shapes, ranks)
         loads = [0] * ranks
-        for shape, owner in zip(shapes, owners, strict=True):
+        for shape, owner in zip(shapes, owner_of, strict=True):
             loads[owner] += min(shape) * shape.numel()
         assert max(loads) <= 1.06 * sum(loads) / ranks
+
+
+def test_rounds_hold_all_parts_and_are_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank sends to another one in a round is what that one receives, and an owner's round has few matrices."""
+    monkeypatch.setattr(owners, "ROUND", 5000)
+    shapes = [(64, 64), (10, 256), (256, 64), (64, 63), (7, 8), (90, 3)] * 3
+    for ranks in (2, 3, 4):
+        cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
+        of_ranks = [Ownership(shapes, cuts, rank) for rank in range(ranks)]
+        assert len({(len(ownership.rounds), *ownership.order) for ownership in of_ranks}) == 1
+        assert len(of_ranks[0].rounds) > 2
+        for together in zip(*(ownership.rounds for ownership in of_ranks), strict=True):
+            for sender, receiver in product(range(ranks), repeat=2):
+                assert together[sender].sent[receiver] == together[receiver].received[sender]
+            for each in together:
+                elements = [math.prod(shapes[index]) for index in each.owned]
+                assert sum(elements) - (elements or [0])[-1] < 5000
+        owned = [index for ownership in of_ranks for each in ownership.rounds for index in each.owned]
+        assert sorted(owned) == list(range(len(shapes)))
 
 
 def test_states_take_the_bytes_of_the_layout_and_load_into_others() -> None:

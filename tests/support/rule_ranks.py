@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
+from halfstep.numerics import owners
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01},
@@ -119,6 +121,30 @@ def shards_have_the_bits_of_one_process(cut: str, name: str, layout: str) -> Non
     assert all(map(torch.equal, *tensors))
 
 
+def matrices_are_exchanged_in_rounds() -> None:
+    """Of matrices of 1,000 elements, or a larger one, at a time: five rounds, of which two leave rank 0 without any."""
+    shapes = [(33, 96), (128, 33), (40, 40), (96, 17), (5, 300), (64, 64), (31, 31), (3, 64)]
+    mesh, generator = init_device_mesh("cpu", (2,)), torch.Generator().manual_seed(0)
+    whole, cut = [], []
+    for shape in shapes:
+        matrix = torch.randn(shape, generator=generator).bfloat16()
+        whole.append(torch.nn.Parameter(matrix.clone()))
+        cut.append(torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])))
+    with (
+        patch.object(owners, "ROUND", 1000),
+        patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent,
+    ):
+        optimizers = [halfstep.Muon(matrices, lr=0.02) for matrices in (whole, cut)]
+        for _ in range(3):
+            for first, second in zip(whole, cut, strict=True):
+                first.grad = torch.randn(first.shape, generator=generator).bfloat16()
+                second.grad = distribute_tensor(first.grad, mesh, [Shard(0)])
+            for optimizer in optimizers:
+                optimizer.step()
+    assert sent.call_count == 3 * 2 * 5
+    assert all(torch.equal(first, second.full_tensor()) for first, second in zip(whole, cut, strict=True))
+
+
 def steps_in_the_backward_of_shards_are_refused() -> None:
     model = sharded("rows")
     text = "Expected unsharded parameters"
@@ -142,6 +168,7 @@ PAIRS = [(name, layout) for name in OPTIONS for layout in LAYOUTS if layout != U
 CASES: dict[str, Callable[[], None]] = {
     **_shards("rows", *PAIRS),
     **_shards("columns", ("Muon", "split")),
+    "rounds": matrices_are_exchanged_in_rounds,
     "steps in the backward": steps_in_the_backward_of_shards_are_refused,
 }
 ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
