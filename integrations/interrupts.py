@@ -5,8 +5,8 @@ exception aborts the process; between two collectives, which makes the other ran
 which ignores the exception. Inside `held`, signals are only recorded. `poll` and the end of `held` deliver them by
 calling the previous handlers, which may raise KeyboardInterrupt or another exception.
 
-`apply` runs a sequence of prepared calls that must not be interrupted, such as a step over tensors of two dtypes, or
-the update of state and weights when a checkpoint is loaded. No bytecode runs between the calls.
+`apply` of optim/step_plan.py runs prepared calls, such as a step over tensors of two dtypes, without a bytecode in
+between.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import _signal  # `signal` wraps it with enums, which take longer than a launch
 import signal
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
-from operator import attrgetter
-from types import FunctionType, MethodType
 from typing import Any
 
 # The signals that a step delays. Replacing the handlers of all signals would take longer than a launch.
-_USUAL = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
+USUAL = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
 
 # The handlers that `held` has replaced, and the signals received since. Only the main thread runs handlers.
 _previous: dict[int, Callable[..., Any]] = {}
@@ -85,21 +81,3 @@ def _restore_handlers(before: dict[int, Callable[..., Any]]) -> None:
         before[number](number, sys._getframe())
     if raised is not None:
         raise raised
-
-
-_function = attrgetter("func")
-_IN_PYTHON = {FunctionType, MethodType}
-
-
-def apply(calls: Sequence[partial[Any]]) -> None:
-    """Run calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
-
-    No Python code runs between the calls. If any of them is a Python function or method, such as a Triton launch or the
-    reference, Ctrl-C and SIGTERM are delayed explicitly. Only errors of the calls themselves, and exceptions that a
-    debugger or another thread injects into such a function (``PyThreadState_SetAsyncExc``), interrupt the sequence.
-    """
-    if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
-        with held(_USUAL):
-            deque(map(partial.__call__, calls), maxlen=0)
-    else:
-        deque(map(partial.__call__, calls), maxlen=0)

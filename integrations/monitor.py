@@ -11,12 +11,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from halfstep.kernels.cells import width
-from halfstep.kernels.streams import capturing, to_device
+from halfstep.kernels.streams import HostCopy, capturing, to_device
 from halfstep.numerics.formats.table import formats
-from halfstep.numerics.scaling.host_copy import HostCopy
-from halfstep.numerics.scaling.scaler import GradScaler
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.wrappers import unwrapped
 from halfstep.numerics.statistics.advice import ScaleAdvice, advise_scale
 from halfstep.numerics.statistics.counts import Statistics, grid_of
 from halfstep.numerics.statistics.named_tensors import count_, countable, named_tensors

@@ -6,7 +6,7 @@ gradients arrive: a bucket waits only for its own gradients, and its weights are
 If the norm is needed, it waits for all gradients. Weights and state are bit-identical to those of a step on the device.
 
 All launches of a step are prepared before it waits for the first gradient. Waits, launches and copies are then one
-uninterruptible sequence of calls (interrupts.py), so that a step in buckets takes place completely or not at all.
+uninterruptible sequence of calls (`apply`), so that a step in buckets takes place completely or not at all.
 
 ``param_groups`` and ``state`` refer to the parameters on the device, as in any optimizer. The optimizer steps copies of
 them on the host, pinned if the parameter is on a GPU. Gradients of several backwards are accumulated on the host, in
@@ -36,19 +36,17 @@ from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
-from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
-from halfstep.integrations.optim.masters import written_last
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
-from halfstep.integrations.optim.state import like, moved
-from halfstep.integrations.optim.step_plan import WHOLE
+from halfstep.integrations.optim.state import like, moved, written_last
+from halfstep.integrations.optim.step_plan import WHOLE, apply
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import is_flat, local, settled
 from halfstep.numerics.scaling.stand_ins import StandIn, is_freed, is_stand_in, is_zeroed, remove_stand_in
-from halfstep.numerics.scaling.verdict import parameters_of
 
 aten = torch.ops.aten
 
@@ -168,7 +166,7 @@ class _Mirror:
         self.arriving: torch.cuda.Event | None = None  # recorded after the copy of a gradient to `staging`
         self.full = False  # whether `staging` has, or is receiving, a gradient
         self._stand_in: torch.Tensor | None = None
-        self._seen = written_last(parameter)
+        self.seen = written_last(parameter)  # when it last had the weight of the copy
         weakref.finalize(self, _orphan, weakref.ref(parameter)).atexit = False
 
     def stand_in(self) -> torch.Tensor:
@@ -191,10 +189,6 @@ class _Mirror:
             self.arriving.synchronize()
         self.full, self.host.grad = False, None
 
-    def is_written(self) -> bool:
-        """Whether the parameter was written since the last step, as far as its version, address and dtype tell."""
-        return written_last(self.parameter) != self._seen
-
 
 def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
     """Remove the stand-in of a parameter whose optimizer was deleted together with the gradient."""
@@ -206,7 +200,7 @@ def _orphan(parameter: weakref.ref[torch.Tensor]) -> None:
 def _sent(mirrors: Iterable[_Mirror]) -> None:
     """Record that parameters now equal their copies."""
     for mirror in mirrors:
-        mirror._seen = written_last(mirror.parameter)
+        mirror.seen = written_last(mirror.parameter)
 
 
 def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
@@ -287,20 +281,16 @@ class _Offloaded(LayoutOptimizer):
         Raises:
             TypeError, ValueError: an option or a parameter is invalid. The optimizer is unchanged.
         """
-        if isinstance(param_group, dict) and "params" in param_group:
-            params = param_group["params"]
-            members = [params] if isinstance(params, torch.Tensor) else list(params)
-            for member in members:
-                self._check_member(member[1] if isinstance(member, tuple) and len(member) == 2 else member)
-            param_group = {**param_group, "params": members}
         self._finish_steps()  # running steps need copies of all parameters in the groups
         super().add_param_group(param_group)
-        self._follow_groups()
+        try:
+            self._follow_groups()
+        except TypeError:
+            self.param_groups.pop()
+            raise
 
     def _check_member(self, member: Any) -> None:
         """Raise unless a parameter can have a copy on the host."""
-        if not isinstance(member, torch.Tensor):
-            return  # the base class raises
         if self.in_backward == "step" and member.requires_grad and member.dtype == torch.float16:
             raise TypeError(
                 "Expected parameters in fp32 or bf16 with in_backward='step', but got one in torch.float16, whose loss "
@@ -318,11 +308,10 @@ class _Offloaded(LayoutOptimizer):
                 "Expected a parameter that is not flattened, but got a flat parameter of FullyShardedDataParallel of "
                 f"shape {tuple(member.shape)}, which replaces its memory in forward and backward: use fully_shard"
             )
-        if not member.is_leaf or member.dtype not in FLOATS or member.device.type == "meta":
+        if member.dtype not in FLOATS or member.device.type == "meta":
             raise TypeError(
-                "Expected a parameter to be a leaf in fp32, fp16 or bf16 with memory, but got "
-                f"{'a leaf' if member.is_leaf else 'a computed tensor'} in {member.dtype} on {member.device}: move the "
-                "model to its device first"
+                f"Expected a parameter in fp32, fp16 or bf16 with memory, but got one in {member.dtype} on "
+                f"{member.device}: move the model to its device first"
             )
 
     def _follow_groups(self) -> None:
@@ -331,11 +320,12 @@ class _Offloaded(LayoutOptimizer):
         if len(parameters) == len(self._known) and all(map(is_, parameters, self._known)):
             return
         self._finish_steps()
-        for parameter in parameters:
-            if id(parameter) not in self._mirrors:
-                self._check_member(parameter)
-                mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
-                self._hook(mirror)
+        fresh = [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in self._mirrors]
+        for parameter in fresh:
+            self._check_member(parameter)
+        for parameter in fresh:
+            mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
+            self._hook(mirror)
         self._known = parameters
         self._fill_buckets()
 
@@ -515,7 +505,7 @@ class _Offloaded(LayoutOptimizer):
                         mirror.weight.copy_(local(mirror.parameter), non_blocking=True)
                     if stream is not None:
                         self._weights_arriving.setdefault(bucket, []).append(stream.record_event())
-        written = [mirror.host for mirror in mirrors if mirror.is_written()]
+        written = [mirror.host for mirror in mirrors if written_last(mirror.parameter) != mirror.seen]
         if written:
             self._finish_reading()  # full masters are compared with them before the first launch
             torch.autograd.graph.increment_version(written)
@@ -667,8 +657,8 @@ _DOCS = """
             gradient are being copied to the host.
 
     Raises:
-        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not a
-            leaf in fp32, fp16 or bf16.
+        TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not in
+            fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is invalid, or ``in_backward="step"`` is combined with
             ``max_grad_norm``; and as for `halfstep.{name}`.
 

@@ -41,13 +41,11 @@ from halfstep.integrations.buckets import (
 )
 from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.unscale import Verdict
-from halfstep.numerics.scaling.decision import Decision
-from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local
+from halfstep.numerics.scaling.decision import Checker, Decision, norm_of, parameters_of
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
+from halfstep.numerics.scaling.sharding import checked_group, default_group, is_sharded, local
 from halfstep.numerics.scaling.stand_ins import gradient_of, remove_stand_in
-from halfstep.numerics.scaling.topology import default_group
-from halfstep.numerics.scaling.verdict import Checker, norm_of, parameters_of
-from halfstep.numerics.scaling.wrappers import unwrapped, wrapped_by
+from halfstep.numerics.scaling.wrappers import wrapped_by
 
 READ = (
     "to clip, set max_grad_norm of the optimizer and call step_in_backward with clipping='exact' or 'previous', or use "

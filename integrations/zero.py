@@ -18,7 +18,7 @@ from halfstep.integrations.checkpoint.atomic import CheckpointError
 from halfstep.integrations.checkpoint.whole import check_optimizer_state, gather, unchanged_on_error
 from halfstep.integrations.optim.classes import saving
 from halfstep.integrations.optim.options import check_format
-from halfstep.numerics.scaling.verdict import parameters_of
+from halfstep.numerics.scaling.decision import parameters_of
 
 
 def state_dict(

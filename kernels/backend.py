@@ -63,18 +63,21 @@ class backend:
     """
 
     def __init__(self, name: str) -> None:
-        global _chosen
-        self._before = _chosen
-        self._name = _chosen = _checked(name, "backend")
+        self._before, self._name = _chosen, _checked(name, "backend")
+        _choose(self._name)
 
     def __enter__(self) -> backend:
-        global _chosen
-        _chosen = self._name
+        _choose(self._name)
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _chosen
-        _chosen = self._before
+        _choose(self._before)
+
+
+def _choose(name: str) -> None:
+    global _chosen
+    _chosen = name
+    resolve.cache_clear()
 
 
 def chosen() -> str:
@@ -82,6 +85,7 @@ def chosen() -> str:
     return _chosen
 
 
+@functools.cache
 def resolve(device: torch.device, family: str) -> str:
     """The implementation that runs for tensors on `device`: ``"reference"``, ``"native"`` or ``"triton"``.
 

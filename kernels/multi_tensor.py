@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -99,15 +99,24 @@ def own_operations(tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
     return next(filter(None, (getattr(tensor, "fake_mode", None) for tensor in tensors)), nullcontext())
 
 
-def all_have_memory(tensors: list[torch.Tensor]) -> bool:
-    """Whether `has_memory` holds for all tensors of a list on one device. Lists of plain tensors are decided by their
-    types; a freed storage among them is found when its address is taken.
+def are_usual(tensors: list[torch.Tensor], dtypes: Collection[torch.dtype] = DTYPE_CODES) -> bool:
+    """Whether all tensors are plain and dense, in memory of one device, and of some dtypes. If so, this takes no loop
+    in Python, which for thousands of tensors takes longer than the kernels. A freed storage among them is found when
+    its address is taken.
     """
-    if not tensors:
-        return True
-    if set(map(type, tensors)) <= PLAIN_TYPES:
-        return not tensors[0].is_meta and torch._C._get_dispatch_mode(_FAKE_MODE) is None
-    return all(map(has_memory, tensors))
+    return (
+        set(map(type, tensors)) <= PLAIN_TYPES
+        and set(map(attrgetter("layout"), tensors)) <= {torch.strided}
+        and set(map(attrgetter("dtype"), tensors)).issubset(dtypes)
+        and len(set(map(attrgetter("device"), tensors))) <= 1
+        and not any(map(attrgetter("is_meta"), tensors[:1]))
+        and torch._C._get_dispatch_mode(_FAKE_MODE) is None
+    )
+
+
+def all_have_memory(tensors: list[torch.Tensor]) -> bool:
+    """Whether `has_memory` holds for all tensors of a list."""
+    return are_usual(tensors) or all(map(has_memory, tensors))
 
 
 @jit
@@ -141,7 +150,7 @@ class TensorTable:
         device: torch.device,
         contents: Sequence[list[int] | None] = (),
     ) -> None:
-        """`contents` are the rows of the operands, with None for those that `refresh` or `point` write later."""
+        """`contents` are the rows of the operands, with None for those that `point` or `write` write later."""
         # Tensors of the host name their device, since `torch.set_default_device` may have set another one.
         sizes = torch.tensor(numels, dtype=torch.int64, device="cpu")
         counts = (sizes + (chunk - 1)) // chunk
@@ -179,12 +188,10 @@ class TensorTable:
         if self.written[operand] != addresses:
             if min(addresses, default=_BEYOND_OFFSETS) < _BEYOND_OFFSETS:
                 checked_addresses(tensors)
-            self.refresh(operand, addresses)
+            self.write(operand, addresses)
 
-    def refresh(self, operand: int, numbers: list[int]) -> None:
-        """Write the row of one operand, if it differs from that in the table. For addresses, use `point`."""
-        if self.written[operand] == numbers:
-            return
+    def write(self, operand: int, numbers: list[int]) -> None:
+        """Write the row of one operand. For addresses, use `point`."""
         self.written[operand] = None  # unknown until the upload has ended without an error or an interrupt
         upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), self.device, out=self.rows[ADDRESSES + operand])
         self.written[operand] = numbers
@@ -230,7 +237,8 @@ class TableCache(threading.local):
             for row, tensors in enumerate(operands):
                 table.point(row, tensors)
             for row, content in enumerate(numbers, len(operands)):
-                table.refresh(row, content)
+                if table.written[row] != content:
+                    table.write(row, content)
         self._tables[key] = table
         while len(self._tables) > self._capacity:
             self._tables.popitem(last=False)
@@ -251,11 +259,13 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_flat(tensor) else tensor.resolve_neg().contiguous()
 
 
+def all_contiguous(tensors: list[torch.Tensor]) -> bool:
+    return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+
+
 def all_flattened(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """`flattened` of each tensor; the list itself, decided without a loop in Python, if none needs a copy."""
-    if all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors)):
-        return tensors
-    return list(map(flattened, tensors))
+    return tensors if all_contiguous(tensors) else list(map(flattened, tensors))
 
 
 def by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, Sequence[int]]:
@@ -296,14 +306,8 @@ def check_tensor_list(
     if isinstance(tensors, torch.Tensor):
         raise TypeError(f"Expected {argument} to be a list of tensors, but got one tensor: pass [{argument}]")
     listed = list(tensors)
-    # The usual case needs no loop in Python, which for thousands of tensors takes longer than the kernels.
-    if (
-        set(map(type, listed)) <= PLAIN_TYPES
-        and set(map(attrgetter("layout"), listed)) <= {torch.strided}
-        and set(map(attrgetter("dtype"), listed)) <= set(dtypes)
-        and len(set(map(attrgetter("device"), listed))) <= 1
-    ):
-        return listed, all_have_memory(listed)
+    if are_usual(listed, dtypes):
+        return listed, True
     for index, tensor in enumerate(listed):
         check_tensor(tensor, f"{argument}[{index}]", dtypes)
         if tensor.device != listed[0].device:
@@ -311,4 +315,4 @@ def check_tensor_list(
                 f"Expected {argument}[{index}] to be on the device of {argument}[0], {listed[0].device}, but got "
                 f"{tensor.device}: call once per device"
             )
-    return listed, all_have_memory(listed)
+    return listed, all(map(has_memory, listed))

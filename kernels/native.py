@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -214,27 +214,16 @@ def library(family: str) -> Any:
     return declare(result, source.read_text())
 
 
-_in_parallel = False  # whether OpenMP may have started threads in this process
-_without_threads = False  # whether this process was forked from one with such threads
-
-
-def threads() -> int:
-    """For kernels: as many as torch uses, or 1 in a process that was forked after kernels had run in parallel."""
-    global _in_parallel
-    if _without_threads:
-        return 1
-    count = torch.get_num_threads()
-    _in_parallel = _in_parallel or count > 1
-    return count
+threads: Callable[[], int] = torch.get_num_threads  # for kernels
 
 
 def _after_fork() -> None:
-    """In a forked process, use one thread: OpenMP would wait forever for threads that only the parent process has. This
-    concerns our kernels and torch, whose operations build the tables.
+    """In a process that was forked after kernels had run, use one thread: OpenMP would wait forever for threads that
+    only the parent process has. This concerns our kernels and torch, whose operations build the tables.
     """
-    global _without_threads
-    if _in_parallel:
-        _without_threads = True
+    global threads
+    if library.cache_info().currsize:
+        threads = functools.partial(int, 1)
         torch.set_num_threads(1)
 
 

@@ -20,12 +20,13 @@ or a slice, never a list, which would be copied from memory that is not pinned.
 **The host waits for what it reads.** ``tensor.to("cpu", non_blocking=True)`` returns before the numbers have arrived,
 and work on the CPU would read whatever was there before. Therefore only this module uses ``non_blocking``: copies to a
 GPU are asynchronous, copies to the CPU have ended when they are returned (`to_device`, `all_to_device`) or are read
-after their event (`download`).
+after their event (`HostCopy`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -103,16 +104,6 @@ def all_to_device(
     return moved
 
 
-def download(numbers: torch.Tensor, out: torch.Tensor, event: torch.cuda.Event) -> None:
-    """Queue a copy from a GPU to pinned memory in the current stream, and record an event after it.
-
-    `out` must not be read before the event has been waited for, or its `query` has returned True.
-    """
-    with torch.cuda.device(numbers.device):
-        out.copy_(numbers, non_blocking=True)
-        event.record()
-
-
 def _keep(pinned: torch.Tensor) -> None:
     """Hold memory as long as the graph that is being captured."""
     try:
@@ -124,3 +115,53 @@ def _keep(pinned: torch.Tensor) -> None:
         _of_graphs.setdefault(graph, []).append(pinned)
     else:
         _for_good.append(pinned)
+
+
+class HostCopy:
+    """Asynchronous copies of some numbers to the host.
+
+    On a CPU the tensor itself is read. On a GPU, copies start with the first call of `newest`. From then on each `take`
+    queues a copy into pinned memory after the work that computes the numbers, and `newest` returns the last copy that
+    has arrived. During the capture of a CUDA graph both do nothing, since a query of an event would end the capture.
+    """
+
+    SLOTS = 4  # largest number of copies under way; further ones are left out
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._under_way: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._free: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._known: torch.Tensor | None = None
+
+    def take(self, numbers: torch.Tensor) -> None:
+        """Queue a copy of `numbers`, of the same shape and dtype each time, as of this point of the current stream."""
+        if numbers.device.type == "cpu" or not self._asked or capturing(numbers.device):
+            return
+        self._look()
+        if not self._free:
+            if len(self._under_way) == self.SLOTS:
+                return
+            memory = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._free.append((torch.cuda.Event(), memory))
+        event, memory = self._free.pop()
+        with torch.cuda.device(numbers.device):
+            memory.copy_(numbers, non_blocking=True)
+            event.record()
+        self._under_way.append((event, memory))
+
+    def _look(self) -> None:
+        while self._under_way and self._under_way[0][0].query():
+            event, memory = self._under_way.popleft()
+            self._known = memory.clone()
+            self._free.append((event, memory))
+
+    def newest(self, numbers: torch.Tensor, wait: bool = False) -> torch.Tensor | None:
+        """The newest values that have arrived. If there are none yet: None or, with `wait`, the present ones."""
+        if numbers.device.type == "cpu":
+            return numbers
+        self._asked = True
+        if not capturing(numbers.device):
+            self._look()
+            if self._known is None and wait:
+                self._known = numbers.cpu()
+        return self._known

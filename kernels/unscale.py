@@ -13,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,16 @@ from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import EXACT, is_hip, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
-from halfstep.kernels.multi_tensor import ADDRESSES, FLOATS, TableCache, TensorTable, address, locate, own_operations
+from halfstep.kernels.multi_tensor import (
+    ADDRESSES,
+    FLOATS,
+    TableCache,
+    TensorTable,
+    address,
+    all_contiguous,
+    locate,
+    own_operations,
+)
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.streams import to_device, upload
 
@@ -75,12 +85,12 @@ class Tally(NamedTuple):
 
 
 class PartialCheck(NamedTuple):
-    """An unfinished check: what `finish_parts` needs of each of its tensors."""
+    """The unfinished check of one tensor."""
 
-    dtypes: list[torch.dtype]
-    sums: Sequence[torch.Tensor]  # fp64, that of each chunk; of a tensor without memory, one
-    flags: Sequence[torch.Tensor]  # int32, one element
-    in_memory: bool  # whether kernels read the tensors
+    dtype: torch.dtype
+    sums: torch.Tensor  # fp64, that of each chunk; of a tensor without memory, one
+    flag: torch.Tensor  # int32, one element
+    in_memory: bool  # whether kernels have read the tensor
 
 
 class Unscaled(NamedTuple):
@@ -359,11 +369,12 @@ class _Group(NamedTuple):
 
 
 def _grouped(tensors: list[torch.Tensor], slots: Sequence[int]) -> list[_Group]:
-    groups = []
-    for dtype, indices in multi_tensor.by_dtype(tensors).items():
+    groups, dtypes = [], list(map(attrgetter("dtype"), tensors))
+    for dtype in (distinct := dict.fromkeys(dtypes)):
         listed, slots_of = tensors, list(slots)
-        if len(indices) < len(tensors):
-            listed, slots_of = [tensors[index] for index in indices], [slots[index] for index in indices]
+        if len(distinct) > 1:
+            members = list(map(is_, dtypes, repeat(dtype)))
+            listed, slots_of = list(compress(tensors, members)), list(compress(slots, members))
         groups.append(_Group(dtype, listed, slots_of, _tables[dtype].table(listed, numbers=[slots_of])))
     return groups
 
@@ -441,7 +452,7 @@ def check(
     norm: torch.Tensor | None = None,
     tally: Tally | None = None,
     slots: Sequence[int] | None = None,
-    in_memory: bool | None = None,
+    in_memory: bool = True,
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -453,12 +464,10 @@ def check(
         tally: where non-finite tensors are counted; it has one row per flag.
         slots: for each tensor the index of its flag, all different. Other flags become 0. None for the order of
             `tensors`.
-        in_memory: whether kernels may read the tensors at their addresses; None to find out. Otherwise operations of
-            torch are used, which support other dtypes too.
+        in_memory: whether kernels may read the tensors at their addresses. Otherwise operations of torch are used,
+            which support other dtypes too.
     """
     device = tensors[0].device
-    if in_memory is None:
-        in_memory = multi_tensor.all_have_memory(tensors)
     slots = range(len(tensors)) if slots is None else slots
     if not in_memory:
         with torch.no_grad(), own_operations(tensors):
@@ -470,7 +479,7 @@ def check(
             _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
-    flat = multi_tensor.all_flattened(tensors)
+    flat = tensors if all_contiguous(tensors) else list(map(multi_tensor.flattened, tensors))
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)
     chunks, first = sum(map(attrgetter("table.chunks"), groups)), groups[0].table
@@ -494,43 +503,48 @@ def check(
 
 
 @torch.no_grad()
-def check_part(tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True) -> PartialCheck:
+def check_part(
+    tensors: list[torch.Tensor], factor: Factor | None = None, *, in_memory: bool = True
+) -> list[PartialCheck]:
     """Begin a check of some of its tensors, which `finish_parts` ends; arguments as for `check`. The tensors are not
     needed any more."""
     device, dtypes = tensors[0].device, [tensor.dtype for tensor in tensors]
     if not in_memory:
         inv_scale = _factor_in_torch(factor, device)
-        totals = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
-        marks = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
+        sums = torch.zeros(len(tensors), dtype=torch.float64, device=device).unbind()
+        flags = torch.zeros(len(tensors), dtype=torch.int32, device=device).unbind()
         with own_operations(tensors):
-            for tensor, total, mark in zip(tensors, totals, marks, strict=True):
-                _by_operations(tensor, inv_scale, False, mark, total)
-        return PartialCheck(dtypes, totals, marks, False)
-    groups = _grouped(multi_tensor.all_flattened(tensors), range(len(tensors)))
-    sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
-    scratch = _Scratch.of_size(sum(sizes), len(tensors), device)
-    _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
-    order = [slot for _, _, slots, _ in groups for slot in slots]
-    sums = dict(zip(order, scratch.sums.split(sizes), strict=True))
-    return PartialCheck(dtypes, [sums[slot] for slot in range(len(tensors))], scratch.flags.split(1), True)
+            for tensor, total, flag in zip(tensors, sums, flags, strict=True):
+                _by_operations(tensor, inv_scale, False, flag, total)
+    else:
+        groups = _grouped(multi_tensor.all_flattened(tensors), range(len(tensors)))
+        sizes = [-(-tensor.numel() // CHUNK) for _, listed, *_ in groups for tensor in listed]
+        scratch = _Scratch.of_size(sum(sizes), len(tensors), device)
+        _check_groups(resolve(device, "unscale"), groups, factor, False, scratch)
+        order = [slot for _, _, slots, _ in groups for slot in slots]
+        by_slot = dict(zip(order, scratch.sums.split(sizes), strict=True))
+        sums, flags = tuple(map(by_slot.__getitem__, range(len(tensors)))), scratch.flags.split(1)
+    return list(map(PartialCheck, dtypes, sums, flags, repeat(in_memory)))
 
 
 @torch.no_grad()
-def finish_parts(parts: PartialCheck, slots: Sequence[int], out: Verdict, tally: Tally | None = None) -> Verdict:
+def finish_parts(
+    parts: Sequence[PartialCheck], slots: Sequence[int], out: Verdict, tally: Tally | None = None
+) -> Verdict:
     """End a check that `check_part` began, with the bits of one `check` of all tensors.
 
-    `parts` has the entries of all tensors, in the order in which `check` would be given them; the others are as there.
+    `parts` are those of all tensors, in the order in which `check` would be given them; the others are as there.
     """
     device = out.flags.device
     index = upload(torch.tensor(slots, dtype=torch.int64, device="cpu"), device)
-    flags = torch.stack([flag.reshape(()) for flag in parts.flags])
-    if not parts.in_memory:
+    flags = torch.stack([part.flag.reshape(()) for part in parts])
+    if not all(part.in_memory for part in parts):
         out.flags.zero_()[index] = flags
-        _finish_by_operations(functools.reduce(torch.add, parts.sums), out, None, tally)
+        _finish_by_operations(functools.reduce(torch.add, [part.sums for part in parts]), out, None, tally)
         return out
-    rank = {dtype: number for number, dtype in enumerate(dict.fromkeys(parts.dtypes))}  # as `check` groups them
-    ordered = sorted(zip(map(rank.__getitem__, parts.dtypes), parts.sums, strict=True), key=itemgetter(0))
-    scratch = _Scratch(torch.cat([sums for _, sums in ordered]), out.flags.numel())
+    dtypes = dict.fromkeys(part.dtype for part in parts)  # in the order in which `check` groups them
+    sums = [part.sums for dtype in dtypes for part in parts if part.dtype == dtype]
+    scratch = _Scratch(torch.cat(sums), out.flags.numel())
     scratch.flags[index] = flags
     _combine(resolve(device, "unscale"), scratch, scratch.sums.numel(), out, None, tally)
     return out

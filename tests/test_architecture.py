@@ -31,7 +31,7 @@ KERNELS_MAY_IMPORT = {*("torch", "numpy", "triton", "filelock", "platformdirs", 
 
 # Where copies may be asynchronous: `to_device` and its like, and offloading, which waits for an event after each copy.
 COPY_WITHOUT_WAITING = {"kernels/streams.py", "integrations/offload.py"}
-KNOWS_RANKS = {"numerics/scaling/sharding.py", "numerics/scaling/topology.py"}  # below integrations
+KNOWS_RANKS = {"numerics/scaling/sharding.py"}  # below integrations
 ALLOCATES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full", "linspace"),
     *("logspace", "normal", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "tensor"),

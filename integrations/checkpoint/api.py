@@ -32,8 +32,7 @@ from halfstep.integrations.checkpoint.whole import check_groups, check_model, ch
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.options import check_format
 from halfstep.integrations.optim.state import empty_entry
-from halfstep.numerics.scaling.sharding import Sharding, checked_group, local
-from halfstep.numerics.scaling.topology import default_group
+from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
 from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
@@ -470,7 +469,7 @@ class _Load:
         if parameter is None:
             return None
         if isinstance(self.optimizer, LayoutOptimizer):
-            return self.optimizer.empty_entry(parameter, key, size, dtype)
+            parameter = self.optimizer._target(parameter)
         return empty_entry(parameter, key, size, dtype)
 
     def load_into_live(self, undo: ExitStack) -> None:

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from halfstep.integrations.doctor.findings import count
 from halfstep.integrations.optim.classes import LayoutOptimizer
 from halfstep.kernels.multi_tensor import has_memory
+from halfstep.numerics.scaling.scaler import stepping, unwrapped
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
-from halfstep.numerics.scaling.wrappers import stepping, unwrapped
 from halfstep.numerics.state_layout import rounds_stochastically
 
 BF16, FP16 = HALF = (torch.bfloat16, torch.float16)

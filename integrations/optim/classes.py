@@ -17,21 +17,18 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
-from halfstep.integrations.interrupts import apply
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
-from halfstep.integrations.optim.masters import Masters
 from halfstep.integrations.optim.options import (
     LAYOUT_OPTIONS,
     Group,
     check_format,
-    check_number,
     check_parameter,
     is_zero,
     matched_groups,
     plain_number,
 )
 from halfstep.integrations.optim.state import (
-    empty_entry,
+    Masters,
     fitted_state,
     full_master,
     is_remainder,
@@ -39,15 +36,14 @@ from halfstep.integrations.optim.state import (
     loaded_state,
     saved_state,
 )
-from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, all_contiguous
+from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, apply
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
 from halfstep.kernels.streams import all_to_device, capturing
-from halfstep.numerics.scaling.decision import StepsOnVerdict, skipping_zeros
-from halfstep.numerics.scaling.sharding import is_flat, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.decision import StepsOnVerdict, parameters_of, skipping_zeros
+from halfstep.numerics.scaling.options import MAX_NORM
+from halfstep.numerics.scaling.sharding import default_group, is_flat, is_sharded, local, settle_gradients
 from halfstep.numerics.scaling.stand_ins import gradient_of, gradients_of
-from halfstep.numerics.scaling.topology import default_group
-from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
@@ -109,9 +105,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._rule_of(options).check(options)
         check_format(state_dict_format)
         if max_grad_norm is not None:
-            check_number(
-                max_grad_norm, "Invalid max_grad_norm value", "None and finite numbers above 0", lambda x: x > 0
-            )
+            MAX_NORM.checked("max_grad_norm", max_grad_norm)
         self.max_grad_norm, self.state_dict_format = max_grad_norm, state_dict_format
         self._plans = StepPlans()
         watch_zero()
@@ -241,11 +235,10 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self._update_parameters()
 
     def _update_parameters(self) -> None:
-        groups, limit = self.param_groups, self._limit()
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._plans.stepped_without_gradients
-        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in groups)
+        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in self.param_groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
         types = set(map(type, grads))
@@ -261,11 +254,11 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
                 self._warn_if_sharded_since()
             # Other ranks may have gradients and wait for this rank in their reduction.
             self._plans.stepped_without_gradients = True
-            self._control(limit)
+            self._control(self._limit())
             if first_at_rest:
                 self.checker.verdict(keep=False)
             return
-        self._advance(WHOLE, parameters, grads, limit, first_at_rest)
+        self._advance(WHOLE, parameters, grads, first_at_rest)
 
     def step_parts_by(self, handle: Any) -> None:
         """Let an object step parts of the parameters by `step_part`; None: `step` updates all of them again."""
@@ -285,17 +278,15 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             freed: what their ``.grad`` becomes.
         """
         parameters = self._targets(parameters)
-        limit = None if self._decision is None else self._limit()
         if set(map(type, map(_gradient, parameters))) != {torch.Tensor}:
             settle_gradients(parameters)
-        self._advance(part, parameters, list(map(_gradient, parameters)), limit, freed=freed)
+        self._advance(part, parameters, list(map(_gradient, parameters)), freed=freed)
 
     def _advance(
         self,
         part: int,
         parameters: list[torch.Tensor],
         grads: list[torch.Tensor],
-        limit: float | None,
         first_at_rest: bool = False,
         freed: Iterable[torch.Tensor | None] = (),
     ) -> None:
@@ -304,31 +295,28 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         `first_at_rest` says whether to change nothing if all gradients are 0. The ``.grad`` of each parameter becomes
         that of `freed`; they stay if it is empty.
         """
-        groups, plan = self.param_groups, self._plans.of_part.get(part)
-        changed = plan is None or plan.options_may_differ(groups, limit)
-        if changed:
-            for group in groups:
-                self._rule_of(group).check(group)
-        contiguous = all_contiguous(grads)
+        controlled = part == WHOLE or self._decision is not None
+        plan, limit = self._plans.of_part.get(part), self._limit() if controlled else None
         recording = any(map(capturing, {grads[0].device, *(() if plan is None else plan.devices)}))
-        if recording or plan is None or not plan.describes(self, parameters, grads, contiguous, changed):
-            plan, changed = StepPlan(self, parameters, grads, recording), True
+        if recording or plan is None or not plan.describes(self, parameters, grads, limit):
+            plan = StepPlan(self, parameters, grads, recording)
             if not recording:
                 self._plans.of_part[part] = plan
-        control = Control() if part != WHOLE and self._decision is None else self._control(limit)
+        control = self._control(limit) if controlled else Control()
         if first_at_rest:
             verdict = self.checker.verdict(keep=False)
             assert verdict is not None
             control = skipping_zeros(control, verdict)
-        if changed:
-            plan.write_tables(groups, limit)
-        # The calls hold addresses in these.
-        controls = {device: Control(*all_to_device(control, device, CONTROL_DTYPES)) for device in plan.devices}
+        if plan.changed:
+            plan.write_tables(self.param_groups, limit)
+        controls = {}  # the calls hold addresses in these
+        for device in plan.devices:
+            controls[device] = Control(*all_to_device(control, device, CONTROL_DTYPES))
         writes: Writes = []
         for launch in plan.launches:
             of_launch = grads if len(launch.indices) == len(grads) else [grads[index] for index in launch.indices]
             table, control = plan.tables[launch.device, launch.rule.kernels], controls[launch.device]
-            writes.append((launch.parameters, launch.prepare(of_launch, contiguous, table, control)))
+            writes.append((launch.parameters, launch.prepare(of_launch, table, control)))
         writes[-1][1].extend(map(partial, repeat(setattr), parameters, repeat("grad"), freed))
         self._commit(part, writes)
         for launch in plan.launches:
@@ -337,8 +325,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         if recording:  # the tensors that a replay writes to must be kept alive
             lists = (launch.batch.lists[operand] for launch in plan.launches for operand in launch.state_of)
             self._plans.recorded.update((id(tensor), tensor) for tensor in chain.from_iterable(lists))
-        elif changed:
-            plan.stepped(groups, limit)
 
     def _warn_if_sharded_since(self) -> None:
         """Warn if the model was sharded after the optimizer was created, whose parameters the model no longer uses.
@@ -530,15 +516,6 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         self.state[parameter] = state
         if weight is not None:
             local(self._target(parameter).detach()).copy_(weight)
-
-    def empty_entry(
-        self, parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Memory for an entry of a saved state, of this size of the whole, where the state of `parameter` is.
-
-        It is sharded like the parameter; None for an entry that is not.
-        """
-        return empty_entry(self._target(parameter), key, size, dtype)
 
     @torch.no_grad()
     def fit_masters(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -16,14 +16,15 @@ from torch.optim.optimizer import ParamsT
 from halfstep.integrations.optim.adam import AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
 from halfstep.integrations.optim.options import Group, check_number, check_options
+from halfstep.integrations.optim.sgd import translated
 from halfstep.integrations.optim.step_plan import LaunchGroup
 from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
 from halfstep.kernels.streams import current_stream
 from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, Round, cuts_matrices, is_matrix, padded
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded
-from halfstep.numerics.scaling.verdict import parameters_of
 
 _FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d
 
@@ -200,10 +201,6 @@ def _numbers(group: Group, shape: torch.Size | None) -> dict[str, Any]:
     return {**group, "ratio": rule.ratio(group["adjust_lr_fn"] or "original", rows, columns)}
 
 
-def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    return {"step": float("momentum_buffer" in state or "momentum_buffer_codes" in state), **state}  # torch counts none
-
-
 _ADAMW: Rule = AdamW._rule._replace(
     variant=lambda group: {"amsgrad": False, "l2": False},
     numbers=lambda group, shape: AdamW._rule.numbers({**group, "decoupled_weight_decay": True}, shape),
@@ -262,7 +259,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         _check,
         _variant,
         _numbers,
-        _translated,
+        translated,
         fixed_options=("algorithm", "blocks"),
         by_shape=True,
         linear=True,

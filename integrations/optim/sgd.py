@@ -25,8 +25,8 @@ def _variant(group: Group) -> dict[str, bool]:
     return {"momentum": group["momentum"] != 0, "nesterov": bool(group["nesterov"]), "decays": decays}
 
 
-def _translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    # torch's SGD has no step count, and no buffer before the first step, to which dampening does not apply.
+def translated(state: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    # torch counts no steps, and has no buffer before the first step, to which dampening does not apply.
     return {"step": float("momentum_buffer" in state or "momentum_buffer_codes" in state), **state}
 
 
@@ -49,7 +49,7 @@ class SGD(LayoutOptimizer, torch.optim.SGD):
         (tensor([1., 1., 1.], dtype=torch.bfloat16), tensor([0.9999, 0.9999, 0.9999]))
     """
 
-    _rule = Rule(sgd, ("momentum_buffer",), _check, _variant, translated=_translated)
+    _rule = Rule(sgd, ("momentum_buffer",), _check, _variant, translated=translated)
 
     def __init__(
         self,

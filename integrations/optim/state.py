@@ -1,12 +1,13 @@
-"""The state of one parameter: created, saved as it is held or in fp32, loaded from either, and fitted to a layout."""
+"""The state of one parameter: created, saved as it is held or in fp32, loaded from either, and fitted to a layout; and
+masters, with those whose parameters other code has written since."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from halfstep.integrations.optim.options import plain_number
 from halfstep.kernels.block_codes import LARGEST_POSITIVE, SPAN, decode, encode
 from halfstep.kernels.multi_tensor import has_memory
 from halfstep.kernels.rounding import join_master, split_master
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.options import Option
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.state_layout import (
@@ -28,6 +30,9 @@ from halfstep.numerics.state_layout import (
     StateLayout,
     shape_of,
 )
+
+if TYPE_CHECKING:
+    from halfstep.integrations.optim.classes import LayoutOptimizer
 
 PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
@@ -376,3 +381,71 @@ def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: t
     if not dtypes and not value.is_floating_point():
         raise ValueError(f"Expected {key!r} in the {where} to have a floating-point dtype, but got {value.dtype}")
     return value
+
+
+# ------------------------------------------------------------------------------------------------------------- masters
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """A number that grows with every write to a parameter, through its DTensor or its local tensor."""
+    return parameter._version + parameter._local_tensor._version if is_sharded(parameter) else parameter._version  # type: ignore[attr-defined]
+
+
+Written = tuple[int, int, torch.dtype]
+
+
+def written_last(parameter: torch.Tensor) -> Written:
+    """The version, address and dtype of a parameter, at least one of which changes when other code writes it."""
+    shard = local(parameter)
+    return version_of(parameter), shard.data_ptr() if has_memory(shard) else 0, parameter.dtype
+
+
+class Agreements(dict[int, Written]):
+    """The values of `written_last` when parameters and their full masters last agreed, by the parameter's id."""
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record that parameters and their masters agree now."""
+        self.update((id(parameter), written_last(parameter)) for parameter in parameters)
+
+    def written(self, parameter: torch.Tensor, master: torch.Tensor, compare: bool = False) -> torch.Tensor | None:
+        """The local values of a full master, replaced by the parameter wherever they do not round to it, if other code
+        has written that since; otherwise None.
+
+        A change of dtype does not count. With `compare`, also None if the master still rounds to the parameter, which
+        makes the host wait.
+        """
+        weight, master, agreed = local(parameter.detach()), local(master), self.get(id(parameter))
+        comparable = weight.device == master.device and weight.shape == master.shape
+        if agreed is None or not comparable or parameter.dtype != agreed[-1] or agreed == written_last(parameter):
+            return None
+        if compare and has_memory(weight) and _rounds_to(master, weight):
+            return None
+        return torch.where(weight != master.to(weight.dtype), weight.float(), master)
+
+
+def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a master rounds to its weight everywhere. Allocates memory only for a few rows at a time."""
+    rows = rows_of_a_piece(weight)
+    pairs = zip(torch.atleast_1d(master).split(rows), torch.atleast_1d(weight).split(rows), strict=True)
+    return all(torch.equal(values.to(rounded.dtype), rounded) for values, rounded in pairs)
+
+
+class Masters(Mapping[torch.Tensor, torch.Tensor]):
+    """The masters of an optimizer by parameter. A split master is assembled when it is looked up."""
+
+    def __init__(self, optimizer: LayoutOptimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict.fromkeys(parameters_of(optimizer))
+
+    @torch.no_grad()
+    def __getitem__(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self._parameters:
+            raise KeyError("not a parameter of this optimizer")
+        master = self._optimizer._master(parameter)
+        return self._optimizer._target(parameter).detach().float() if master is None else master
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from halfstep.integrations.optim.masters import Agreements, Written, version_of, written_last
+from halfstep.integrations.interrupts import USUAL, held
 from halfstep.integrations.optim.options import LAYOUT_OPTIONS, Group, check_parameter
-from halfstep.integrations.optim.state import fitted_state, like, scales_like
+from halfstep.integrations.optim.state import (
+    Agreements,
+    Written,
+    fitted_state,
+    like,
+    scales_like,
+    version_of,
+    written_last,
+)
 from halfstep.kernels.block_codes import SPAN, rows_and_columns
 from halfstep.kernels.multi_tensor import (
     DTYPE_CODES,
     TensorTable,
+    all_contiguous,
     checked_addresses,
     has_memory,
     has_numbers,
@@ -24,8 +36,8 @@ from halfstep.kernels.multi_tensor import (
 )
 from halfstep.kernels.streams import all_to_device, upload
 from halfstep.numerics.owners import in_parts
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
-from halfstep.numerics.scaling.verdict import parameters_of
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:
@@ -36,14 +48,25 @@ if TYPE_CHECKING:
 
 WHOLE = -1  # the part of a step that has all parameters
 _address = torch.Tensor.data_ptr
-_dtype, _still_describes = attrgetter("dtype"), methodcaller("still_describes")
+_dtype, _layout, _still_describes = attrgetter("dtype"), attrgetter("layout"), methodcaller("still_describes")
 
 
-def all_contiguous(tensors: list[torch.Tensor]) -> bool:
-    try:
-        return all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
-    except RuntimeError:  # raised by some sparse layouts
-        return False
+_function = attrgetter("func")
+_IN_PYTHON = {FunctionType, MethodType}
+
+
+def apply(calls: Sequence[partial[Any]]) -> None:
+    """Run calls one after the other. An interrupt that arrives meanwhile is raised afterwards.
+
+    No Python code runs between the calls. If any of them is a Python function or method, such as a Triton launch or the
+    reference, Ctrl-C and SIGTERM are delayed explicitly. Only errors of the calls themselves, and exceptions that a
+    debugger or another thread injects into such a function (``PyThreadState_SetAsyncExc``), interrupt the sequence.
+    """
+    if not _IN_PYTHON.isdisjoint(map(type, map(_function, calls))):
+        with held(USUAL):
+            deque(map(partial.__call__, calls), maxlen=0)
+    else:
+        deque(map(partial.__call__, calls), maxlen=0)
 
 
 def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
@@ -100,10 +123,8 @@ class LaunchGroup:
     ) -> None:
         kernels = rule.kernels
         self.plans, self.rule, self.kernels, self.ranks = plans, rule, kernels, ranks
-        self.indices = [member.position for member in members]
-        self.parameters = [member.parameter for member in members]
-        self.targets = [member.target for member in members]
-        self.states = [member.state for member in members]
+        columns = map(list, zip(*members, strict=True))
+        self.indices, self.parameters, self.targets, self.states, rows, noise = columns
         self.full = variant.master == kernels.FULL_MASTER
         self.sharded = any(map(is_sharded, self.targets))
         self.weights = [local(target.detach()) for target in self.targets]
@@ -118,10 +139,10 @@ class LaunchGroup:
         lists: list[list[torch.Tensor]] = [[] for _ in range(kernels.CODED_OPERANDS)]
         for operand, state_of in self.state_of.items():
             lists[operand] = list(map(local, map(state_of, self.states)))
-        hyper = torch.empty(len(members), kernels.HYPER_COLUMNS, dtype=torch.float32, device=self.device)
-        rows = torch.tensor([member.row for member in members], dtype=torch.int64, device="cpu")
-        self.batch = kernels.Batch(variant, None, lists, upload(rows, self.device), hyper)
-        self._point([member.noise for member in members])
+        hyper = torch.empty(len(members), kernels.FAMILY.hyper_columns, dtype=torch.float32, device=self.device)
+        numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.batch = kernels.Batch(variant, None, lists, upload(numbers, self.device), hyper)
+        self._point(noise)
 
     def _point(self, noise: list[tuple[int, ...]]) -> None:
         kernels, layout, lists = self.kernels, self.batch.layout, self.batch.lists
@@ -183,19 +204,15 @@ class LaunchGroup:
             ordered.append(grad)
         return ordered, copies
 
-    def prepare(
-        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
-    ) -> list[partial[Any]]:
+    def prepare(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> list[partial[Any]]:
         """Do everything in a step that can fail or take long. Returns the calls that update parameters and state.
 
-        The calls hold addresses, not tensors. `contiguous` says whether all gradients are contiguous; `control` is on
-        this device.
+        The calls hold addresses, not tensors. `control` is on this device.
         """
         if self.sharded:
             grads = list(map(local, grads))
-            contiguous = all_contiguous(grads)
         calls: list[partial[Any]] = []
-        if not (self.contiguous and contiguous):
+        if not (self.contiguous and all_contiguous(grads)):
             grads, calls = self._in_order(grads)
         if self.full:
             self.take_outside_writes()
@@ -244,9 +261,7 @@ class OperationsGroup(LaunchGroup):
             for operand, state_of in self.state_of.items()
         )
 
-    def prepare(
-        self, grads: list[torch.Tensor], contiguous: bool, groups: torch.Tensor, control: adam.Control
-    ) -> list[partial[Any]]:
+    def prepare(self, grads: list[torch.Tensor], groups: torch.Tensor, control: adam.Control) -> list[partial[Any]]:
         # `target.data` may have been replaced.
         self.batch.lists[self.kernels.PARAM] = [local(target.detach()) for target in self.targets]
         if self.full:
@@ -266,18 +281,15 @@ class StepPlan:
     """
 
     def __init__(
-        self,
-        optimizer: LayoutOptimizer,
-        targets: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        recording: bool = False,
+        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], recording: bool
     ) -> None:
+        for group in optimizer.param_groups:
+            optimizer._rule_of(group).check(group)
         self.targets = targets
+        self.changed = True
         # By the kernels of a rule, its rows of the tables of groups: the number of a group, and a shape or None.
         self._rows: dict[Any, dict[tuple[int, torch.Size | None], int]] = {}
-        launches: dict[tuple[Any, ...], list[Member]] = {}
-        for launch, member in _members(optimizer, targets, grads, recording, self._rows):
-            launches.setdefault(launch, []).append(member)
+        launches = self._members(optimizer, grads, recording)
         self.launches = [
             (rule.launch_group if addressable else OperationsGroup)(
                 optimizer._plans, rule, layout, variant, ranks, members
@@ -290,44 +302,95 @@ class StepPlan:
         self._dtypes, self._types = list(map(_dtype, grads)), set(map(type, grads))
         # Other code may clear or replace the state to start again.
         self._state, self._entries = optimizer.state, len(optimizer.state)
-        # Of the last step: the options of the groups, whether they can change in place, and the norm it clipped to.
-        self._options: list[tuple[Any, ...]] = []
+        # Of the tables: the options of all groups, whether they can change in place, and the norm to clip to.
+        self._options: list[Any] = []
         self._changeable = True
         self._limit: float | None = None
         # By device and the kernels of a rule: its hyperparameters, and what they were when they were written.
         self.tables: dict[tuple[torch.device, Any], torch.Tensor] = {}
         self._written: dict[tuple[torch.device, Any], list[list[float]]] = {}
 
-    def options_may_differ(self, groups: list[Group], limit: float | None) -> bool:
-        """Whether an option of any group may have changed since the last step.
+    def _members(
+        self, optimizer: LayoutOptimizer, grads: list[torch.Tensor], recording: bool
+    ) -> dict[tuple[Any, ...], list[Member]]:
+        """The parameters, after checking that they can be updated, by launch: bucket, device, whether kernels can read
+        the tensors, rule, layout, variant, and the ranks that exchange parts."""
+        launches: dict[tuple[Any, ...], list[Member]] = {}
+        groups = optimizer.param_groups
+        members = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
+        number_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters_of(optimizer)))}
+        stepped: set[int] = set()
+        for index, (target, grad) in enumerate(zip(self.targets, grads, strict=True)):
+            if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
+                continue
+            stepped.add(id(target))
+            number = number_of[id(target)]
+            group_number, parameter = members[number]
+            group = groups[group_number]
+            where = f"parameter {index} with a gradient (group {group_number})"
+            rule = optimizer._rule_of(group)
+            _check_tensors(where, target, grad, group)
+            before = optimizer.state.get(parameter)
+            layout = optimizer._layout(target, group)
+            if recording and fitted_state(before or {}, target, layout, None)[0] is not before:
+                raise RuntimeError(
+                    f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, "
+                    "which each replay would create again: take a step with the same parameters and options before the "
+                    "capture"
+                )
+            if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
+                _check_blocks(target, where)
+            state = optimizer._complete_state(parameter, group)
+            addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
+            if not addressable and rule.launch_group is not LaunchGroup:
+                raise TypeError(
+                    f"Expected {where} to have memory of its own for Muon, but got a {type(local(target)).__name__} on "
+                    f"{local(target).device} without: put it into a group with algorithm='adamw'"
+                )
+            variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
+            order = dense(local(target), variant) if addressable else None
+            for key, dtype in layout.dtypes.items():
+                _check_entry(where, key, state[key], dtype, target)
+                if order is not None and key != "step":
+                    _set_in_order(state, key, target, order, where, recording)
+            if layout.stochastic and not addressable:
+                if has_numbers(local(target)):
+                    rounding = group["rounding"]
+                    remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
+                    raise TypeError(
+                        f"Expected rounding to be 'nearest' for {where}, a {type(local(target)).__name__} without "
+                        f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
+                    )
+                variant = replace(variant, stochastic=False)
+            noise = (number, *Sharding(target).elements(where), group["seed"]) if variant.stochastic else ()
+            rows = self._rows.setdefault(rule.kernels, {})
+            row = rows.setdefault((group_number, target.shape if rule.by_shape else None), len(rows))
+            ranks = rule.exchanging(target, group)
+            launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
+            launches.setdefault(launch, []).append(Member(index, parameter, target, state, row, noise))
+        return launches
+
+    def describes(
+        self, optimizer: LayoutOptimizer, targets: list[torch.Tensor], grads: list[torch.Tensor], limit: float | None
+    ) -> bool:
+        """Whether this plan matches a step of `targets`. Options are validated if they may have changed.
 
         Options are compared by identity, which compares no tensors. Options that can change in place count as changed.
         """
-        if self._changeable or len(groups) != len(self._options) or limit != self._limit:
-            return True
-        options = chain.from_iterable(map(self._options_of, groups))
-        return not all(map(is_, options, chain.from_iterable(self._options)))
-
-    def describes(
-        self,
-        optimizer: LayoutOptimizer,
-        targets: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        contiguous: bool,
-        changed: bool,
-    ) -> bool:
-        """Whether this plan matches a step of `targets`. `contiguous` says whether all gradients are contiguous,
-        `changed` whether options may differ."""
+        options = list(chain.from_iterable(map(self._options_of, optimizer.param_groups)))
+        same = len(options) == len(self._options) and all(map(is_, options, self._options))
+        self.changed = self._changeable or not same or limit != self._limit
+        for group in optimizer.param_groups if self.changed else ():
+            optimizer._rule_of(group).check(group)
         return (
             len(targets) == len(self.targets)
             and all(map(is_, targets, self.targets))
             and list(map(_dtype, grads)) == self._dtypes
             and set(map(type, grads)) == self._types
+            and set(map(_layout, grads)) == {torch.strided}
             and optimizer.state is self._state
             and len(self._state) == self._entries
-            # Sparse gradients are never contiguous.
-            and (contiguous or all(grad.layout == torch.strided for grad in grads))
-            and not (changed and _compiled_options(optimizer) != self._compiled)
+            and not (self.changed and _compiled_options(optimizer) != self._compiled)
             and all(map(_still_describes, self.launches))
         )
 
@@ -353,10 +416,8 @@ class StepPlan:
             on_device = all_to_device([value.reshape(()) for _, _, value in late], device)
             for (row, column, _), value in zip(late, on_device, strict=True):
                 self.tables[key][row, column].copy_(value)
-
-    def stepped(self, groups: list[Group], limit: float | None) -> None:
-        self._options, self._limit = list(map(self._options_of, groups)), limit
-        self._changeable = not all(map(_is_constant, chain.from_iterable(self._options)))
+        self._options, self._limit = list(chain.from_iterable(map(self._options_of, groups))), limit
+        self._changeable = not all(map(_is_constant, self._options))
 
 
 def _is_constant(option: Any) -> bool:
@@ -373,63 +434,6 @@ def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
     """For each group, the options that its launches are compiled for, and the seed, which is in their tables."""
     rules = ((optimizer._rule_of(group), group) for group in optimizer.param_groups)
     return [(_layout_options(group), rule.moments_of(group), rule.variant(group)) for rule, group in rules]
-
-
-def _members(
-    optimizer: LayoutOptimizer,
-    targets: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    recording: bool,
-    table_rows: dict[Any, dict[tuple[int, torch.Size | None], int]],
-) -> Iterator[tuple[tuple[Any, ...], Member]]:
-    """Each parameter after checking that it can be updated, and its launch: bucket, device, whether kernels can read
-    its tensors, rule, layout, variant, and the ranks that exchange its parts. Its row is added to `table_rows`."""
-    groups = optimizer.param_groups
-    parameters = parameters_of(optimizer)
-    group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-    number_of = {id(target): number for number, target in enumerate(optimizer._targets(parameters))}
-    stepped: set[int] = set()
-    for index, (target, grad) in enumerate(zip(targets, grads, strict=True)):
-        if id(target) in stepped:  # torch has warned; two updates of a parameter in one launch would race
-            continue
-        stepped.add(id(target))
-        number = number_of[id(target)]
-        parameter, group = parameters[number], groups[group_of[number]]
-        where = f"parameter {index} with a gradient (group {group_of[number]})"
-        rule = optimizer._rule_of(group)
-        _check_tensors(where, target, grad, group)
-        before = optimizer.state.get(parameter)
-        layout = optimizer._layout(target, group)
-        if recording and fitted_state(before or {}, target, layout, None)[0] is not before:
-            raise RuntimeError(
-                f"Expected {where} to have its state before a step is captured in a CUDA graph, but got none, which "
-                "each replay would create again: take a step with the same parameters and options before the capture"
-            )
-        if group["state_dtype"] == "8bit" and (layout.coded or target.dim() == 1):
-            _check_blocks(target, where)
-        state = optimizer._complete_state(parameter, group)
-        addressable = all(map(has_memory, map(local, (target, grad, *map(state.__getitem__, layout.dtypes)))))
-        variant = layout.variant(rule.kernels.Layout, grad.dtype, **rule.variant(group))
-        order = dense(local(target), variant) if addressable else None
-        for key, dtype in layout.dtypes.items():
-            _check_entry(where, key, state[key], dtype, target)
-            if order is not None and key != "step":
-                _set_in_order(state, key, target, order, where, recording)
-        if layout.stochastic and not addressable:
-            if has_numbers(local(target)):
-                rounding = group["rounding"]
-                remedy = ", which is stochastic with state_dtype='8bit': use state_dtype=torch.float32"
-                raise TypeError(
-                    f"Expected rounding to be 'nearest' for {where}, a {type(local(target)).__name__} without "
-                    f"memory of its own, but got {rounding!r}{remedy * (rounding == 'auto')}"
-                )
-            variant = replace(variant, stochastic=False)
-        noise = (number, *Sharding(target).elements(where), group["seed"]) if variant.stochastic else ()
-        rows = table_rows.setdefault(rule.kernels, {})
-        row = rows.setdefault((group_of[number], target.shape if rule.by_shape else None), len(rows))
-        ranks = rule.exchanging(target, group)
-        launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
-        yield launch, Member(index, parameter, target, state, row, noise)
 
 
 def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tuple[Any, ...], list[Member]]]:

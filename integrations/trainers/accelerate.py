@@ -16,8 +16,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from halfstep.integrations.scheduler import SkipCount
 from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds_all, scaler_metrics
+from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.verdict import parameters_of
 
 
 class SkipAwareOptimizer(AcceleratedOptimizer):

@@ -14,8 +14,7 @@ from lightning.fabric.plugins import HalfPrecision as _HalfPrecision
 from lightning.fabric.plugins import MixedPrecision as _MixedPrecision
 
 from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds, scaler_metrics
-from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.wrappers import unwrapped
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 
 MIXED, HALF = ("16-mixed", "bf16-mixed"), ("16-true", "bf16-true")
 

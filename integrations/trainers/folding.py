@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from halfstep.integrations.monitor import AmpMonitor
-from halfstep.numerics.scaling.decision import LARGEST_NORM, StepsOnVerdict
-from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.verdict import parameters_of
-from halfstep.numerics.scaling.wrappers import unwrapped
+from halfstep.numerics.scaling.decision import LARGEST_NORM, StepsOnVerdict, parameters_of
+from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 
 
 def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:

@@ -38,4 +38,4 @@ def _rule(
 
 
 FAMILY = Family("adam", _rule, rule, kernels)
-launch, step, GROUP_COLUMNS, HYPER_COLUMNS = FAMILY.launch, FAMILY.step, FAMILY.group_columns, FAMILY.hyper_columns
+launch, step = FAMILY.launch, FAMILY.step

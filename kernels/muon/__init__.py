@@ -61,7 +61,6 @@ class Layout(MomentumLayout):
 MOMENTUM = Family("muon_momentum", rule.momentum, rule, kernels, library="muon")
 WEIGHT = Family("muon_weight", rule.weight, rule, kernels, library="muon", prepares=False)
 FAMILY = MOMENTUM
-GROUP_COLUMNS, HYPER_COLUMNS = FAMILY.group_columns, FAMILY.hyper_columns
 
 
 def orthogonalize(matrices: list[torch.Tensor], products: Products) -> None:

@@ -25,4 +25,4 @@ class Layout(KernelLayout):  # noqa: F405
 
 
 FAMILY = Family("sgd", rule.sgd, rule, kernels)
-launch, step, GROUP_COLUMNS, HYPER_COLUMNS = FAMILY.launch, FAMILY.step, FAMILY.group_columns, FAMILY.hyper_columns
+launch, step = FAMILY.launch, FAMILY.step

@@ -1,6 +1,6 @@
 """Loss scaling: whether a gradient is fine, on which ranks that is decided, and what becomes of the scale.
 
-Files: ``scaler.py`` has `GradScaler`, ``verdict.py`` checks gradients, ``topology.py`` finds the ranks that share them,
-``stand_ins.py`` is ``.grad`` of gradients that are elsewhere, ``overflow.py`` reports which parameters overflowed,
-``host_copy.py`` reads device integers without waiting, ``decision.py`` has what a step does about a verdict.
+Files: ``scaler.py`` has `GradScaler`, ``decision.py`` checks gradients and has what a step does about them,
+``sharding.py`` finds the ranks that share them, ``stand_ins.py`` is ``.grad`` of gradients that are elsewhere,
+``overflow.py`` reports which parameters overflowed.
 """

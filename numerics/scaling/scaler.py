@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -31,17 +31,14 @@ from torch.amp.grad_scaler import OptState
 from halfstep.kernels import loss_scale
 from halfstep.kernels.loss_scale import DECIDED, LAST_SKIPPED, SKIPPED
 from halfstep.kernels.multi_tensor import all_have_memory
-from halfstep.kernels.streams import all_to_device, to_device
+from halfstep.kernels.streams import HostCopy, all_to_device, to_device
 from halfstep.kernels.unscale import Factor, Verdict
 from halfstep.numerics.scaling import options
-from halfstep.numerics.scaling.decision import Decision, StepsOnVerdict
-from halfstep.numerics.scaling.host_copy import HostCopy
+from halfstep.numerics.scaling.decision import Checker, Combination, Decision, StepsOnVerdict, norm_of, parameters_of
 from halfstep.numerics.scaling.overflow import OverflowReport, names_of, overflows
-from halfstep.numerics.scaling.sharding import checked_group, is_sharded, local, settle_gradients
+from halfstep.numerics.scaling.sharding import NOWHERE, checked_group, is_sharded, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_stand_in, refuse_freed
-from halfstep.numerics.scaling.topology import NOWHERE, topology_of
-from halfstep.numerics.scaling.verdict import Checker, Combination, norm_of, parameters_of
-from halfstep.numerics.scaling.wrappers import stepping, unwrapped
+from halfstep.numerics.scaling.wrappers import is_zero
 
 NO_GRADIENT = "No inf checks were recorded for this optimizer: none of its parameters has a gradient."
 STEPPED_TWICE = "step() has already been called since the last update()."
@@ -54,6 +51,38 @@ def _zero() -> torch.Tensor:
 def _clip_is_due(state: dict[str, Any]) -> bool:
     """Whether a step that was not taken yet must clip the gradients."""
     return "max_norm" in state and state["stage"] is not OptState.STEPPED
+
+
+def stepping(optimizer: Any) -> Any:
+    """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
+    return getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in a wrapper that holds it as ``optimizer`` or ``optim``, as in Accelerate, Fabric and torchft.
+
+    A scaler stores its knowledge under the innermost optimizer, so that it may be called with either. A wrapper must
+    have the same parameters as what it holds: the local part of a `ZeroRedundancyOptimizer` has only some of them.
+    """
+    passed: set[int] = set()
+    while id(optimizer) not in passed:
+        passed.add(id(optimizer))
+        inner = (getattr(optimizer, name, None) for name in ("optimizer", "optim"))
+        optimizer = next((wrapped for wrapped in inner if _wraps(optimizer, wrapped)), optimizer)
+    return optimizer
+
+
+def _wraps(outer: Any, inner: Any) -> bool:
+    """Whether a wrapper steps all parameters of what it holds, and no others."""
+    groups, inner_groups = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
+    if groups is None or inner_groups is None or not callable(getattr(inner, "step", None)) or is_zero(outer):
+        return False
+    if groups is inner_groups:
+        return True
+    parameters, inner_parameters = (
+        [parameter for group in listed for parameter in group["params"]] for listed in (groups, inner_groups)
+    )
+    return len(parameters) == len(inner_parameters) and all(map(is_, parameters, inner_parameters))
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -271,14 +300,18 @@ class GradScaler(torch.amp.GradScaler):
                 "gradients after the check; call the closure yourself, then step(optimizer)"
             )
         kwargs.pop("closure", None)
-        self._check_scale_growth_tracker("step")
-        inner = unwrapped(optimizer)
+        scale, _ = self._check_scale_growth_tracker("step")
+        inner = optimizer
+        if hasattr(optimizer, "optimizer") or hasattr(optimizer, "optim"):
+            inner = unwrapped(optimizer)
         if inner is not optimizer:  # a wrapper, which may be a subclass of the optimizer's class, as Fabric's
             return self._step_wrapper(optimizer, inner, *args, **kwargs)
         if not isinstance(inner, StepsOnVerdict):
             inner = stepping(optimizer)
         if not isinstance(inner, StepsOnVerdict):
-            if self._is_elsewhere(optimizer):
+            # With parameters on the CPU and the scale on a GPU, torch's fused steps copy scale and flag without waiting
+            # and read them before they have arrived.
+            if {parameter.device.type for parameter in parameters_of(optimizer)} - {scale.device.type}:
                 return self._step_wrapper(optimizer, optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
         decision = self.decision(optimizer)
@@ -321,15 +354,6 @@ class GradScaler(torch.amp.GradScaler):
         """Whether gradients were unscaled or are to be clipped for a step that has not been taken."""
         states = self._per_optimizer_states.values()
         return any(state["stage"] is OptState.UNSCALED or _clip_is_due(state) for state in states)
-
-    def _is_elsewhere(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer has parameters on the CPU and the scale is on a GPU, or the other way round.
-
-        torch's fused steps then copy the scale and the flag without waiting, and read them on the CPU before they have
-        arrived: gradients are unscaled here, and the flag is read.
-        """
-        assert self._scale is not None
-        return not {parameter.device.type for parameter in parameters_of(optimizer)} <= {self._scale.device.type}
 
     def _step_wrapper(self, wrapper: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step a wrapper. It may do more than step, so it is not called if the step is skipped."""

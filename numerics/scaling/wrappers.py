@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from operator import is_
 from typing import Any
 
 import torch
@@ -54,38 +53,6 @@ def modules_of_fsdp2() -> list[torch.nn.Module]:
 def is_zero(optimizer: Any) -> bool:
     """Whether it is a `ZeroRedundancyOptimizer`. Does not import torch.distributed."""
     return type(optimizer).__name__ == "ZeroRedundancyOptimizer"
-
-
-def stepping(optimizer: Any) -> Any:
-    """The optimizer whose step is executed: the local part of a `ZeroRedundancyOptimizer`, or the optimizer itself."""
-    return getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer in a wrapper that holds it as ``optimizer`` or ``optim``, as in Accelerate, Fabric and torchft.
-
-    A scaler stores its knowledge under the innermost optimizer, so that it may be called with either. A wrapper must
-    have the same parameters as what it holds: the local part of a `ZeroRedundancyOptimizer` has only some of them.
-    """
-    passed: set[int] = set()
-    while id(optimizer) not in passed and (hasattr(optimizer, "optimizer") or hasattr(optimizer, "optim")):
-        passed.add(id(optimizer))
-        inner = (getattr(optimizer, name, None) for name in ("optimizer", "optim"))
-        optimizer = next((wrapped for wrapped in inner if _wraps(optimizer, wrapped)), optimizer)
-    return optimizer
-
-
-def _wraps(outer: Any, inner: Any) -> bool:
-    """Whether a wrapper steps all parameters of what it holds, and no others."""
-    groups, inner_groups = getattr(outer, "param_groups", None), getattr(inner, "param_groups", None)
-    if groups is None or inner_groups is None or not callable(getattr(inner, "step", None)) or is_zero(outer):
-        return False
-    if groups is inner_groups:
-        return True
-    parameters, inner_parameters = (
-        [parameter for group in listed for parameter in group["params"]] for listed in (groups, inner_groups)
-    )
-    return len(parameters) == len(inner_parameters) and all(map(is_, parameters, inner_parameters))
 
 
 def watch_zero() -> None:

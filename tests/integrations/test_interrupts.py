@@ -9,7 +9,7 @@ import forks
 import interrupts
 import pytest
 
-from halfstep.integrations.interrupts import apply
+from halfstep.integrations.optim.step_plan import apply
 
 
 @pytest.mark.parametrize(

@@ -234,3 +234,13 @@ def test_states_take_the_bytes_of_the_layout_and_load_into_others() -> None:
 def test_vectors_are_refused() -> None:
     with pytest.raises(ValueError, match="algorithm='adamw'"):
         halfstep.Muon(net().parameters())
+
+
+def test_matrices_without_memory_are_refused_and_other_parameters_step() -> None:
+    matrix, vector = (torch.nn.Parameter(torch.ones(size, device="meta")) for size in ((8, 8), (8,)))
+    optimizer = halfstep.Muon([{"params": [vector], "algorithm": "adamw"}, {"params": [matrix]}])
+    vector.grad = torch.ones_like(vector)
+    optimizer.step()
+    matrix.grad = torch.ones_like(matrix)
+    with pytest.raises(TypeError, match=r"parameter 1 with a gradient \(group 1\) to have memory of its own for Muon"):
+        optimizer.step()

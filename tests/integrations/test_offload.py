@@ -497,9 +497,10 @@ def test_errors_name_the_argument_and_the_remedy(mesh: Any) -> None:
     refuses(ValueError, "but got 1.0: the norm is known after the backward; use in_backward='copy'", limited)
     scaled = new(*half.parameters(), in_backward="step")
     refuses(TypeError, "torch.float16, whose loss must be scaled: use in_backward='copy' with a scaler", scaled)
-    refuses(TypeError, "torch.float32 on meta: move the model to its device first", new(wide.float().to("meta")))
-    refuses(TypeError, "but got a leaf in torch.float64 on cpu", new(wide))
-    refuses(TypeError, "but got a computed tensor in torch.float64 on cpu", new(wide * 2))
+    refuses(TypeError, "torch.float32 on meta: move the model to its device first", new(torch.empty(2, device="meta")))
+    refuses(TypeError, "float16 or bfloat16, but got torch.float64", new(wide))
+    refuses(TypeError, "but got one in torch.float64 on cpu", new(wide.detach()))
+    refuses(ValueError, "can't optimize a non-leaf Tensor", new(wide * 2))
     refuses(TypeError, "optimizer can only optimize Tensors", new(3))
     on_host = (
         "Expected a shard on a cuda device, like its mesh, but got a parameter of shape (6,) on cpu: with CPUOffload"

@@ -5,13 +5,18 @@ Launches, five for any number of tensors, are counted on a GPU in test_gpu.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest import mock
 
 import forks
 import pytest
 import torch
 from implementations import ALL, using
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import recording
 
@@ -52,6 +57,33 @@ class Operations(TorchDispatchMode):
         if not function.is_view and function.namespace != "profiler":  # the label around Optimizer.step
             self.names.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+def test_a_step_calls_few_functions_of_few_files() -> None:
+    """Those of Python in halfstep, with new gradients. Python 3.12 and later count comprehensions no more."""
+    hooks = mock.patch.dict(_global_optimizer_pre_hooks, clear=True)  # that of ZeRO-1, if a test has imported it
+    with using("native", "adam") as device, hooks:
+        parameters = [torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16, device=device)) for _ in range(10)]
+        optimizer, scaler = halfstep.AdamW(parameters), halfstep.GradScaler(device.type)
+        scaler.scale(torch.zeros((), device=device))
+        home, called = str(Path(halfstep.__file__).parent), []
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(home):
+                called.append(frame.f_code)
+
+        for step in range(4):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            if step == 3:
+                sys.setprofile(note)
+            try:
+                scaler.step(optimizer)
+            finally:
+                sys.setprofile(None)
+            scaler.update()
+    assert 20 < len(called) <= 45
+    assert len({code.co_filename for code in called}) <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -272,7 +272,7 @@ def test_loading_a_state_that_does_not_fit_raises_and_changes_nothing(spoil: Any
         ({"seed": -1}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got -1"),
         ({"seed": 2**63}, ValueError, "Expected seed to be from 0 to 2^63 - 1, but got 9223372036854775808"),
         ({"seed": 1.0}, TypeError, "Expected seed to be an integer from 0 to 2^63 - 1, but got 1.0, a float"),
-        ({"max_grad_norm": 0.0}, ValueError, "Invalid max_grad_norm value: 0.0"),
+        ({"max_grad_norm": 0.0}, ValueError, "Expected max_grad_norm to be a finite number above 0, but got 0.0"),
     ],
 )
 def test_bad_options_name_the_value_and_what_is_allowed(options: Any, error: Any, message: str) -> None:

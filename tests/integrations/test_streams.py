@@ -15,7 +15,7 @@ from stream_training import BF16, FP16, FP32
 
 import halfstep
 from halfstep.integrations.release import step_in_backward
-from halfstep.numerics.scaling.host_copy import HostCopy
+from halfstep.kernels.streams import HostCopy
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 pytestmark = pytest.mark.sample(3)

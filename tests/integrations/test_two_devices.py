@@ -19,7 +19,7 @@ from stream_model import Model
 
 import halfstep
 from halfstep.integrations.offload import OffloadedAdamW
-from halfstep.numerics.scaling.verdict import Combination
+from halfstep.numerics.scaling.decision import Combination
 
 LR = 0.125
 

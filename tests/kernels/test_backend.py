@@ -22,7 +22,9 @@ GPU = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def start_from_auto(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_chosen", "auto")
+    module.resolve.cache_clear()
     yield
+    module.resolve.cache_clear()
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:

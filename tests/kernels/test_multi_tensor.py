@@ -32,7 +32,7 @@ def test_rows_hold_sizes_first_chunks_and_addresses() -> None:
     assert table.chunk_tensor.tolist() == [0, 0, 2, 3, 4, 4, 4]
     assert (table.tensors, table.chunks, table.chunk) == (5, 7, 4)
     assert table.written[0] is None and table.written[1] is None
-    table.refresh(1, [10, 20, 30, 40, 2**63 - 1])
+    table.write(1, [10, 20, 30, 40, 2**63 - 1])
     assert table.rows[ADDRESSES + 1].tolist() == [10, 20, 30, 40, 2**63 - 1]
     assert table.rows[ADDRESSES].tolist() == [0] * 5
     assert table.written[1] == [10, 20, 30, 40, 2**63 - 1]

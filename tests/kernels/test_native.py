@@ -218,7 +218,7 @@ def test_a_compiler_may_come_with_arguments(toy: Path, tmp_path: Path, monkeypat
 
 FORK = """
 import os, sys, torch, halfstep
-from halfstep.kernels.native import threads
+from halfstep.kernels import native
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)
 xs = [torch.randn(20000, generator=generator) for _ in range(6)]  # fewer than torch hands to a second thread
@@ -251,10 +251,10 @@ def again():
 before = again()
 child = os.fork()
 if child == 0:
-    same = again() == before and threads() == 1
+    same = again() == before and native.threads() == 1
     os._exit(0 if same else 3)
 assert os.waitpid(child, 0)[1] == 0, "the child differs"
-assert again() == before and threads() == 2
+assert again() == before and native.threads() == 2
 print("done")
 """
 

@@ -188,14 +188,14 @@ class Memory:
             shapes = [(n, tensor.param.size // max(n, 1)) for n, tensor in zip(rows, tensors, strict=True)]
         self.table = TensorTable(layout.sizes(shapes), layout.operands, layout.chunk, device)
         if layout.coded:
-            self.table.refresh(adam.COLUMNS, [columns for _, columns in shapes])
+            self.table.write(adam.COLUMNS, [columns for _, columns in shapes])
         if layout.stochastic:
             named = [(t.noise.stream, *t.noise.place(t.param.size), t.noise.seed) for t in tensors if t.noise]
             for operand, values in zip(range(adam.STREAM, adam.SEED + 1), zip(*named, strict=True), strict=True):
-                self.table.refresh(operand, list(values))
+                self.table.write(operand, list(values))
         for operand, held in enumerate(self.lists):
             if held:
-                self.table.refresh(operand, [tensor.data_ptr() for tensor in held])
+                self.table.write(operand, [tensor.data_ptr() for tensor in held])
         kinds: list[AdamOptions] = []
         for tensor in tensors:
             if tensor.options not in kinds:
@@ -203,7 +203,7 @@ class Memory:
         columns = [[o.lr, o.decay, float(o.maximize), 0.0, o.beta1, o.beta2, o.eps, float(o.decoupled)] for o in kinds]
         self.groups = torch.tensor(columns, dtype=torch.float64, device=device)
         indices = torch.tensor([kinds.index(tensor.options) for tensor in tensors], device=device)
-        hyper = torch.full((len(tensors), adam.HYPER_COLUMNS), NAN, device=device)
+        hyper = torch.full((len(tensors), adam.FAMILY.hyper_columns), NAN, device=device)
         self.batch = adam.Batch(layout, self.table, self.lists, indices, hyper)
 
     def place(self, array: np.ndarray) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Memory:
         """Take a step. `limits`: the norms to which the groups clip, if they differ."""
         del self.buffers[self.lasting :]  # earlier gradients
         self.lists[adam.GRAD] = [self.place(grad) for grad in step.grads]
-        self.table.refresh(adam.GRAD, [grad.data_ptr() for grad in self.lists[adam.GRAD]])
+        self.table.write(adam.GRAD, [grad.data_ptr() for grad in self.lists[adam.GRAD]])
 
         def scalar(value: float | None, dtype: torch.dtype) -> torch.Tensor | None:
             return None if value is None else torch.tensor(value, dtype=dtype, device=self.device)

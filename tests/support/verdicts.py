@@ -9,6 +9,7 @@ import torch
 
 import halfstep
 from halfstep.kernels import unscale
+from halfstep.kernels.multi_tensor import all_have_memory
 from halfstep.kernels.unscale import Factor, Verdict
 
 
@@ -18,7 +19,7 @@ def unscaled(tensors: Sequence[torch.Tensor], inv_scale: Any) -> Verdict:
     if not listed:
         return halfstep.foreach_check(listed)
     factor = unscale._checked_factor(inv_scale, listed[0].device)
-    return unscale.check(listed, factor, write=factor is not None)
+    return unscale.check(listed, factor, write=factor is not None, in_memory=all_have_memory(listed))
 
 
 def over(tensors: Sequence[torch.Tensor], scale: torch.Tensor, **options: Any) -> Verdict:

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from halfstep.numerics.scaling.decision import Checker
 from halfstep.numerics.scaling.scaler import GradScaler
-from halfstep.numerics.scaling.sharding import Ranks
-from halfstep.numerics.scaling.topology import Agreement, World, agreement
-from halfstep.numerics.scaling.verdict import Checker
+from halfstep.numerics.scaling.sharding import Agreement, Ranks, World, agreement
 
 EVERYONE = "all ranks"
 

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import halfstep
 from halfstep.kernels.unscale import Factor
-from halfstep.numerics.scaling.verdict import Checker
+from halfstep.numerics.scaling.decision import Checker
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
