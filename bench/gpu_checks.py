@@ -39,7 +39,7 @@ PASSED, FAILED, UNFINISHED, STOPPED = "passed", "failed", "unfinished", "stopped
 DONE = (PASSED, FAILED)
 TOO_LONG = 1  # the exit status of a worker whose check exceeded its limit, set by `faulthandler`
 LIMIT, TEST_MINUTES = 60.0, 4.0  # seconds per check, including compilation; minutes for the tests
-PEERS = ("liger-kernel", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
+PEERS = ("liger-kernel", "quack-kernels", "torch-optimi", "flashoptim", "torchao", "bitsandbytes")
 HEADLINE = 8  # number of times to measure before the tests
 COMPILED = ", compiled"  # suffix of the names of measurements that involve `torch.compile`
 CHECKED = Sizes(2**15, (1000, 40_003), (4099,), (1, 7), 0, slow=False)  # sizes of the cases whose bits are compared

@@ -65,6 +65,7 @@ class Case:
     providers: Mapping[str, Callable[[Any], Prepared]]  # from the inputs, return a `Prepared` or raise `Unavailable`
     error: Callable[[Any, Any], float]  # from inputs and values, the error against float64; NaN never passes
     layout_bytes: Mapping[str, int] = field(default_factory=dict)  # `bytes_moved` of providers with other layouts
+    memory: bool = False  # whether to count `extra_bytes` on a CPU too, which takes seconds for a list of tensors
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ class Result:
     launches: int | None = None  # kernels and copies per call, on a GPU
     host_us: float | None = None  # time until the call returns, without waiting for the GPU
     graph_us: float | None = None  # median time to replay a CUDA graph of the call; None if it cannot be captured
-    extra_bytes: int | None = None  # peak memory that a call allocates on a GPU, including its results
+    extra_bytes: int | None = None  # peak memory that a call allocates through torch, including its results
 
 
 def normal(device: torch.device, *shape: int) -> torch.Tensor:
@@ -184,4 +185,6 @@ def measure(
         result.rounds = len(times)
         for name, value in clock.details(call).items():
             setattr(result, name, value)
+        if case.memory and result.extra_bytes is None:
+            result.extra_bytes = clock.extra_bytes(call)
     return results

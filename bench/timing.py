@@ -9,6 +9,7 @@ warm caches. On a GPU, it is one call between two events, after writing to a buf
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import random
@@ -55,6 +56,17 @@ class CpuClock:
     def details(self, call: Call) -> dict[str, Any]:
         """Further measurements, as attributes of `harness.Result`."""
         return {}
+
+    def extra_bytes(self, call: Call) -> int:
+        """The peak memory that a call allocates, from the allocations and releases that the profiler records."""
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            result = call()
+            del result
+        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 FLUSH_BYTES = 1 << 28  # written before each call, or four times the L2 cache if that is more

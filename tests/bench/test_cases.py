@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import GROUPS, Sizes, cases
-from halfstep.bench.harness import OK, UNAVAILABLE, WRONG, Case, check, ours
+from halfstep.bench.cases.installed import needs
+from halfstep.bench.harness import OK, UNAVAILABLE, WRONG, Case, Unavailable, check, ours
 
 CPU = torch.device("cpu")
 SMALL = Sizes(elements=2**13, columns=(64, 2**12), cast_elements=(999,), tensors=(1, 7), large=2**14, slow=False)
@@ -46,6 +48,11 @@ def _status(operation: str, provider: str = "halfstep") -> str:
         ("softmax forward", "softmax", lambda good: lambda x: good(x) * 1.1),
         ("softmax backward", "softmax", lambda good: lambda x: good(x, scale=1.1)),
         ("softmax forward", "softmax", lambda good: lambda x: good(x) * float("nan")),
+        (
+            "cross-entropy training",
+            "cross_entropy",
+            lambda good: lambda x, t, **options: good(x, t, **options, label_smoothing=0.1),
+        ),
         ("cast", "cast", lambda good: lambda x, dtype: good(x, dtype, rounding="toward_zero")),
         ("cast of a list", "foreach_cast", lambda good: lambda x, dtype, out: good([-t for t in x], dtype, out=out)),
         (
@@ -91,6 +98,17 @@ def test_a_step_that_fails_to_skip_is_detected(monkeypatch: pytest.MonkeyPatch) 
     assert _status("AMP step") == WRONG
 
 
+def test_a_peer_that_does_not_import_is_not_measured_for_that_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that look for a GPU or a compiler when they are imported raise what they like."""
+    (tmp_path / "a_peer.py").write_text("raise RuntimeError('no GPU here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, reason in (("a_peer", "does not import here: no GPU here"), ("no_peer", "not installed")):
+        with pytest.raises(Unavailable, match=reason):
+            needs(module)
+
+
 # Bytes per element of each provider whose layout is not the job's, and of the others; counted by hand.
 HALFSTEP24, FLASH, INT8 = 8 + 4 + 6 / 32, 7 + 5 + 2 * 2 * 2 / 32, 2 + 2 * 2 + 2 * 2 * (1 + 4 / 256)
 
@@ -100,6 +118,9 @@ HALFSTEP24, FLASH, INT8 = 8 + 4 + 6 / 32, 7 + 5 + 2 * 2 * 2 / 32, 2 + 2 * 2 + 2 
     [
         ("softmax forward", "bf16", 4, {}),
         ("softmax backward", "fp32", 12, {}),
+        ("cross-entropy forward", "bf16", 2, {}),
+        ("cross-entropy backward", "fp32", 8, {}),
+        ("cross-entropy training", "bf16", 6, {}),
         ("cast", "fp32 to bf16", 6, {}),
         ("cast", "fp32 to fp8 e4m3", 5, {}),
         ("check", "bf16", 2, {}),

@@ -60,6 +60,18 @@ def test_garbage_collection_is_off_while_calls_are_timed() -> None:
     assert enabled[-2:] == [False, False] and gc.isenabled()
 
 
+def test_peak_memory_of_a_call_on_a_cpu() -> None:
+    """The largest sum of what is there at one time, results included."""
+    x = torch.zeros(1000, dtype=torch.float32)
+    for call, tensors in (
+        (lambda: x.add_(1), 0),
+        (lambda: x + x, 1),
+        (lambda: (x + x) * (x + x), 3),
+        (lambda: [(x + x).sum(), (x * x).sum()], 1),
+    ):
+        assert 0 <= CpuClock().extra_bytes(call) - 4000 * tensors < 100
+
+
 def test_the_copy_moves_the_bytes_it_is_given() -> None:
     copies = timing.copy_calls([1000, 40, 3000], CPU)
     assert [copy().nbytes for copy in copies] == [500, 20, 1500]

@@ -10,6 +10,7 @@ import pytest
 import triton
 from software_gpu.counts import TABLE, cases, counted, markdown
 from software_gpu.gpu import SoftwareGPU
+from software_gpu.peers import of_machine_code
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
@@ -40,3 +41,21 @@ def test_few_sectors_beyond_the_minimum_are_touched() -> None:
                     assert row["sectors"] <= 1.3 * row["least"], (target, case, kernel)
                     ragged = 1.01 if "causal" in case else 1.0
                     assert row["fresh"] <= ragged * row["least"], (target, case, kernel)  # what memory has to move
+
+
+def test_machine_code_without_loops_is_counted_by_the_logits_that_a_thread_copies() -> None:
+    """By hand: eight instructions, an untaken one included, for 16 logits; two loads and a store of 16 bytes."""
+    sass = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDGSTS.E.BYPASS.LTC128B.128 [R9], desc[UR8][R2.64] ;
+        /*0020*/              @!P0 LDGSTS.E.128 [R9+0x400], desc[UR8][R2.64+0x400] ;
+        /*0030*/                   LDG.E R4, desc[UR8][R2.64] ;
+        /*0040*/                   MUFU.EX2 R5, R4 ;
+        /*0050*/                   STG.E.128 desc[UR8][R12.64], R28 ;
+        /*0060*/                   STG.E desc[UR8][R12.64], R28 ;
+        /*0070*/               @P0 EXIT ;
+.L_x_1:
+        /*0080*/                   BRA `(.L_x_1);
+        /*0090*/                   NOP;
+"""
+    assert of_machine_code(sass) == (8 / 16, 48 / 16)
