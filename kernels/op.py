@@ -49,6 +49,18 @@ def define(schema: str, *, compute: Callable[..., torch.Tensor], fake: Callable[
     return getattr(torch.ops.halfstep, name).default
 
 
+def no_forward_mode(functions: str, other: str) -> Callable[..., torch.Tensor]:
+    """The `tangent` of an `Op` that has none, which names the `functions` that call it, and an `other` one."""
+
+    def tangent(ctx: Any, *tangents: Any) -> torch.Tensor:
+        raise NotImplementedError(
+            f"{functions} have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode (torch.func.vjp, "
+            f"jacrev or jacrev(jacrev(...))), or {other}"
+        )
+
+    return tangent
+
+
 class Op:
     """The operator ``halfstep::name``, which returns one tensor. Calling the object runs the operator.
 

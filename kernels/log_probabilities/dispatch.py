@@ -10,7 +10,7 @@ from halfstep.kernels.backend import resolve
 from halfstep.kernels.log_probabilities import kernels, rule
 from halfstep.kernels.log_probabilities.rule import Options
 from halfstep.kernels.multi_tensor import check_addresses
-from halfstep.kernels.op import Op, batch_first, define, is_watched
+from halfstep.kernels.op import Op, batch_first, define, is_watched, no_forward_mode
 from halfstep.kernels.softmax.rule import math_dtype
 
 
@@ -82,13 +82,6 @@ def _batch(info: Any, in_dims: Any, logits: Any, targets: Any, *options: Any) ->
     return statistics(logits, targets, *options), 1
 
 
-def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    raise NotImplementedError(
-        "halfstep.log_probabilities and cross_entropy have no forward-mode derivative (jvp, jacfwd, hessian): use "
-        "reverse mode (torch.func.vjp, jacrev), or torch.log_softmax"
-    )
-
-
 def _fake(logits: torch.Tensor, targets: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.empty((6, *targets.shape), dtype=math_dtype(logits.dtype), device=logits.device)
 
@@ -101,7 +94,7 @@ statistics = Op(
     fake=_fake,
     save=_save,
     differentiate=_differentiate,
-    tangent=_no_forward_mode,
+    tangent=no_forward_mode("halfstep.log_probabilities and cross_entropy", "torch.log_softmax"),
     batch=_batch,
 )
 _backward = define(

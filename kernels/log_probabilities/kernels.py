@@ -55,7 +55,11 @@ def _neighbours(terms, CHUNKS: tl.constexpr, SIZE: tl.constexpr):
 
 @jit
 def _chunk_sum(terms, CHUNKS: tl.constexpr, VECTOR: tl.constexpr):
-    """`rule.chunk_sum` of the blocks of chunks, of shape (CHUNKS, 1, 1)."""
+    """`rule.chunk_sum` of the blocks of chunks, of shape (CHUNKS, 1, 1).
+
+    Halving from the top, as softmax's `folded`, would leave the neighbours of a thread until last: threads would
+    exchange eight numbers instead of one, and the forward would take 12.5 instructions per logit instead of 10.2.
+    """
     if VECTOR == 8:
         total = (terms[0] + terms[1]) + (terms[2] + terms[3])  # bits 8 and 9 of the column
         total = _neighbours(_neighbours(total, CHUNKS, 8), CHUNKS, 4)

@@ -13,7 +13,7 @@ import torch
 
 from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
-from halfstep.kernels.op import Op, batch_first
+from halfstep.kernels.op import Op, batch_first, no_forward_mode
 from halfstep.kernels.softmax import cpu, rows, rule, strided
 from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
@@ -187,17 +187,11 @@ def _batch_backward(info: Any, in_dims: Any, grad: Any, y: Any, *options: Any) -
     return softmax_backward(grad, y, *options), 0
 
 
-def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
-    raise NotImplementedError(
-        "halfstep.softmax and log_softmax have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode "
-        "(torch.func.vjp, jacrev or jacrev(jacrev(...))), or torch.softmax"
-    )
-
-
 def _fake(like: torch.Tensor, *options: Any) -> torch.Tensor:
     return torch.empty(like.shape, dtype=options[-1], device=like.device)
 
 
+_no_forward_mode = no_forward_mode("halfstep.softmax and log_softmax", "torch.softmax")
 _OPTIONS = "int dim, float scale, bool causal, bool log, bool exact, ScalarType dtype"
 softmax = Op(
     f"softmax(Tensor x, Tensor? mask, {_OPTIONS}) -> Tensor",
