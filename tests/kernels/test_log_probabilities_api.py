@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from devices import normal
+import torch._inductor.config
+from devices import assert_same_bits, normal
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing._internal.common_methods_invocations import op_db
 
 import halfstep
+from halfstep.kernels import native
 
 TARGETS = torch.tensor([3, 0, -100, 5])
 FP64 = torch.float64
@@ -88,18 +91,39 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.halfstep.log_probabilities_backward.default, arguments)
 
 
-def test_compiles_without_a_graph_break() -> None:
-    def step(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = halfstep.cross_entropy(hidden * 2, targets, label_smoothing=0.1, z_loss=0.01, inplace_backward=True)
-        return loss + total(hidden, targets).mean()
+@torch._inductor.config.patch(force_disable_caches=True)  # or it would run what an earlier version was compiled to
+@pytest.mark.parametrize(
+    ("backend", "inplace"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        ("inductor", True),
+        pytest.param("inductor", False, marks=pytest.mark.exhaustive),  # takes half a minute
+    ],
+)
+def test_compiled_code_has_the_bits_of_eager(backend: str, inplace: bool) -> None:
+    """One graph for all sizes. Sums are left out, of which a compiler chooses the order and the dtype."""
+    if backend == "inductor" and native.compiler() is None:
+        pytest.skip("needs a C++ compiler")
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (4, 3):
-        logits = randn(rows, 9).requires_grad_()
-        eager, fused = step(logits, TARGETS[:rows]), compiled(logits, TARGETS[:rows])
-        assert torch.equal(eager, fused)
-        gradients = [torch.autograd.grad(loss, logits)[0] for loss in (eager, fused)]
-        assert torch.equal(*gradients)
+    def step(first: torch.Tensor, second: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "z_loss": 0.01}
+        loss = halfstep.cross_entropy(first * 3, targets, inplace_backward=inplace, **options)
+        row = halfstep.log_probabilities(second * 2, targets, 0.7, True, exact=True, inplace_backward=inplace)
+        return loss, *row
+
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for rows, classes in ((4, 9), (3, 40)):
+        logits = [randn(rows, classes, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in (1, 2)]
+        grads = [randn(rows, seed=seed) for seed in (3, 4, 5, 6)]
+        targets = TARGETS[:rows].clone()
+        for values in zip(*(function(*logits, targets) for function in (step, compiled)), strict=True):
+            assert_same_bits(*values)
+        eager, fused = (torch.autograd.grad(function(*logits, targets), logits, grads) for function in (step, compiled))
+        for gradients in zip(eager, fused, strict=True):
+            assert_same_bits(*gradients)
+    assert counter.frame_count == 1
 
 
 def test_meta_and_fake_tensors_and_fp64() -> None:
