@@ -4,7 +4,7 @@ No rank sees a whole row. Each computes its part of the rows as `halfstep.log_pr
 gives all ranks its three numbers per row, four with the entropy: the maximum M, the logarithm L of the sum of
 exponentials relative to it, the logit of the target, and the mean of z - M. They are put together in the order of the
 ranks, so that all ranks have the same bits. With M and L of the whole row, each rank then writes the gradient of its
-part, without a collective.
+part, without a collective. Only a second derivative takes another one: each rank knows what its columns add to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from halfstep.kernels.log_probabilities import LogProbabilities, dispatch
 from halfstep.kernels.log_probabilities.public import check_arguments
-from halfstep.kernels.log_probabilities.rule import Options, Row, exponential, logarithm, scaled
+from halfstep.kernels.log_probabilities.rule import Options, Row, exponential, gradient, logarithm, scaled
 from halfstep.kernels.softmax.rule import math_dtype
 
 _IGNORED, _ELSEWHERE = -2, -1  # targets on a rank
@@ -50,6 +50,52 @@ def _of_ranks(numbers: torch.Tensor, owner: torch.Tensor, exact: bool) -> torch.
     return torch.stack(Row(selected, logsumexp, top, log_sum, entropy, torch.zeros_like(top)))
 
 
+class _Local(torch.autograd.Function):
+    """`to_local`, of which torch 2.11 loses the second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.mesh, ctx.placements, ctx.global_shape = (
+            x.device_mesh,
+            x.placements,
+            {"shape": x.shape, "stride": x.stride()},
+        )
+        return x.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, **ctx.global_shape)
+
+
+class _OfAllRanks(torch.autograd.Function):
+    """Numbers that all ranks have alike, used by each for its columns: their gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return numbers.view_as(numbers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: torch.Tensor) -> Any:
+        grads = grads.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grads, group=ctx.group)
+        return grads, None
+
+
+def _differentiable_backward(
+    grads: torch.Tensor, logits: torch.Tensor, local: torch.Tensor, results: torch.Tensor, options: Options, group: Any
+) -> torch.Tensor:
+    """The gradient of the columns of a rank by operations of torch that can be differentiated once more."""
+    grads, results = _OfAllRanks.apply(torch.stack([grads, results]), group).unsqueeze(-1)
+    row, ignored = Row(*results), (local == _IGNORED).unsqueeze(-1)
+    z = scaled(logits, options.temperature).masked_fill(ignored, 0.0)  # NaN would come back in the second derivative
+    y = z - row.logsumexp.masked_fill(ignored | (row.logsumexp == -math.inf), 0.0)
+    hit = local.unsqueeze(-1) == torch.arange(z.shape[-1], dtype=torch.int64, device=z.device)
+    dx = gradient(y, hit, Row(*grads), row, options._replace(exact=False), z.shape[-1])
+    return dx.masked_fill(ignored, 0.0).to(logits.dtype)
+
+
 class _Vocabulary(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,17 +119,20 @@ class _Vocabulary(torch.autograd.Function):
         gathered = numbers.new_empty(ranks, *numbers.shape)
         dist.all_gather(list(gathered), numbers, group=group)
         results = _of_ranks(gathered, owner, options.exact).masked_fill(ignored, 0.0)
-        ctx.inplace = inplace
+        ctx.inplace, ctx.group = inplace, group
         ctx.save_for_backward(logits, local, results)
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grads: torch.Tensor) -> Any:
         logits, local, results = ctx.saved_tensors
-        dx = torch.zeros_like(logits)
-        if logits.shape[-1]:
+        if torch.is_grad_enabled():
+            dispatch.check_differentiable(ctx.inplace)
+            dx = _differentiable_backward(grads, logits, local, results, ctx.options, ctx.group)
+        elif logits.shape[-1]:
             dx = dispatch.backward(grads, logits.detach(), local, results, *ctx.options, ctx.inplace)
+        else:
+            dx = torch.zeros_like(logits)
         return dx, None, None, None, None, None
 
 
@@ -100,7 +149,8 @@ def log_probabilities(
     """`halfstep.log_probabilities` of logits whose vocabulary is sharded, as a column-parallel head leaves them.
 
     One collective of three numbers per row, four with the entropy, in the forward, and none in the backward. All ranks
-    have the same bits, which are not those of whole rows. Second derivatives are not available.
+    have the same bits, which are not those of whole rows. Second derivatives are plain operations of torch and one more
+    collective; third ones are not available.
 
     Args:
         logits: a DTensor of shape (..., V), of which one dimension of the mesh shards the last dimension. Others may
@@ -133,7 +183,7 @@ def log_probabilities(
             f"{getattr(logits, 'placements', type(logits).__name__)}: use halfstep.log_probabilities for whole rows, "
             "or logits.redistribute(placements=[Shard(-1)])"
         )
-    local = logits.to_local()
+    local = _Local.apply(logits)
     check_arguments(local, targets, temperature, inplace_backward, logits.is_leaf)
     options = Options(float(temperature), ignore_index, bool(entropy), False, bool(exact))
     group = logits.device_mesh.get_group(last[0])

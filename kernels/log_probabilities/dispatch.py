@@ -48,6 +48,14 @@ def backward(
     return out
 
 
+def check_differentiable(inplace: bool) -> None:
+    if inplace:
+        raise RuntimeError(
+            "Expected inplace_backward=False for a gradient that is differentiated (create_graph=True, torch.func), "
+            "but got True: the gradient would be written over the logits"
+        )
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     logits, targets, *ctx.options = inputs
     ctx.written = False
@@ -61,13 +69,9 @@ def _differentiate(ctx: Any, grads: torch.Tensor) -> tuple[torch.Tensor | None, 
             "Expected one backward with inplace_backward=True, but got a second: the first wrote the gradient over the "
             "logits; use inplace_backward=False"
         )
-    if inplace and torch.is_grad_enabled():
-        raise RuntimeError(
-            "Expected inplace_backward=False for a gradient that is differentiated (create_graph=True, torch.func), "
-            "but got True: the gradient would be written over the logits"
-        )
     logits, targets, results = ctx.saved_tensors
     if torch.is_grad_enabled():
+        check_differentiable(inplace)
         dx = rule.differentiable_backward(grads, logits, targets, Options(*options))
     elif is_watched():
         dx = _backward(grads, logits, targets, results, *options)

@@ -176,7 +176,8 @@ def gradient(y: torch.Tensor, hit: torch.Tensor, grads: Row, row: Row, options: 
         a, b, c, q = (grad * (1.0 / options.temperature) for grad in (a, b, c, q))
     factor, p = (b - a) - q if options.mean else b - a, exponential(y, options.exact)
     if options.entropy:
-        dx = torch.where(y == -math.inf, 0.0, p * (factor - c * (y + row.entropy)))
+        finite = y.masked_fill(y == -math.inf, 0.0)  # -inf would be NaN in the second derivative
+        dx = torch.where(y == -math.inf, 0.0, p * (factor - c * (finite + row.entropy)))
     else:
         dx = p * factor
     dx = torch.where(hit, dx + a, dx)

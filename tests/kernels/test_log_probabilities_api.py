@@ -53,6 +53,8 @@ def test_torchs_own_cases_of_cross_entropy(dtype: torch.dtype) -> None:
 def test_first_and_second_derivatives_in_fp64() -> None:
     logits = (2 * randn(4, 6, dtype=FP64)).requires_grad_()
     assert gradcheck(total, (logits,)) and gradgradcheck(total, (logits,))
+    masked = torch.tensor([[0, 1, 0, 0, 1, 0], [0] * 6, [1] * 6, [1, 1, 1, 0, 1, 0]], dtype=torch.bool)
+    assert gradgradcheck(lambda x: total(x.masked_fill(masked, -math.inf)), (logits,))
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return halfstep.cross_entropy(logits, TARGETS, label_smoothing=0.2, z_loss=0.1)

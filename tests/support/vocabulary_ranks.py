@@ -48,6 +48,28 @@ def agrees(classes: int, dtype: torch.dtype, exact: bool, inplace: bool) -> None
     torch.testing.assert_close(shards.grad.full_tensor(), whole.grad, equal_nan=True, **tolerances)
 
 
+def differentiates_twice(classes: int) -> None:
+    """The gradient, and the product of the second derivatives with a vector, are those of whole rows."""
+    mesh, (logits, targets) = init_device_mesh("cpu", (dist.get_world_size(),)), example(classes, torch.float64)
+    logits[2:4] = logits[6:].nan_to_num(posinf=0.0)
+    logits[7, 0], targets[6:] = NAN, -100
+    numbers: list[torch.Tensor] = []
+    for function, distribute in (
+        (halfstep.log_probabilities, lambda x: x),
+        (log_probabilities, lambda x: distribute_tensor(x, mesh, [Shard(1)])),
+    ):
+        x, vector = (distribute(x) for x in (logits, normal(8 * classes, torch.float64, 3).view(8, classes)))
+        row = function(x.requires_grad_(), targets, 0.7, True)
+        value = (row.log_probabilities.clamp(min=-9) * row.entropy + row.logsumexp.clamp(min=-9).square()).sum()
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        second = torch.autograd.grad(getattr(product := (first * vector).sum(), "full_tensor", lambda: product)(), x)[0]
+        numbers += [x.detach().full_tensor() if isinstance(x, DTensor) else x.detach() for x in (first, second)]
+    assert all(each.isfinite().all() and each.norm() > 1 for each in numbers)
+    torch.testing.assert_close(numbers[2:], numbers[:2])
+    over = log_probabilities(x * 1, targets, inplace_backward=True).logsumexp.sum()
+    refuses(RuntimeError, "inplace_backward=False", partial(torch.autograd.grad, over, x, create_graph=True))
+
+
 def rows_may_be_sharded_too() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     logits = distribute_tensor(normal(80, torch.float32).view(4, 20), mesh, [Shard(0), Shard(1)])
@@ -77,9 +99,11 @@ def what_is_not_sharded_by_columns_is_refused() -> None:
 CASES: dict[str, Callable[[], None]] = {
     "fp32": partial(agrees, 50, torch.float32, False, False),
     "bf16, exact, in place": partial(agrees, 2051, torch.bfloat16, True, True),
+    "twice": partial(differentiates_twice, 6),
     "refused": what_is_not_sharded_by_columns_is_refused,
 }
 ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
     "a rank without columns": partial(agrees, 9, torch.float32, True, False),
+    "twice, a rank without columns": partial(differentiates_twice, 9),
     "rows too": rows_may_be_sharded_too,
 }
