@@ -5,10 +5,14 @@ torchrun --nproc-per-node 2 examples/reinforcement.py
 Actions are sampled with the same fp16 weights that are trained. In bf16, with 3 mantissa bits less, the probabilities
 of sampler and trainer differ more, which can make such training collapse (arXiv 2510.26788). Masters are in fp32.
 
-Log-probabilities are those of `halfstep.log_probabilities` in both. Its bits depend on neither the batch nor, with
-``exact=True``, the device: where the logits agree, the ratio of the first update is 1, which is asserted. The model
-must compute the same logits too, as the same layers on the same batch do here.
+`score` gives the log-probabilities of the rollout, of the reference policy and of training, at the temperature of the
+samples. Its bits depend on neither the batch nor, with ``exact=True``, the device: where the logits agree, the ratio of
+the first update is 1, which is asserted. The model must compute the same logits too, as the same layers on the same
+batch do here. In training, the backward writes the gradient over the logits, the largest tensor of a language model.
 """
+
+import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,33 +23,40 @@ from torch.nn import GELU, Linear, Sequential
 import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients
 
-ACTIONS, SAMPLES = 8, 16
+ACTIONS, SAMPLES, TEMPERATURE = 8, 16, 0.9
+OF_KL, OF_ENTROPY = 1e-3, 1e-3  # weights in the loss
 
 
 def prompts(step: int, rank: int, device: torch.device) -> torch.Tensor:
-    """States, different on each rank. The correct action is the index of the largest of the first eight values."""
+    """States, different on each rank, each for 16 samples. The correct action is the index of the largest of the first
+    eight values."""
     states = torch.randn(64, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
-    return states.to(device, torch.float16)
+    return states.to(device, torch.float16).repeat_interleave(SAMPLES, 0)
 
 
-def score(logits: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-    return halfstep.log_probabilities(logits.expand(*actions.shape, -1), actions, exact=True).log_probabilities
+def score(logits: torch.Tensor, actions: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    """The log-probabilities of actions, and the entropies of their distributions."""
+    row = halfstep.log_probabilities(logits, actions, TEMPERATURE, entropy=True, exact=True, **options)
+    return row.log_probabilities, row.entropy
 
 
+@torch.no_grad()
 def rollout(model: torch.nn.Module, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sampled actions for each state, their log probabilities, their advantages, and the mean reward."""
-    with torch.no_grad():
-        logits = model(states)
-    drawn = torch.distributions.Categorical(logits=logits.float()).sample((SAMPLES,))
-    actions, old = drawn.T, score(logits, drawn).T
-    rewards = (actions == states[:, :ACTIONS].argmax(1, keepdim=True)).float()
-    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    return actions, old, advantages, rewards.mean()
+    """An action for each state, its log-probability, its advantage in the group of its prompt, and the mean reward."""
+    logits = model(states)
+    actions = torch.distributions.Categorical(logits=logits.float() / TEMPERATURE).sample()
+    parts = zip(logits.split(100), actions.split(100), strict=True)  # other batches than in training
+    old = torch.cat([score(*part)[0] for part in parts])
+    rewards = (actions == states[:, :ACTIONS].argmax(1)).float()
+    groups = rewards.view(-1, SAMPLES)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    return actions, old, advantages.flatten(), rewards.mean()
 
 
 def train(rank: int, device: torch.device) -> Losses:
     torch.manual_seed(0)
     model = Sequential(Linear(16, 64), GELU(), Linear(64, ACTIONS)).to(device, torch.float16)
+    reference = copy.deepcopy(model).requires_grad_(False)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for layer in (model[0], model[2]):
         fully_shard(layer, mp_policy=policy)
@@ -58,11 +69,14 @@ def train(rank: int, device: torch.device) -> Losses:
     for step in range(80):
         states = prompts(step, rank, device)
         actions, old, advantages, reward = rollout(model, states)
+        anchor = score(reference(states), actions)[0]
         for update in range(2):  # the second update is off-policy
-            new = score(model(states).unsqueeze(1), actions)
-            assert update > 0 or torch.equal(new, old)  # all bits, though rollout scored another batch
+            new, entropy = score(model(states), actions, inplace_backward=True)
+            assert update > 0 or torch.equal(new, old)  # all bits
             ratio = (new - old).exp()
-            loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            kl = (anchor - new).exp() - (anchor - new) - 1  # unbiased and never negative (Schulman, "k3")
+            loss = (OF_KL * kl - OF_ENTROPY * entropy - gain).mean()
             scaler.scale(loss).backward()
             scaler.clip_grad_norm_(optimizer, 1.0)  # no unscale_: gradients are not written
             scaler.step(optimizer)  # all ranks step, or none
