@@ -273,14 +273,20 @@ def gradient_kernel(
     size = columns - begin - chunk
     read = tl.where(counts, size, 0)
     target = (target - begin).to(tl.int32)  # where that loses bits, a is NaN or 0
+    xs = ()  # all are read before the first is written, which may be over them
     for part in tl.static_range(32 // form.VECTOR):
         x = tl.load(_at(logits, chunk, part, form), mask=_inside(read, part, form), other=float("-inf"))
-        y = (_scaled(x, scale, form) - top) - log_sum
+        xs += (x,)  # type: ignore[assignment]
+    here = (target >= 0) & (target < CHUNKS * _CHUNK)
+    for part in tl.static_range(32 // form.VECTOR):
+        y = (_scaled(xs[part], scale, form) - top) - log_sum
         if form.ENTROPY:
             result = tl.where(y == float("-inf"), 0.0, _exp(y, form) * (factor - c * (y + entropy)))
         else:
             result = _exp(y, form) * factor
-        result = tl.where(chunk + _columns(part, form.VECTOR) == target, result + a, result)
+        if here:
+            hit = tl.arange(0, form.VECTOR)[None, None, :] == target - chunk - _lanes(part, form.VECTOR)
+            result = tl.where(hit, result + a, result)
         if form.MEAN:
             result += share
         result = from_float32(result, dx.dtype.element_ty)
@@ -322,7 +328,7 @@ def _launch(
 ) -> None:
     """Launch a kernel for rows of so many chunks. `numbers` begin with the number of rows."""
     device, of_program = tensors[0].device, min(MOST_CHUNKS, 1 << (chunks - 1).bit_length())
-    warps = of_program // 2 if kernel is chunk_kernel else of_program  # with more, what threads have in common counts
+    warps = of_program // 2  # with more, what threads have in common counts
     constants: dict[str, Any] = {"form": form} | ({} if kernel is row_kernel else {"CHUNKS": of_program})
     constants |= {"num_warps": max(1, warps * 32 * most_warps(device) // MOST_THREADS), **EXACT}
     wide = tuple(abs(number) >= 2**31 for number in (*numbers, options.ignore_index))

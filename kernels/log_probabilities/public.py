@@ -134,7 +134,7 @@ def log_probabilities(
         exact: compute exponentials from IEEE operations: the same bits on all devices and in the reference. Otherwise
             each kind of device has its own bits; those of the C++ code on a CPU are always the exact ones. On a GPU, by
             counts, arithmetic then takes 1.9 times as long in the forward: of bf16 logits 0.97 of the time of memory on
-            an H100, and 1.24 on a B200; in the backward 0.63 and 0.89.
+            an H100, and 1.24 on a B200; in the backward 0.52 and 0.67.
         inplace_backward: write the gradient over the logits, which then must not be needed again. Only one backward is
             possible. `torch.compile` decides about memory itself.
 
