@@ -55,16 +55,13 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
-        ctx.mesh, ctx.placements, ctx.global_shape = (
-            x.device_mesh,
-            x.placements,
-            {"shape": x.shape, "stride": x.stride()},
-        )
-        return x.to_local()
+        ctx.mesh, ctx.placements, ctx.sizes = x.device_mesh, x.placements, {"shape": x.shape, "stride": x.stride()}
+        local = x.to_local()
+        return local.view_as(local)  # what autograd writes into a result must not get into the DTensor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
-        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, **ctx.global_shape)
+        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False, **ctx.sizes)
 
 
 class _OfAllRanks(torch.autograd.Function):
