@@ -47,6 +47,7 @@ def _status(operation: str, provider: str = "halfstep") -> str:
         ("softmax backward", "softmax", lambda good: lambda x: good(x, scale=1.1)),
         ("softmax forward", "softmax", lambda good: lambda x: good(x) * float("nan")),
         ("cast", "cast", lambda good: lambda x, dtype: good(x, dtype, rounding="toward_zero")),
+        ("cast to blocks", "cast", lambda good: lambda x, form: good(x, form, rounding="toward_zero")),
         ("cast of a list", "foreach_cast", lambda good: lambda x, dtype, out: good([-t for t in x], dtype, out=out)),
         (
             "check",
