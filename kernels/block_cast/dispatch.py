@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
@@ -9,16 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfstep.kernels import native
 from halfstep.kernels.backend import EXACT, TRITON_NAMES, launch_kernel, resolve
 from halfstep.kernels.block_cast import kernels
 from halfstep.kernels.block_cast.kernels import COLUMNS, ROWS, SQUARE, TABLE_ROWS, Form
-from halfstep.kernels.block_cast.rule import carry_and_emax, reference
+from halfstep.kernels.block_cast.rule import carry_and_emax, default_global_scale, reference
 from halfstep.kernels.formats import ELEMENTS, BlockRow, Blocks, block_axes
-from halfstep.kernels.multi_tensor import TableCache, TensorTable, address, has_memory, own_operations
+from halfstep.kernels.multi_tensor import DTYPE_CODES, TableCache, TensorTable, address, has_memory, own_operations
 from halfstep.kernels.philox import reference_words, unspecialized
 from halfstep.kernels.rounding import STOCHASTIC
 
 ELEMENTS_OF_PROGRAM = 4096
+_CPP_ELEMENTS = ("e4m3fn", "e5m2", "e2m3fn", "e3m2fn", "e2m1fn")  # as in block_cast.cpp
 _LEAST = 127 - 117 << 23  # the pattern of LEAST_GLOBAL, which no elements have
 _MOST_SCALES = 2**31 - ELEMENTS_OF_PROGRAM  # of a tensor: kernels count them in 32 bits
 _tables = {scales: TableCache(operands=len(TABLE_ROWS), chunk=scales) for scales in (1, 32, 64, 128, 256)}
@@ -67,6 +70,22 @@ def _by_rule(
     return Blocks(codes, scales, scale)
 
 
+def _native(
+    jobs: list[_Job], form: Form, row: BlockRow, scale: torch.Tensor | None, seed: int
+) -> Sequence[torch.Tensor | None]:
+    """Cast tensors of one dtype and one `form` on the CPU. Returns the global scale of each."""
+    whole, at = None, None
+    if form.FRACTION:
+        whole = torch.stack([default_global_scale(job.source, row) if scale is None else scale for job in jobs])
+        at = address(whole)
+    numbers = DTYPE_CODES[jobs[0].source.dtype], _CPP_ELEMENTS.index(form.ELEMENT), *map(int, form[2:])
+    options = (ctypes.c_int32 * len(numbers))(*numbers)
+    table = _table(jobs, form)
+    function = native.library("block_cast").halfstep_block_cast
+    function(*table.addresses, ctypes.addressof(options), at, seed, native.threads())
+    return [None] * len(jobs) if whole is None else whole.unbind()
+
+
 def _table(jobs: list[_Job], form: Form) -> TensorTable:
     numbers = [[job.source.numel() for job in jobs], *map(list, zip(*(job.shape for job in jobs), strict=True))]
     numbers += [[job.position for job in jobs], [job.offset for job in jobs]]
@@ -74,8 +93,10 @@ def _table(jobs: list[_Job], form: Form) -> TensorTable:
     return _tables[form.SCALES].table(*tensors, numbers=numbers)
 
 
-def _launch(jobs: list[_Job], form: Form, scale: torch.Tensor | None, seed: int) -> Sequence[torch.Tensor | None]:
-    """Cast tensors of one dtype and one `form`. Returns the global scale of each."""
+def _launch(
+    jobs: list[_Job], form: Form, row: BlockRow, scale: torch.Tensor | None, seed: int
+) -> Sequence[torch.Tensor | None]:
+    """As `_native`, by Triton's kernels."""
     device = jobs[0].source.device
     seeds = unspecialized(seed & 0xFFFFFFFF), unspecialized(seed >> 32)
     constants = {"FORM": form, "num_warps": 4 if form.BLOCKS == ROWS else 1, **EXACT}
@@ -148,6 +169,7 @@ def cast_blocks(
                     words = reference_words(index, seed, 0, position).view(x.shape)
                 results[position] = _by_rule(x, axes, row, rule, rounding, saturate, words, scale)
     else:
+        run = _native if implementation == "native" else _launch
         groups: dict[tuple[str, int, int], list[_Job]] = {}
         for position, (x, axes, offset) in enumerate(zip(tensors, every, offsets, strict=True)):
             job = _job(x, axes, row, position, offset)
@@ -160,7 +182,7 @@ def cast_blocks(
             fraction, given = row.has_global_scale, scale is not None or not row.has_global_scale
             shape = source, row.element, row.size, blocks, pairs, scales
             form = Form(*shape, fraction, given, carry, emax, rounding, saturate)
-            for job, g in zip(jobs, _launch(jobs, form, scale, seed), strict=True):
+            for job, g in zip(jobs, run(jobs, form, row, scale, seed), strict=True):
                 results[job.position] = Blocks(job.codes, job.scales, g)
     dtype = torch.float8_e4m3fn if row.has_global_scale else torch.float8_e8m0fnu
     in_order = (results[position] for position in range(len(tensors)))
