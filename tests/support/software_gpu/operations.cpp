@@ -619,7 +619,6 @@ void fill() {
     op_atomic<f32, false>("atom.global.add.f32", [](f32 a, f32 b) { return canonical(a + b); });
     op_atomic<u32, false>("atom.global.add.u32", [](u32 a, u32 b) { return a + b; });
     op_atomic<u32, false>("atom.global.or.b32", [](u32 a, u32 b) { return a | b; });
-    op_atomic<i32, false>("atom.global.max.s32", [](i32 a, i32 b) { return std::max(a, b); });
     op_atomic<i64, false>("atom.global.max.s64", [](i64 a, i64 b) { return std::max(a, b); });
     op_atomic<u32, true>("atom.shared.add.u32", [](u32 a, u32 b) { return a + b; });
 

@@ -208,7 +208,6 @@ void fill() {
     auto greater = [](i64 a, i64 b) { return a > b ? a : b; };
     auto sum = [](u64 a, u64 b) { return a + b; };
     table["global_atomic_or"] = {atomic<u32, global_address, decltype(bits_or)>};
-    table["global_atomic_smax"] = {atomic<i32, global_address, decltype(greater)>};
     table["global_atomic_smax_x2"] = {atomic<i64, global_address, decltype(greater)>};
     table["global_atomic_add_x2"] = {atomic<u64, global_address, decltype(sum)>};
     table["buffer_atomic_add_x2"] = {atomic<u64, buffer_address, decltype(sum)>};
