@@ -125,10 +125,10 @@ def test_dimensions_and_strides(name: str, axis: int | tuple[int, int]) -> None:
             for offset in (8, 123) if kind == "whole" else (123,):
                 random = {"rounding": "stochastic", "seed": 5, "offset": offset}
                 assert_bits_of_the_rule(x, device, form, axis=axis, **random)
-        assert_bits_of_the_rule(numbers("mxfp8", 5, 7, 9).transpose(0, 2), device, "mxfp8", axis=axis)
-        assert_bits_of_the_rule(
-            numbers("mxfp8", 2, 33, 32).flatten()[1:2049].view(2, 32, 32), device, "mxfp8", axis=axis
-        )
+        off_boundary = numbers("mxfp8", 2, 33, 32).flatten()[1:2049].view(2, 32, 32)
+        negated = torch._neg_view(torch.ones(2, 3, 32))
+        for x in (numbers("mxfp8", 5, 7, 9).transpose(0, 2), off_boundary, negated):
+            assert_bits_of_the_rule(x, device, "mxfp8", axis=axis)
 
 
 @pytest.mark.parametrize("name", ["reference", "native", "triton"])
