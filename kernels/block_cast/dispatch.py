@@ -55,7 +55,8 @@ def _job(x: torch.Tensor, axes: tuple[int, ...], row: BlockRow, position: int, o
         blocks, first, middle = SQUARE, sizes[others[0]], prod(sizes[others[0] + 1 : last])
     pairs = -1 if not packed else blocks if not others else int(axes[-1] % x.ndim == last)
     to, scales_to = (torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in (codes, scales))
-    return _Job(x.resolve_neg().contiguous(), to, scales_to, (first, middle, sizes[last], inner), blocks, pairs, position, offset)
+    shape, rows = (first, middle, sizes[last], inner), x.resolve_neg().contiguous()
+    return _Job(rows, to, scales_to, shape, blocks, pairs, position, offset)
 
 
 def _by_rule(
