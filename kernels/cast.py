@@ -35,7 +35,7 @@ from halfstep.kernels.formats import BLOCKS, TABLE, BlockRow, Blocks, block_row,
 from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.philox import check_seed, reference_words, words_of, words_of_groups
+from halfstep.kernels.philox import check_seed, plain, reference_words, unspecialized, words_of, words_of_groups
 from halfstep.kernels.rounding import (
     NEAREST,
     ROUNDINGS,
@@ -240,23 +240,18 @@ def _cast_chunk(
             _cast_some(source, target, at, left, index, seed, stream, SOURCE, TARGET, ROUNDING, SATURATE, DOWN)
 
 
-@jit
-def _plain(value):
-    return (value + 4611686018427387904) >> 1
-
-
 @functools.partial(jit, do_not_specialize=["source", "target", "numel"])
 def cast_kernel(
     source, target, numel, seed_low, seed_high, offset,
     SOURCE: tl.constexpr, TARGET: tl.constexpr, ROUNDING: tl.constexpr, SATURATE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tensor: int64 addresses; the halves of the seed, and the offset, are `_unspecialized`."""
+    """One tensor: int64 addresses; the halves of the seed, and the offset, are `unspecialized`."""
     start = tl.program_id(0).to(tl.int64) * CHUNK
     read = source + start * (SOURCE.primitive_bitwidth // 8)
     write = target + start * (TARGET.primitive_bitwidth // 8)
     left = tl.minimum(numel - start, CHUNK).to(tl.int32)
-    seed = (_plain(seed_high) << 32) | _plain(seed_low)
-    _cast_chunk(read, write, left, _plain(offset) + start, seed, 0, SOURCE, TARGET, ROUNDING, SATURATE, CHUNK)
+    seed = (plain(seed_high) << 32) | plain(seed_low)
+    _cast_chunk(read, write, left, plain(offset) + start, seed, 0, SOURCE, TARGET, ROUNDING, SATURATE, CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["tensors"])
@@ -272,19 +267,11 @@ def multi_cast_kernel(
         index = start + tl.load(column + _OFFSET_ROW * tensors)
     read = tl.load(column + _SOURCE_ROW * tensors) + start * (SOURCE.primitive_bitwidth // 8)
     write = tl.load(column + _TARGET_ROW * tensors) + start * (TARGET.primitive_bitwidth // 8)
-    seed = (_plain(seed_high) << 32) | _plain(seed_low)
+    seed = (plain(seed_high) << 32) | plain(seed_low)
     _cast_chunk(read, write, left, index, seed, stream, SOURCE, TARGET, ROUNDING, SATURATE, CHUNK)
 
 
 # ---------------------------------------------------------------------------------------------------------- launchers
-
-
-def _unspecialized(value: int) -> int:
-    """Maps a number below 2^60 to an odd negative 64-bit integer.
-
-    Triton compiles separate kernels for 32-bit integers, for 1 and for multiples of 16. This value is none of these.
-    """
-    return 2 * value + 1 - 2**62
 
 
 _tables = {(source, target): TableCache(operands=4, chunk=CHUNK) for source in DTYPES for target in DTYPES}
@@ -362,9 +349,9 @@ def _cast_into(
         codes = format_of(pair[0]).code, format_of(pair[1]).code
         native.library("cast").halfstep_cast(*rows, *codes, mode, saturate, seed, native.threads())
         return
-    options, seeds = _options(*pair, mode, saturate), (_unspecialized(seed & 0xFFFFFFFF), _unspecialized(seed >> 32))
+    options, seeds = _options(*pair, mode, saturate), (unspecialized(seed & 0xFFFFFFFF), unspecialized(seed >> 32))
     if single:
-        operands = *both, numel, *seeds, _unspecialized(offsets[0])
+        operands = *both, numel, *seeds, unspecialized(offsets[0])
         launch_kernel(cast_kernel, device, chunks, operands, options, numel < 2**31)
     else:
         launch_kernel(multi_cast_kernel, device, chunks, (*table.operands, *seeds), options)
@@ -453,6 +440,17 @@ def _block_of(dtype: object) -> tuple[BlockRow, str] | None:
         names = ", ".join(repr(row.name) for row in BLOCKS)
         raise ValueError(f"Expected dtype to be a dtype or a format of blocks, such as {names}, but got {dtype!r}")
     return found
+
+
+def _check_blocked(block: object, dtype: object, out: object, of_blocks: object) -> None:
+    """Validate what formats of blocks do not take, and what they alone do."""
+    if block and out is not None:
+        raise ValueError("Expected out to be None for a format of blocks, but got a tensor: leave it out")
+    if not block and of_blocks is not None:
+        raise ValueError(
+            f"Expected axis and global_scale to be None for {dtype}, which has no blocks: leave them out, or name a "
+            "format of blocks"
+        )
 
 
 def _check_options(dtype: object, rounding: object, seed: object) -> None:
@@ -545,8 +543,8 @@ def cast(
 
     Returns:
         A new tensor, even if `x` already has `dtype`, with the strides of `x` if those are dense; or `out`. For a
-        format of blocks, `halfstep.kernels.formats.Blocks` of contiguous tensors, in plain torch and not
-        differentiable; `halfstep.decode` decodes them.
+        format of blocks, `halfstep.kernels.formats.Blocks` of contiguous tensors, not differentiable;
+        `halfstep.decode` decodes them.
 
     Raises:
         TypeError: `x`, `dtype`, `seed` or `offset` is not of the types above.
@@ -568,20 +566,11 @@ def cast(
     _check_options(DTYPES[0] if block else dtype, rounding, seed)
     _check_offset(offset, "offset")
     multi_tensor.check_tensor(x, "x", multi_tensor.FLOATS if block else DTYPES)
+    _check_blocked(block, dtype, out, axis if global_scale is None else global_scale)
     if block:
-        if out is not None:
-            raise ValueError("Expected out to be None for a format of blocks, but got a tensor: leave it out")
-        words = None
-        if rounding == "stochastic":
-            index = torch.arange(offset, offset + x.numel(), dtype=torch.int64, device=x.device)
-            words = reference_words(index, int(_drawn()) if seed is None else seed).view(x.shape)
-        return cast_blocks(x, *block, axis, ROUNDINGS.index(rounding), saturate, words, global_scale)
+        number = seed or (int(_drawn()) if rounding == "stochastic" and seed is None else 0)
+        return cast_blocks([x], *block, axis, ROUNDINGS.index(rounding), saturate, number, [offset], global_scale)[0]
     assert isinstance(dtype, torch.dtype)
-    if axis is not None or global_scale is not None:
-        raise ValueError(
-            f"Expected axis and global_scale to be None for {dtype}, which has no blocks: leave them out, or name a "
-            "format of blocks"
-        )
     if out is None:
         token = None
         if rounding == "stochastic":
@@ -597,29 +586,40 @@ def cast(
     return out
 
 
+@overload
+def foreach_cast(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, *, rounding: str = ..., saturate: bool = ...,
+    seed: int | None = ..., out: Sequence[torch.Tensor] | None = ..., offsets: Sequence[int] | None = ...,
+) -> list[torch.Tensor]: ...  # fmt: skip
+@overload
+def foreach_cast(
+    tensors: Sequence[torch.Tensor], dtype: str, *, rounding: str = ..., saturate: bool = ..., seed: int | None = ...,
+    offsets: Sequence[int] | None = ..., axis: int | tuple[int, int] | None = ...,
+) -> list[Blocks]: ...  # fmt: skip
 @torch.no_grad()
 def foreach_cast(
     tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     *,
     rounding: str = "nearest",
     saturate: bool = False,
     seed: int | None = None,
     out: Sequence[torch.Tensor] | None = None,
     offsets: Sequence[int] | None = None,
-) -> list[torch.Tensor]:
+    axis: int | tuple[int, int] | None = None,
+) -> list[torch.Tensor] | list[Blocks]:
     """Cast a list of tensors in one launch per source dtype. Not differentiable.
 
     Args:
         tensors: tensors of any shapes and dtypes that `cast` takes, on one device; may be empty.
-        dtype, rounding, saturate, seed: as in `cast`. Each tensor has its own noise, which depends on its position in
-            the list and not on the other tensors. A list of one tensor gets the noise of `cast`.
+        dtype, rounding, saturate, seed, axis: as in `cast`. Each tensor has its own noise, which depends on its
+            position in the list and not on the other tensors. A list of one tensor gets the noise of `cast`.
         out: output tensors, one per input, with the shape of the input, dtype `dtype` and any strides. They must not
             overlap.
         offsets: for each tensor the `offset` of `cast`. Default: all 0.
 
     Returns:
-        The new tensors, or those of `out`, in order.
+        The new tensors, or those of `out`, in order; for a format of blocks, a `Blocks` for each tensor.
 
     Raises:
         TypeError, ValueError: as in `cast`, also if tensors are on different devices or numbers of arguments differ.
@@ -629,8 +629,10 @@ def foreach_cast(
         >>> halfstep.foreach_cast(weights, torch.bfloat16)
         [tensor([1., 1.], dtype=torch.bfloat16), tensor([0., 0., 0.], dtype=torch.bfloat16)]
     """
-    _check_options(dtype, rounding, seed)
-    sources, in_memory = multi_tensor.check_tensor_list(tensors, "tensors", DTYPES)
+    block = _block_of(dtype)
+    _check_options(DTYPES[0] if block else dtype, rounding, seed)
+    sources, in_memory = multi_tensor.check_tensor_list(tensors, "tensors", multi_tensor.FLOATS if block else DTYPES)
+    _check_blocked(block, dtype, out, axis)
     starts = [0] * len(sources)
     if offsets is not None:
         starts = [_check_offset(offset, f"offsets[{index}]") for index, offset in enumerate(offsets)]
@@ -640,6 +642,10 @@ def foreach_cast(
         raise ValueError(f"Expected out to have one tensor per input, {len(sources)}, but got {len(out)}")
     if not sources:
         return []
+    if block:
+        number = seed or (int(_drawn()) if rounding == "stochastic" and seed is None else 0)
+        return cast_blocks(sources, *block, axis, ROUNDINGS.index(rounding), saturate, number, starts)
+    assert isinstance(dtype, torch.dtype)
     flat = multi_tensor.all_flattened(sources)
     if out is None:
         results = [torch.empty_like(source, dtype=dtype) for source in flat]

@@ -89,12 +89,25 @@ def reference_words(
     return half << 16 | 0x8000
 
 
+def unspecialized(value: int) -> int:
+    """Maps a number below 2^60 to an odd negative 64-bit integer, as an operand of a kernel, which takes its `plain`.
+
+    Triton compiles separate kernels for 32-bit integers, for 1 and for multiples of 16. This value is none of these.
+    """
+    return 2 * value + 1 - 2**62
+
+
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
     _ROUNDS = tl.constexpr(ROUNDS)
     _FIRST, _SECOND = map(tl.constexpr, _MULTIPLIERS)
     _FIRST_WEYL, _SECOND_WEYL = map(tl.constexpr, _WEYL)
+
+
+@jit
+def plain(value):
+    return (value + 4611686018427387904) >> 1
 
 
 @jit

@@ -51,7 +51,7 @@ from typing import Any
 import torch
 
 from halfstep.kernels.backend import INTERPRET, constexpr_function, cuda_capability_geq, jit, tl
-from halfstep.kernels.formats import TABLE, Format
+from halfstep.kernels.formats import ELEMENTS, TABLE, Format
 
 ROUNDINGS = ("nearest", "toward_zero", "stochastic")
 NEAREST, TOWARD_ZERO, STOCHASTIC = range(3)  # their numbers in kernels
@@ -196,7 +196,8 @@ def from_float32(x, dtype: tl.constexpr):
 
 @constexpr_function
 def form_of(dtype: Any) -> Format:
-    return next(form for form in TABLE if form.triton_type == dtype)
+    """The row of a type of Triton, or of the name of a format of blocks' elements, which may have no type."""
+    return ELEMENTS[dtype] if isinstance(dtype, str) else next(form for form in TABLE if form.triton_type == dtype)
 
 
 @jit

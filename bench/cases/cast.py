@@ -1,4 +1,4 @@
-"""Casts of one tensor to a new one, and of a list of tensors to existing ones.
+"""Casts of one tensor to a new one, of a list of tensors to existing ones, and of a tensor to MXFP8.
 
 Bytes: the source is read once and the target written once. Errors are relative to each value, or for smaller values to
 the smallest normal number, in units of the target's eps. Only rounding to nearest has errors of at most 0.5.
@@ -14,12 +14,15 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import Sizes
-from halfstep.bench.cases.installed import compiled
+from halfstep.bench.cases.installed import compiled, needs
 from halfstep.bench.harness import Case, Prepared, normal
+from halfstep.kernels.block_cast.rule import reference
+from halfstep.kernels.formats import BLOCKS, block_row
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8 e4m3": torch.float8_e4m3fn}
 PAIRS = (("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32"), ("fp32", "fp8 e4m3"))
 NEAREST = 0.5
+MX = "mxfp8_rceil"  # of which no element saturates
 
 
 def normal_tensors(device: torch.device, tensors: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -62,6 +65,29 @@ def _error(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
     return float(error.max()) / limits.eps
 
 
+def _blocks(sources: list[torch.Tensor]) -> Prepared:
+    (source,) = sources
+    return Prepared(lambda: list(halfstep.cast(source, MX)[:2]))
+
+
+def _eager_blocks(sources: list[torch.Tensor]) -> Prepared:
+    row, rule = block_row(MX) or (BLOCKS[0], "")
+    return Prepared(lambda: list(reference(sources[0], row, rule, (-1,))[:2]))
+
+
+def _torchao_blocks(sources: list[torch.Tensor]) -> Prepared:
+    mx, config = needs("torchao.prototype.mx_formats.mx_tensor"), needs("torchao.prototype.mx_formats.config")
+    mode, (source,) = config.ScaleCalculationMode.RCEIL, sources
+    return Prepared(lambda: list(mx.to_mx(source, torch.float8_e4m3fn, BLOCKS[0].size, mode)[1::-1]))
+
+
+def _error_of_blocks(sources: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+    """That of the elements over their scales."""
+    codes, scales = got[0].view(torch.float8_e4m3fn), got[1].view(torch.float8_e8m0fnu).double()
+    over = sources[0].double().unflatten(-1, (-1, BLOCKS[0].size)) / scales.unsqueeze(-1)
+    return _error([over.flatten()], [codes])
+
+
 def _case(
     operation: str,
     source: str,
@@ -98,6 +124,21 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         }
         for elements in sizes.cast_elements:
             yield _case("cast", source, target, 1, elements, "elements", providers)
+    for elements in sizes.cast_elements:
+        numel = elements // BLOCKS[0].size * BLOCKS[0].size
+        yield Case(
+            group="cast",
+            operation="cast to blocks",
+            dtype=f"bf16 to {MX}",
+            size={"elements": numel},
+            axis="elements",
+            bytes_moved=numel * 3 + numel // BLOCKS[0].size,
+            bound=NEAREST,
+            error_unit="in eps",
+            prepare=partial(normal_tensors, tensors=1, numel=numel, dtype=torch.bfloat16),
+            providers={"halfstep": _blocks, "torch eager": _eager_blocks, "torchao": _torchao_blocks},
+            error=_error_of_blocks,
+        )
     functions: dict[str, Callable[..., Any]] = {"halfstep": _foreach_cast, "torch foreach": torch._foreach_copy_}
     providers = {name: partial(_into, function, torch.bfloat16) for name, function in functions.items()}
     for tensors in sizes.tensors:

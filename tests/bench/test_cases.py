@@ -54,6 +54,7 @@ def _status(operation: str, provider: str = "halfstep") -> str:
             lambda good: lambda x, t, **options: good(x, t, **options, label_smoothing=0.1),
         ),
         ("cast", "cast", lambda good: lambda x, dtype: good(x, dtype, rounding="toward_zero")),
+        ("cast to blocks", "cast", lambda good: lambda x, form: good(x, form, rounding="toward_zero")),
         ("cast of a list", "foreach_cast", lambda good: lambda x, dtype, out: good([-t for t in x], dtype, out=out)),
         (
             "check",

@@ -98,6 +98,8 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cast": lambda t: halfstep.cast(t, torch.float8_e4m3fn),
     "cast, plain": lambda t: halfstep.cast(t, torch.bfloat16),
     "foreach_cast": lambda t: halfstep.foreach_cast([torch.ones(3), t], torch.bfloat16),
+    "cast to blocks": lambda t: halfstep.cast(t, "mxfp8"),
+    "foreach_cast to blocks": lambda t: halfstep.foreach_cast([torch.ones(3), t], "mxfp8"),
     "foreach_cast, out": lambda t: halfstep.foreach_cast([torch.ones(t.shape)], torch.float32, out=[t]),
     "softmax": halfstep.softmax,
     "softmax, transposed": lambda t: halfstep.softmax(FREED_ROWS),

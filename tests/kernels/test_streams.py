@@ -213,6 +213,8 @@ def test_tensors_of_a_gpu_compile_nothing_for_the_cpu(monkeypatch: pytest.Monkey
         halfstep.cast(x, torch.bfloat16)
         halfstep.foreach_cast([x], torch.bfloat16)
         halfstep.foreach_cast([x], torch.float16, out=[torch.empty(3, 40, dtype=torch.float16, device="cuda")])
+        halfstep.cast(x, "mxfp8")
+        halfstep.foreach_cast([x, x], "nvfp4")
         halfstep.foreach_check([x])
         halfstep.foreach_unscale_([x], 0.5)
         halfstep.softmax(x)

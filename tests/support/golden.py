@@ -230,6 +230,27 @@ def cast(name: str, device: torch.device = CPU) -> Results:
     }
 
 
+def block_cast(name: str, device: torch.device = CPU) -> Results:
+    """A tensor with short blocks and a list with whole ones, with numbers that are not finite, blocks of zeros, and
+    scales that are rounded to 0 or overflow."""
+    import halfstep
+
+    source, target, form, rounding = name.split(" ")
+    axis = {"rows": -1, "columns": 1, "squares": (2, 1)}[form]
+    options: dict[str, Any] = {"rounding": rounding, "saturate": rounding == "toward_zero", "axis": axis}
+    options |= {"seed": 6} if rounding == "stochastic" else {}
+    values = moderate((3, 50, 70), 1, smallest=-30)
+    values[0, 4, 5], values[1, 40, 69], values[2, :40], values[1, 0, 3] = math.nan, math.inf, 0.0, 1e-39
+    whole, values = moderate((2, 32, 128), 2).to(device), values.to(FORMATS[source]).to(device)
+    coded = [halfstep.cast(values, target, **options), halfstep.cast(whole, target, **options)]
+    listed = [values[:, :32], whole[0], whole.to(FORMATS[source])]
+    coded += halfstep.foreach_cast(listed, target, **options | {"axis": -1})
+    results = {f"codes {index}": each.codes.view(torch.uint8) for index, each in enumerate(coded)}
+    results |= {f"scales {index}": each.scales.view(torch.uint8) for index, each in enumerate(coded)}
+    scales = {f"global scale {index}": each.global_scale for index, each in enumerate(coded)}
+    return results | {key: scale for key, scale in scales.items() if scale is not None}
+
+
 def check(name: str, device: torch.device = CPU) -> Results:
     """Flags, norm and, where they are written, unscaled gradients, finite and not."""
     import halfstep
@@ -306,6 +327,12 @@ def log_probabilities(name: str, device: torch.device = CPU) -> Results:
 WIDE = ("fp32", "fp16", "bf16")
 _SOFTMAX = _names(WIDE, ("rows", "log", "masked", "causal", "columns"))
 _CASTS = _names(tuple(FORMATS), tuple(FORMATS), ("nearest", "toward_zero", "stochastic"), ("plain", "saturating"))
+_BLOCK_CASTS = [
+    *_names(("bf16",), ("mxfp8", "mxfp4", "nvfp4"), ("rows", "columns", "squares"), ("nearest", "stochastic")),
+    *_names(("fp32",), ("mxfp8_e5m2_even", "mxfp6_e2m3_ceil", "mxfp6_e3m2_rceil"), ("rows",), ("nearest",)),
+    *_names(("fp32",), ("mxfp8_e5m2_even", "mxfp6_e2m3_ceil", "mxfp6_e3m2_rceil"), ("rows",), ("stochastic",)),
+    *_names(("fp16", "fp32"), ("mxfp8", "mxfp4_rceil", "nvfp4"), ("rows",), ("toward_zero",)),
+]
 # By subject: what runs a case, the names of the cases, and the C++ without which "native" would be the reference.
 CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "adam": (optimizer, list(adam_names()), "adam"),
@@ -313,6 +340,7 @@ CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "muon": (optimizer, list(muon_names()), "muon"),
     "amp": (amp, _names(WIDE), "unscale"),
     "cast": (cast, _CASTS, "cast"),
+    "block_cast": (block_cast, _BLOCK_CASTS, "block_cast"),
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),
     "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),
     "statistics": (statistics, _names(WIDE, ("plain", "errors")), "statistics"),

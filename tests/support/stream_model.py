@@ -38,14 +38,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from halfstep.kernels import adam, backend, cast, loss_scale, native, rank_sum, statistics, unscale
+from halfstep.kernels.block_cast import dispatch as block_cast
 from halfstep.kernels.log_probabilities import dispatch
 from halfstep.kernels.optimizer import launch
 from halfstep.numerics.scaling.stand_ins import StandIn
 
 aten = torch.ops.aten
-LAUNCHERS = (cast, dispatch, launch, loss_scale, rank_sum, statistics, unscale)
+LAUNCHERS = (block_cast, cast, dispatch, launch, loss_scale, rank_sum, statistics, unscale)
 # Of the launches that read a table: how many of its rows are addresses.
-ADDRESS_ROWS = {"adam": adam.OPERANDS, "check": 1, "cast": 2}
+ADDRESS_ROWS = {"adam": adam.OPERANDS, "block_cast": 3, "check": 1, "cast": 2}
 # Operations that tell the host something about the elements.
 TELLING = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.is_nonzero, aten._unique2)
 # Those that an index of garbage would have fail while it is only recorded.

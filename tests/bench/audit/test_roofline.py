@@ -18,6 +18,15 @@ EXCEPTIONS: dict[str, tuple[float, float, float, str]] = {
     "statistics bf16*": (7.20, 13.5, 1.79, "a histogram takes 100 instructions per element"),
     "AdamW bf16 split, bf16 moments, zero gradients and moments": (0.62, 1.07, 0.20, ZERO),
     "AdamW bf16 no master, 8-bit moments, stochastic": (0.71, 1.01, 0.20, "three random roundings for 10 bytes in all"),
+    "cast bf16 to mxfp8, stochastic": (0.68, 1.19, 0.20, "a random word and a scale for 3 bytes"),
+    "cast bf16 to mxfp4, stochastic": (0.82, 1.44, 0.20, "the same for 2.5 bytes"),
+    "cast bf16 to mxfp4*": (0.66, 0.85, 0.20, "sm_90 has no instruction that rounds to 4 bits"),
+    "cast bf16 to nvfp4": (
+        0.85,
+        1.03,
+        0.20,
+        "three divisions per scale, in both threads that have elements of a block",
+    ),
     "log_probabilities bf16, * entropy": (0.69, 1.14, 0.20, "two sums for 2 bytes"),
     "log_probabilities bf16, * exact": (0.98, 1.24, 0.20, "an exponential of eleven operations for 2 bytes"),
     "Muon bf16 split, 8-bit momentum, stochastic, rows of 1,040": (

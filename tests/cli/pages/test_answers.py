@@ -19,6 +19,7 @@ from halfstep.cli.pages.answers import EXAMPLES, answer
 from halfstep.cli.pages.planner import at_peak
 from halfstep.cli.plan_options import settings as state_of
 from halfstep.cli.plan_tables import digits, sentences
+from halfstep.numerics.formats.blocks import encode_block
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, encode_exact, parse_number
 from halfstep.numerics.formats.table import formats
 
@@ -66,6 +67,20 @@ def test_answers_for_nan_and_subnormals() -> None:
     assert flushed["chosen"]["why"][-1] == "Subnormal results are flushed to zero: 0x0000 is stored."
     assert flushed["chosen"]["modes"]["rows"][-1] == ["stochastic", "0", "0x0000", "-1.089", "with 100 %"]
     assert "a code of fp16 to be from 0 to 0xffff, but got 0x10000" in explored(c="0x10000", f="fp16")["error"]
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2_even", "mxfp6_e2m3", "mxfp4_ceil"])
+def test_a_block_shows_what_the_codec_encodes(name: str) -> None:
+    numbers = "0.1 -1/3 0 -0 65504 464 1e-8 -128.5 240".split()
+    for rounding in ENCODE_ROUNDINGS[:-1]:
+        shown = explored(b=" ".join(numbers), k=name, r=rounding)["block"]
+        codes, scale = encode_block(map(parse_number, numbers), name, rounding)
+        assert [int(row[2], 16) for row in shown["elements"][1]] == codes
+        marked = shown["rules"][1][shown["rules"][2]]
+        assert (int(marked[1], 16) == scale and name.endswith(marked[0])) or marked[0] == "floor"
+        assert shown["elements"][2] == numbers.index("65504")
+    assert explored(b="1 2 3", k="no format")["state"]["k"] == EXAMPLES["explorer"]["k"]
+    assert "1 to 16 numbers for a block of nvfp4, but got 17" in explored(b="1 " * 17, k="nvfp4")["block"]["error"]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,19 @@ def test_a_visit_of_the_explorer(visit: Any) -> None:
         field.blur(); await settle();
         done.push({ typed: field.value, marks: $("range").querySelectorAll("rect").length }); // 13
         location.hash = new URLSearchParams({ f: "bf16", x: BAD }); await settle(); done.push(shown());
+        await type("b", "1 -6 nan"); const bad = $("block-words").textContent;
+        await type("b", "1 -6.5"); await type("k", "mxfp4_ceil");
+        const marked = (id) => $(id).querySelector("[aria-current]").textContent;
+        const words = $("block-words").textContent;
+        done.push({ bad, words, number: marked("elements"), rule: marked("rules") });        // 15
+        await type("k", "nvfp4"); const { hidden } = $("rules-part"); await type("b", "x");
+        done.push([$("block-error").textContent, hidden]);                                   // 16
         """,
     )
+    assert at[15]["bad"] == "The block has nan: its scale is nan, 0xff."
+    assert at[15]["words"].startswith("The largest magnitude, 6.5, decides the scale.")
+    assert at[15]["number"].startswith("-6.5-3.25") and at[15]["rule"].startswith("ceil0x80")
+    assert at[16][0].startswith("'x' is not a number") and at[16][1]
     assert at[0]["title"] == "0.1 in bf16 is 0.10009765625: rounded, +0.2 ulp"
     line = "0.099609375\n0x3dcc0.10009765625\n0x3dcd0.1 lies 80 % of the way; halfway is 0.099853515625"
     assert at[0]["line"] == line

@@ -296,6 +296,8 @@ def _decode(statement: str, find: Find, labels: dict[str, int]) -> Fields:
             places[0][3] = _PARTS[given.pop("dst_sel", "DWORD")]
             for at, source in enumerate(sources[:2]):
                 source[3] = _PARTS[given.pop(f"src{at}_sel", "DWORD")]
+    if name == "v_sub_u32" and words == {"clamp"}:
+        name, words = "v_sub_u32 clamp", set()
     if given or words:
         raise UnknownAssembly(f"{', '.join([*given, *words])} at {name}")
     if name.startswith("v_") and (places[0][0] == VECTOR) != (not name.startswith(("v_cmp_", "v_read"))):

@@ -147,6 +147,12 @@ def _on_values(name: str, dtype: torch.dtype, *arguments: Any, **options: Any) -
     return SIZE, partial(getattr(halfstep, name), [x] if name.startswith("foreach") else x, *arguments, **options)
 
 
+def _block_cast(name: str, dtype: torch.dtype = BF16, **options: Any) -> Made:
+    import halfstep
+
+    return SIZE, partial(halfstep.cast, _values(dtype, 1024, 1024), name, **options)
+
+
 def _softmax(
     dtype: torch.dtype, rows: int, columns: int, dim: int = -1, backward: bool = False, **options: Any
 ) -> Made:
@@ -258,6 +264,16 @@ def cases() -> dict[str, Callable[[], Made]]:
         "cast bf16 to e4m3": partial(cast, BF16, e4m3),
         "cast e4m3 to bf16": partial(cast, e4m3, BF16),
         "cast bf16 to e4m3, stochastic": partial(cast, BF16, e4m3, **seeded),
+        "cast bf16 to mxfp8": partial(_block_cast, "mxfp8"),
+        "cast bf16 to mxfp8, columns": partial(_block_cast, "mxfp8", axis=0),
+        "cast bf16 to mxfp8, squares": partial(_block_cast, "mxfp8", axis=(0, 1)),
+        "cast bf16 to mxfp8, stochastic": partial(_block_cast, "mxfp8", **seeded),
+        "cast fp32 to mxfp8": partial(_block_cast, "mxfp8", FP32),
+        "cast bf16 to mxfp6_e2m3": partial(_block_cast, "mxfp6_e2m3"),
+        "cast bf16 to mxfp4": partial(_block_cast, "mxfp4"),
+        "cast bf16 to mxfp4, columns": partial(_block_cast, "mxfp4", axis=0),
+        "cast bf16 to mxfp4, stochastic": partial(_block_cast, "mxfp4", **seeded),
+        "cast bf16 to nvfp4": partial(_block_cast, "nvfp4"),
         "log_probabilities bf16, 65,536 columns": partial(_log_probabilities, BF16),
         "log_probabilities bf16, 65,536 columns, entropy": partial(_log_probabilities, BF16, entropy=True),
         "log_probabilities bf16, 65,536 columns, exact": partial(_log_probabilities, BF16, exact=True),

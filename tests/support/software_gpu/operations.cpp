@@ -396,6 +396,18 @@ template <class FORMAT> void bytes(const std::string &t) {
     });
 }
 
+// Codes of BITS bits: FP6, of which two are two bytes, and FP4, of which they are one. sm_100.
+template <class FORMAT, int BITS> void few_bits(const std::string &t) {
+    using Both = std::conditional_t<BITS == 4, u8, u16>;
+    op("cvt.rn.satfinite." + t + "x2.f32", [](f32 high, f32 low) -> Both {
+        auto code = [](f32 x) {
+            u8 wide = std::isnan(x) ? FORMAT::saturated(INFINITY) : FORMAT::saturated(x);
+            return (wide & 0x7F) | (wide & 0x80) >> (8 - BITS);
+        };
+        return Both(code(high) << (BITS == 4 ? 4 : 8) | code(low));
+    });
+}
+
 template <class T, T (*ROUND)(f32)> void halves(const std::string &t) {
     for (const char *rn : {"", "rn."}) {
         op(std::string("add.") + rn + t, [](T a, T b) -> T { return ROUND(odd_single(odd_sum(single(a), single(b)))); });
@@ -536,6 +548,7 @@ void fill() {
 
     op("mov.b64.pack", [](u32 low, u32 high) -> u64 { return u64(high) << 32 | low; });
     op("mov.b32.pack", [](u16 low, u16 high) -> u32 { return u32(high) << 16 | low; });
+    op("mov.b32.pack4", [](u8 a, u8 b, u8 c, u8 d) -> u32 { return u32(d) << 24 | u32(c) << 16 | u32(b) << 8 | a; });
     op_pair("mov.b64.unpack", [](u64 a) -> two<u32> { return {u32(a), u32(a >> 32)}; });
     op_pair("mov.b32.unpack", [](u32 a) -> two<u16> { return {u16(a), u16(a >> 16)}; });
 
@@ -547,6 +560,9 @@ void fill() {
     halves<bf16, to_bf16>("bf16");
     bytes<fp8<3, 7, 0x7E>>("e4m3");
     bytes<fp8<2, 15, 0x7B>>("e5m2");
+    few_bits<fp8<3, 1, 0x1F>, 6>("e2m3");
+    few_bits<fp8<2, 3, 0x1F>, 6>("e3m2");
+    few_bits<fp8<1, 1, 0x07>, 4>("e2m1");
     op("cvt.f64.f32", [](f32 a) -> f64 { return canonical(f64(a)); });
     op("cvt.rn.f32.f64", [](f64 a) -> f32 { return canonical(f32(a)); });
     op("fma.rn.ftz.f32", [](f32 a, f32 b, f32 c) -> f32 {
@@ -598,6 +614,7 @@ void fill() {
     op_reduce<u32>("redux.sync.or.b32", [](u32 a, u32 b) { return a | b; });
     op_reduce<u32>("redux.sync.add.s32", [](u32 a, u32 b) { return a + b; });
     op_reduce<f32>("redux.sync.max.f32", [](f32 a, f32 b) { return greater(a, b); });
+    op_reduce<f32>("redux.sync.max.NaN.f32", [](f32 a, f32 b) { return a != a || b != b ? canonical(a + b) : greater(a, b); });
     op_atomic<u64, false>("atom.global.add.u64", [](u64 a, u64 b) { return a + b; });
     op_atomic<f32, false>("atom.global.add.f32", [](f32 a, f32 b) { return canonical(a + b); });
     op_atomic<u32, false>("atom.global.add.u32", [](u32 a, u32 b) { return a + b; });

@@ -201,7 +201,8 @@ def _decode(reader: _Reader, opcode: str, operands: list[str], labels: dict[str,
     if parts[0] == "mov" and any(operand.startswith("{") for operand in operands):
         unpacking = operands[0].startswith("{")
         flat = [part for operand in operands for part in (_braced(operand) if operand[0] == "{" else [operand])]
-        return fields | _plain(reader, f"{name}.{'unpack' if unpacking else 'pack'}", flat)
+        name += f".{'unpack' if unpacking else 'pack'}{'4' if len(flat) == 5 else ''}"
+        return fields | _plain(reader, name, flat)
     if parts[0] == "atom":
         address = _ADDRESS.fullmatch(operands[1])
         if not address:

@@ -181,6 +181,18 @@ void packed_by_lane(Wave &w, const WaveInstruction &i, T (F::*)(A...) const, std
     }
 }
 
+// A word of the first pair and one of the second.
+void moved_pair(Wave &w, const WaveInstruction &i) {
+    Sources s(w, i, 1, 2);
+    for (int l = 0; l < WAVE; l++) {
+        if (!(s.lanes >> l & 1)) continue;
+        u32 moved[2], *to = w.vector(i.operands[0]) + l;
+        for (int k = 0; k < 2; k++)
+            moved[k] = (i.operands[1 + k].change & HIGH_FOR_LOW ? s.held[k].high : s.held[k].low)[l * s.held[k].step];
+        to[0] = moved[0], to[WAVE] = moved[1];
+    }
+}
+
 template <class F, class R, class... A> auto arguments(R (F::*)(A...) const) { return std::index_sequence_for<A...>(); }
 template <class F, class R, class... A> auto after_flag(R (F::*)(bool &, A...) const) {
     return std::index_sequence_for<A...>();
@@ -365,6 +377,7 @@ template <class T> void scalars(const std::string &b) {
     logical("s_andn2_b" + b, [](bool &, T x, T y) -> T { return x & ~y; });
     logical("s_orn2_b" + b, [](bool &, T x, T y) -> T { return x | ~y; });
     logical("s_not_b" + b, [](bool &, T x) -> T { return ~x; });
+    scalar("s_ff1_i32_b" + b, [](bool &, T x) -> u32 { return x ? u32(std::countr_zero(x)) : ~0u; });
     logical("s_bcnt1_i32_b" + b, [](bool &, T x) -> u32 { return u32(std::popcount(x)); });
     logical("s_lshl_b" + b, [](bool &, T x, u32 by) -> T { return x << (by % (8 * sizeof(T))); });
     logical("s_lshr_b" + b, [](bool &, T x, u32 by) -> T { return x >> (by % (8 * sizeof(T))); });
@@ -434,6 +447,7 @@ u32 permuted(u32 high, u32 low, u32 selector) {
 void vector_integers() {
     op("v_add_u32", [](u32 a, u32 b) -> u32 { return a + b; });
     op("v_sub_u32", [](u32 a, u32 b) -> u32 { return a - b; });
+    op("v_sub_u32 clamp", [](u32 a, u32 b) -> u32 { return a > b ? a - b : 0; });
     op("v_subrev_u32", [](u32 a, u32 b) -> u32 { return b - a; });
     carry("v_add_co_u32", [](bool &out, u32 a, u32 b) -> u32 { out = a + b < a; return a + b; });
     carry("v_sub_co_u32", [](bool &out, u32 a, u32 b) -> u32 { out = b > a; return a - b; });
@@ -541,6 +555,7 @@ void vector_floats() {
     op("v_fmamk_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_fmaak_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });
     op("v_max3_f32", [](f32 a, f32 b, f32 c) -> f32 { return greater(greater(a, b), c); });
+    table["v_pk_mov_b32"] = {moved_pair, 3};
     packed("v_pk_add_f32", [](f32 a, f32 b) -> f32 { return a + b; });
     packed("v_pk_mul_f32", [](f32 a, f32 b) -> f32 { return a * b; });
     packed("v_pk_fma_f32", [](f32 a, f32 b, f32 c) -> f32 { return std::fma(a, b, c); });

@@ -15,6 +15,8 @@ from halfstep.numerics.formats import blocks
 from halfstep.numerics.formats.exact import Number, power_of_two
 from halfstep.numerics.formats.table import BlockFormat, formats
 
+ELEMENT_COLUMNS = ("number", "over scale", "code", "stored", "error", "outcome")
+RULE_COLUMNS = ("rule", "code", "scale", "rms error")
 _RULES = {
     "floor": "takes the power of two at or below it",
     "ceil": "takes the power of two at or above it",
@@ -59,7 +61,7 @@ class CodedBlock(NamedTuple):
             for number, element, value in zip(given, self.elements, self.stored, strict=True)
         ]
         shared = {"scale": self.scale.as_dict(), "global_scale": values.number_dict(self.global_scale)}
-        words = {"decides": self.decides, "explanation": _reasons(self), "rms": self.rms}
+        words = {"decides": self.decides, "explanation": reasons(self), "rms": self.rms}
         return {"format": self.form.as_dict(), **shared, **words, "elements": rows}
 
 
@@ -77,28 +79,38 @@ def coded(numbers: list[Number], form: BlockFormat, rounding: str, overflow: str
     return CodedBlock(form, numbers, decides, g, scale, elements, stored)
 
 
-def explanation(names: Sequence[str], block: CodedBlock, rounding: str, overflow: str) -> list[Any]:
-    """The screen of ``halfstep why`` for a block."""
-    form, rows, rules = block.form, [], []
+def element_rows(names: Sequence[str], block: CodedBlock) -> list[list[str]]:
+    """The cells of a table of `ELEMENT_COLUMNS`: what becomes of each number."""
+    rows = []
     for name, number, element, value in zip(names, block.numbers, block.elements, block.stored, strict=True):
         over, code = values.fitting(element.number, 12, 5), element.stored.hex if element.stored else ""
         error, outcome = "", element.outcome_text if value == value else "nan"
         if number and values.finite(number) and values.finite(value):
             error = f"{values.rounded(100 * (Fraction(value) / Fraction(number) - 1), 3)} %"
         rows.append([name, over, code, values.fitting(value, 16, 6), error, outcome])
-    title = f": {form.title}, {form.size} in a block with a scale of {form.scale.name}"
-    table = Table(("number", "over scale", "code", "stored", "error", "outcome"), rows, {4})
-    parts: list[Any] = [joined(text(form.name, "strong"), title), "", *_reasons(block), "", table]
-    if form.has_global_scale:
-        return parts
-    for rule in SCALE_RULES:
+    return rows
+
+
+def rule_rows(block: CodedBlock, rounding: str, overflow: str) -> list[list[str]]:
+    """The cells of a table of `RULE_COLUMNS`; none if the format has one rule only."""
+    form, rows = block.form, []
+    for rule in () if form.has_global_scale else SCALE_RULES:
         other = coded(block.numbers, formats[f"{form.name.removesuffix(f'_{form.rule}')}_{rule}"], rounding, overflow)
         rms = "-" if other.rms is None else f"{100 * other.rms:.3g} %"
-        rules.append([rule, other.scale.hex, values.among(other.scale.value, form.scale), rms])
-    return [*parts, "", Table(("rule", "code", "scale", "rms error"), rules, {3})]
+        rows.append([rule, other.scale.hex, values.among(other.scale.value, form.scale), rms])
+    return rows
 
 
-def _reasons(block: CodedBlock) -> list[str]:
+def explanation(names: Sequence[str], block: CodedBlock, rounding: str, overflow: str) -> list[Any]:
+    """The screen of ``halfstep why`` for a block."""
+    form, rules = block.form, rule_rows(block, rounding, overflow)
+    title = f": {form.title}, {form.size} in a block with a scale of {form.scale.name}"
+    table = Table(ELEMENT_COLUMNS, element_rows(names, block), {4})
+    parts: list[Any] = [joined(text(form.name, "strong"), title), "", *reasons(block), "", table]
+    return [*parts, "", Table(RULE_COLUMNS, rules, {3})] if rules else parts
+
+
+def reasons(block: CodedBlock) -> list[str]:
     """Why the block has its scale, in sentences."""
     form, element, scale = block.form, block.form.element, block.scale
     number, unit = block.numbers[block.decides], scale.value

@@ -1,7 +1,7 @@
 // The explorer of formats: fields and bits ask, and the answer is drawn.
 import { $, answer, change, copy, element, paragraphs, run, start, table, typed } from "./common.mjs";
 
-const FIELDS = ["x", "f", "c", "r", "o", "n", "s", "g"];
+const FIELDS = ["x", "f", "c", "r", "o", "n", "s", "g", "b", "k"];
 const CELLS = ["Stored", "Code", "Error, ulps", "Outcome"];
 const bits = () => [...$("bits").querySelectorAll("button")];
 
@@ -99,6 +99,20 @@ function drawPair(pair) {
   drawDensity(pair.heights, pair.names);
 }
 
+// Numbers that share a scale. The row of the number that decides it is marked.
+function drawBlock(block) {
+  $("block-error").textContent = block.error ?? "";
+  $("block-results").hidden = "error" in block;
+  if ("error" in block) return;
+  $("block-title").textContent = block.title;
+  paragraphs("block-words", block.words);
+  for (const id of ["elements", "rules"]) {
+    const [head, rows, marked] = block[id];
+    table(id, head, rows, { here: (i) => i === marked });
+  }
+  $("rules-part").hidden = !block.rules[1].length;
+}
+
 function draw() {
   const { chosen, all, pair } = answer;
   drawFields();
@@ -118,6 +132,7 @@ function draw() {
     drawRange(all.range, all.here);
   }
   drawPair(pair);
+  drawBlock(answer.block);
 }
 
 // A number or a code: the other one leaves the state. The value of a code stays when the format changes.
@@ -139,7 +154,7 @@ for (const id of FIELDS) {
   $(id).addEventListener("input", () => edit(id, $(id).value, $(id).tagName === "SELECT" ? change : typed));
   $(id).addEventListener("blur", () => setTimeout(drawFields, 200)); // after what was typed last has been asked
 }
-$("fields").addEventListener("submit", (event) => event.preventDefault());
+for (const id of ["fields", "block-fields"]) $(id).addEventListener("submit", (event) => event.preventDefault());
 $("previous").addEventListener("click", () => move({ step: -1 }));
 $("next").addEventListener("click", () => move({ step: 1 }));
 

@@ -1,7 +1,8 @@
 """The answers of the explorer of formats: a number in one format, in all of them, and in two compared, as texts.
 
 The keys of a state are those of the page's address: ``x``, the number, or ``c``, a code of the format ``f``; ``g``, the
-format to compare with; ``r``, the rounding mode; ``o``, ``n`` and ``s``, what overflow, NaN and subnormals become.
+format to compare with; ``b`` and ``k``, the numbers and the format of a block; ``r``, the rounding mode; ``o``, ``n``
+and ``s``, what overflow, NaN and subnormals become.
 """
 
 from __future__ import annotations
@@ -13,19 +14,28 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from halfstep.cli.command_line import typed_command
-from halfstep.cli.formats import values
+from halfstep.cli.formats import block, values
 from halfstep.cli.formats.compare import count_text, figures, lowest_exponent, pair_words, shared_in
 from halfstep.cli.formats.values import Encoded, Stored
+from halfstep.kernels.formats import BLOCKS, SCALE_RULES, BlockRow
 from halfstep.numerics.formats import exact
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, NANS, OVERFLOWS, Number
 from halfstep.numerics.formats.table import Format, formats
 
+
+def _rules(row: BlockRow) -> tuple[str, ...]:
+    """The rules that its name does not stand for already."""
+    return () if row.has_global_scale else SCALE_RULES[1:]
+
+
 EXAMPLE = {"x": "0.1", "f": "bf16", "g": "fp16", "r": "nearest", "o": "inf", "n": "canonical", "s": "1"}
+EXAMPLE |= {"b": "0.1 -100 500 3", "k": "mxfp8_e4m3"}
 CHOICES = {
     "r": [[mode, mode] for mode in ENCODE_ROUNDINGS[:-1]],
     "o": [[mode, mode] for mode in OVERFLOWS],
     "n": [[mode, mode] for mode in NANS],
     "s": [["1", "kept"], ["0", "flushed to zero"]],
+    "k": [[name, name] for row in BLOCKS for name in (row.name, *(f"{row.name}_{rule}" for rule in _rules(row)))],
 }
 _INTEGER = re.compile(r"\s*(0x[0-9a-f_]+|0b[01_]+|[0-9][0-9_]*)\s*", re.ASCII | re.IGNORECASE)
 _NEAR = 4  # numbers of each format that are shown below and above
@@ -83,6 +93,7 @@ def explorer(state: dict[str, str], move: dict[str, Any]) -> dict[str, Any]:
     second = [("format", state["g"])] if state["g"].strip() else []
     if format and second:
         answer["pair"] = _pair(question, format, state["g"])
+    answer["block"] = _block(state)
     options = [("number", answer["fields"].get("x", "")), ("format", state["f"]), *second]
     options += [("rounding", state["r"]), ("overflow", state["o"])]
     return {**answer, "command": typed_command("halfstep explore", options)}
@@ -121,6 +132,21 @@ def _moved(stored: Stored, move: dict[str, Any]) -> str:
         case _:
             code = exact.encode_exact(exact.next_exact(stored.value, format, up=step > 0), format)
     return values.code_text(code, format)
+
+
+def _block(state: dict[str, str]) -> dict[str, Any]:
+    """Numbers as a block: what decides its scale, and what becomes of each."""
+    names, form = state["b"].split(), formats[state["k"]]
+    try:
+        if not 0 < len(names) <= form.size:
+            raise ValueError(f"Expected 1 to {form.size} numbers for a block of {form.name}, but got {len(names)}")
+        coded = block.coded([exact.parse_number(name) for name in names], form, state["r"], state["o"])
+    except ValueError as error:
+        return {"error": str(error)}
+    elements = [block.ELEMENT_COLUMNS, block.element_rows([_cut(name, 24) for name in names], coded), coded.decides]
+    rules = [block.RULE_COLUMNS, block.rule_rows(coded, state["r"], state["o"]), SCALE_RULES.index(form.rule)]
+    title = f"{form.title}: {form.size} in a block, {form.scale.name} for a scale"
+    return {"title": title, "words": block.reasons(coded), "elements": elements, "rules": rules}
 
 
 # -------------------------------------------------------------------------------------------------------- one format

@@ -1,17 +1,16 @@
-"""Cast to formats of blocks, whose elements share a scale: MXFP8, MXFP6, MXFP4 and NVFP4.
+"""The rule: codes and scales of a tensor, in plain torch on any device.
 
-`reference` is the specification, in plain torch on any device; there is no kernel yet. numerics/formats/blocks.py has
-the rules for one block in rational arithmetic, and the sources. In fp32 a scale of MX is the exponent of the largest
-pattern of the block, after an addition that carries to the exponent where the rule says one more; dividing by it is
-exact but for results that are rounded to zero. NVFP4 divides by tensors, as by a number torch may multiply with the
-reciprocal.
+numerics/formats/blocks.py has the rules for one block in rational arithmetic, and the sources. In fp32 a scale of MX is
+the exponent of the largest pattern of the block, after an addition that carries to the exponent where the rule says one
+more; dividing by it is exact but for results that are rounded to zero. NVFP4 divides by tensors, as by a number torch
+may multiply with the reciprocal.
 """
 
 from __future__ import annotations
 
 import torch
 
-from halfstep.kernels.formats import ELEMENTS, BlockRow, Blocks, block_axes
+from halfstep.kernels.formats import ELEMENTS, BlockRow, Blocks
 from halfstep.kernels.rounding import NEAREST, reference_codes
 
 LEAST_GLOBAL = 2.0**-117  # as in numerics/formats/blocks.py
@@ -35,12 +34,17 @@ def _in_order(split: torch.Tensor, axes: tuple[int, ...], size: int, shape: torc
     return moved[tuple(map(slice, shape))].contiguous()
 
 
-def _power_scales(largest: torch.Tensor, row: BlockRow, rule: str, saturate: bool) -> torch.Tensor:
-    """Codes of E8M0, int64, of blocks with these largest patterns."""
+def carry_and_emax(row: BlockRow, rule: str) -> tuple[int, int]:
+    """What is added to the largest pattern of a block, and what its exponent byte then exceeds that of the scale by."""
     form, below = ELEMENTS[row.element], (1 << 23) - 1
     mantissa = form.largest << (23 - form.mantissa) & below
     carry = {"floor": 0, "ceil": below, "even": 1 << (22 - form.mantissa), "rceil": below - mantissa}[rule]
-    emax = (form.largest >> form.mantissa) - form.bias
+    return carry, (form.largest >> form.mantissa) - form.bias
+
+
+def _power_scales(largest: torch.Tensor, row: BlockRow, rule: str, saturate: bool) -> torch.Tensor:
+    """Codes of E8M0, int64, of blocks with these largest patterns."""
+    carry, emax = carry_and_emax(row, rule)
     codes = ((largest + carry >> 23) - emax).clamp(min=0)
     codes = codes.masked_fill(largest == _INFINITY, _LARGEST_SCALE if saturate else _NAN_SCALE)
     return codes.masked_fill(largest > _INFINITY, _NAN_SCALE)
@@ -54,6 +58,15 @@ def _over_power(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     power = torch.where(tiny, 254 - 149 - codes, 254 - codes).clamp(min=1)
     scaled = units * (power << 23).to(torch.int32).view(torch.float32)
     return torch.where(~tiny & (codes == _LARGEST_SCALE), scaled * 0.5, scaled)  # of which `power` is one too large
+
+
+def default_global_scale(x: torch.Tensor, row: BlockRow) -> torch.Tensor:
+    """The largest finite magnitude over that of a format with a global scale."""
+    element, scale = ELEMENTS[row.element], ELEMENTS[row.scale]
+    finite = x.float().abs().nan_to_num(nan=0.0, posinf=0.0).flatten()
+    amax = torch.cat([finite, finite.new_zeros(1)]).amax()
+    whole = torch.full_like(amax, element.value(element.largest) * scale.value(scale.largest))
+    return (amax / whole).clamp(min=LEAST_GLOBAL)
 
 
 def reference(
@@ -84,11 +97,7 @@ def reference(
     largest = (blocks.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).long()
     if row.has_global_scale:
         top, scale_form = form.value(form.largest), ELEMENTS[row.scale]
-        whole = top * scale_form.value(scale_form.largest)
-        if global_scale is None:
-            finite = x.float().abs().nan_to_num(nan=0.0, posinf=0.0).flatten()
-            amax = torch.cat([finite, finite.new_zeros(1)]).amax()
-            global_scale = (amax / torch.full_like(amax, whole)).clamp(min=LEAST_GLOBAL)
+        global_scale = default_global_scale(x, row) if global_scale is None else global_scale
         magnitude = largest.to(torch.int32).view(torch.float32)
         quotient = magnitude / torch.full_like(magnitude, top) / global_scale
         codes = reference_codes(quotient, scale_form, NEAREST, saturate)
@@ -104,40 +113,6 @@ def reference(
     elements = elements.masked_fill(is_nan, 0).to(torch.uint8)
     scales = codes.squeeze(-1).to(torch.uint8).movedim(tuple(range(-len(axes), 0)), axes).contiguous()
     return Blocks(_in_order(elements, axes, row.size, x.shape), scales, global_scale if row.has_global_scale else None)
-
-
-@torch.no_grad()
-def cast_blocks(
-    x: torch.Tensor,
-    row: BlockRow,
-    rule: str,
-    axis: int | tuple[int, int] | None,
-    rounding: int,
-    saturate: bool,
-    words: torch.Tensor | None,
-    global_scale: torch.Tensor | float | None,
-) -> Blocks:
-    """`reference` in the dtypes of `halfstep.cast`, which documents the arguments."""
-    axes, scale = block_axes(axis, x.ndim), None
-    if global_scale is not None:
-        scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device)
-        if not row.has_global_scale or scale.numel() != 1:
-            raise ValueError(
-                f"Expected global_scale to be {'one number' if row.has_global_scale else 'None'} for {row.name}, but "
-                f"got shape {tuple(scale.shape)}: leave it out for the default"
-            )
-        scale = scale.reshape(())
-    if row.element == "e2m1fn" and x.shape[axes[-1]] % 2:
-        raise ValueError(
-            f"Expected an even number of elements along axis {axes[-1]} for {row.name}, two of which share a byte, but "
-            f"got {x.shape[axes[-1]]}: pad x"
-        )
-    codes, scales, scale = reference(x, row, rule, axes, rounding, saturate, words, scale)
-    if row.element == "e2m1fn":
-        pairs = codes.movedim(axes[-1], -1).unflatten(-1, (-1, 2))
-        codes = (pairs[..., 0] | pairs[..., 1] << 4).movedim(-1, axes[-1]).contiguous()
-    dtype = torch.float8_e4m3fn if row.has_global_scale else torch.float8_e8m0fnu
-    return Blocks(codes.view(ELEMENTS[row.element].dtype), scales.view(dtype), scale)
 
 
 def tiled_scales(scales: torch.Tensor) -> torch.Tensor:
