@@ -74,20 +74,13 @@ class _Flat(ctypes.Structure):
 
 @dataclass
 class Program(Assembly):
-    """A kernel in AMD's assembly.
+    """A kernel in AMD's assembly."""
 
-    Attributes:
-        entry: the first instruction where the hardware loads the first arguments into registers, as MI300X does.
-        vectors: registers of a wave.
-        user_scalars: registers that are set before the block's number.
-        arguments: offset and bytes of each in the segment that the kernel reads them from, of `argument_bytes` bytes.
-    """
-
-    entry: int
-    vectors: int
-    user_scalars: int
-    arguments: list[tuple[int, int]]
-    argument_bytes: int
+    entry: int  # the first instruction where the hardware loads the first arguments into registers, as MI300X does
+    vectors: int  # registers of a wave
+    user_scalars: int  # registers that are set before the block's number
+    arguments: list[tuple[int, int]]  # offset and bytes of each in the segment that the kernel reads them from
+    argument_bytes: int  # of that segment
 
     lanes: ClassVar[int] = 64  # of a warp
 

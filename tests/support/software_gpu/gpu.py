@@ -50,17 +50,13 @@ _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 @dataclass
 class Launch:
-    """A completed launch.
-
-    Attributes:
-        counts: per instruction of `program`, a column per name of `COUNTS`; None if nothing was counted.
-    """
+    """A completed launch."""
 
     program: Program
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    counts: NDArray[np.uint64] | None
+    counts: NDArray[np.uint64] | None  # per instruction of `program`, a column per name of `COUNTS`
 
 
 class Settings(ctypes.Structure):
@@ -302,11 +298,7 @@ _installed: SoftwareGPU | None = None
 
 
 def _use_driver_without_torch(capability: int) -> None:
-    """Make Triton's NVIDIA driver answer itself what it would ask a torch with CUDA.
-
-    Args:
-        capability: compute capability of the GPU, for example 90.
-    """
+    """Make Triton's NVIDIA driver answer itself what it would ask a torch with CUDA; `capability` is 90 for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -364,11 +356,7 @@ def install(target: str) -> SoftwareGPU:
 
 
 def installed() -> SoftwareGPU:
-    """The software GPU of this process.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The software GPU of this process."""
     if _installed is None:
         raise RuntimeError("no software GPU in this process: call install first, or run pytest with --software-gpu")
     return _installed

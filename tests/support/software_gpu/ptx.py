@@ -50,19 +50,13 @@ class _Flat(ctypes.Structure):
 
 @dataclass
 class Assembly:
-    """A kernel that the machine can run.
-
-    Attributes:
-        code: an `INSTRUCTION` each.
-        opcodes: what each is called in the assembly.
-        lines, sources: where each stands in the assembly, and the ``file:line`` of the source that it came from.
-    """
+    """A kernel that the machine can run."""
 
     name: str
-    code: NDArray[np.void]
-    opcodes: list[str]
-    lines: list[int]
-    sources: list[str]
+    code: NDArray[np.void]  # an `INSTRUCTION` each
+    opcodes: list[str]  # what each is called in the assembly
+    lines: list[int]  # where each stands in the assembly
+    sources: list[str]  # the ``file:line`` of the source that it came from
 
     line: ClassVar[str] = "line"  # what `where` calls one
 
@@ -73,20 +67,13 @@ class Assembly:
 
 @dataclass
 class Program(Assembly):
-    """A kernel of PTX.
+    """A kernel of PTX."""
 
-    Attributes:
-        register_bytes: what one warp needs.
-        constants: a `CONSTANT` each.
-        specials: pairs of an index into `SPECIALS` and a place.
-        parameters: bytes of each.
-        loaded: places that parameters are loaded to: (parameter, bytes, whether signed, bytes of the register, place).
-    """
-
-    register_bytes: int
-    constants: NDArray[np.void]
-    specials: NDArray[np.int32]
-    parameters: list[int]
+    register_bytes: int  # of one warp
+    constants: NDArray[np.void]  # a `CONSTANT` each
+    specials: NDArray[np.int32]  # pairs of an index into `SPECIALS` and a place
+    parameters: list[int]  # bytes of each
+    # Places that parameters are loaded to: (parameter, bytes, whether signed, bytes of the register, place).
     loaded: list[tuple[int, int, bool, int, int]]
 
     line: ClassVar[str] = "PTX line"
