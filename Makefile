@@ -137,9 +137,9 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/support/fuzz_checkpoints.py --tries 10000
 	$(BIN)/python tests/support/stream_training.py --tries 10000
 	$(BIN)/python tests/support/device_programs.py --tries 1000
-	$(BIN)/python tests/support/defaults.py --tries 20
-	$(BIN)/python tests/support/defaults.py --tries 20 --backend reference
-	TRITON_INTERPRET=1 $(BIN)/python tests/support/defaults.py --tries 1 --backend triton
+	$(BIN)/python tests/support/defaults.py
+	HALFSTEP_BACKEND=reference $(BIN)/python tests/support/defaults.py
+	TRITON_INTERPRET=1 HALFSTEP_BACKEND=triton $(BIN)/python tests/support/defaults.py --tries 1
 
 versions:
 	$(PYTHON) tests/support/versions.py --out out/versions

@@ -307,6 +307,7 @@ def optimizer_cases(
     sizes: Sizes,
     sides: Callable[[int], tuple[int, int]] = rows_and_columns,
     inputs: type[OptimizerInputs] = OptimizerInputs,
+    error: Callable[[Any, Any], float] = update_error,
 ) -> Iterator[Case]:
     """Each job with every number of tensors, then with the large tensor."""
     for job in jobs:
@@ -329,7 +330,7 @@ def optimizer_cases(
                 error_unit="as a share of the update",
                 prepare=partial(prepare, shape=shape, dtype=job.dtype, rule=rule, inputs=inputs),
                 providers=job.providers,
-                error=update_error,
+                error=error,
             )
 
 

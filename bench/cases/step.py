@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 import halfstep
 from halfstep.bench.cases import Sizes, adam
-from halfstep.bench.cases.adam import OptimizerInputs, Weights
+from halfstep.bench.cases.adam import Job, OptimizerInputs, Weights, optimizer_cases
 from halfstep.bench.harness import Case, Prepared
 
 SCALE = 2.0**10
@@ -107,26 +107,11 @@ def _torch(inputs: StepInputs, **options: Any) -> Prepared:
 def cases(sizes: Sizes) -> Iterator[Case]:
     """bf16 weights with fp32 masters, and fp32 weights, with each number of tensors."""
     torchs = {"torch fused": partial(_torch, fused=True), "torch foreach": partial(_torch, foreach=True)}
-    fp32 = {"halfstep": _halfstep, **torchs}
-    full = {"halfstep": _halfstep, "halfstep full master": partial(_halfstep, master_weights="full")}
-    jobs: tuple[tuple[str, torch.dtype, int, dict[str, Any]], ...] = (
-        ("bf16, fp32 master", torch.bfloat16, 28, full | fp32),
-        ("fp32", torch.float32, 32, fp32),
+    fp32: Any = {"halfstep": _halfstep, **torchs}
+    split: Any = {"halfstep": _halfstep, "halfstep full master": partial(_halfstep, master_weights="full"), **torchs}
+    jobs = (
+        Job("bf16, fp32 master", torch.bfloat16, 28, BOUND, split),
+        Job("fp32", torch.float32, 32, BOUND, fp32),
     )
-    for job, dtype, bytes_each, providers in jobs:
-        for tensors in sizes.tensors:
-            shape = (tensors, *adam.rows_and_columns(sizes.elements // tensors))
-            elements = math.prod(shape)
-            yield Case(
-                group="step",
-                operation="AMP step",
-                dtype=job,
-                size={"tensors": tensors, "elements": elements},
-                axis="tensors",
-                bytes_moved=elements * bytes_each,
-                bound=BOUND,
-                error_unit="as a share of the update",
-                prepare=partial(adam.prepare, shape=shape, dtype=dtype, rule=adam.RULE, inputs=StepInputs),
-                providers=providers,
-                error=_error,
-            )
+    sizes = replace(sizes, large=0)
+    return optimizer_cases("step", "AMP step", jobs, adam.RULE, sizes, inputs=StepInputs, error=_error)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from halfstep.numerics.formats.arrays import (
     in_order,
     random_words,
 )
-from halfstep.numerics.formats.exact import Number, parse_number
+from halfstep.numerics.formats.exact import Neighbours, neighbours, parse_number
 from halfstep.numerics.formats.table import BlockFormat, Format, formats
 
 __all__ = [
@@ -299,83 +298,6 @@ def next_down(values: Any, format: Any) -> Any:
         0.99609375
     """
     return _each(values, lambda number: exact.next_exact(number, format, up=False))
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """The numbers of a format around a number.
-
-    Attributes:
-        value: the number.
-        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
-        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
-            NaN in a format without infinity, or None in a format without both.
-        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
-            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
-            no number on the other side.
-        nearest: the number that ``"nearest"`` chooses, with ties to even.
-        code_below, code_above, code_nearest: the codes of these numbers.
-        ulp: the distance between the format's numbers around `value`.
-        previous, next: the numbers strictly below and above `value`: `next_down` and `next_up`.
-    """
-
-    value: Number
-    exact: bool
-    below: Number | None
-    above: Number | None
-    midpoint: Fraction | None
-    nearest: Number
-    code_below: int | None
-    code_above: int | None
-    code_nearest: int
-    ulp: Number
-    previous: Number
-    next: Number
-
-    @property
-    def error(self) -> Fraction | None:
-        """`nearest` minus `value`; None if `nearest` is not finite."""
-        if isinstance(self.nearest, float) and self.nearest != 0:
-            return None
-        return Fraction(self.nearest) - Fraction(self.value)
-
-
-def neighbours(value: Any, format: Any) -> Neighbours:
-    """The numbers of a format around a number.
-
-    Args:
-        value: a finite number, of a type that `exact` accepts.
-        format: a key of `formats`.
-
-    Raises:
-        ValueError: `value` is NaN or an infinity.
-
-    Examples:
-        >>> from halfstep.numerics.formats.codec import neighbours
-        >>> around = neighbours("1/3", "fp16")
-        >>> float(around.below), float(around.above)
-        (0.333251953125, 0.33349609375)
-    """
-    form, number = formats.element(format), exact.exact(value)
-    if isinstance(number, float) and number != 0:
-        raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
-    code = exact.code_of(number, form)
-    nearest, step = exact.decode_exact(code, form), Fraction(2) ** exact.unit_exponent(Fraction(number), form)
-    previous, following = (exact.next_exact(number, form, up=up) for up in (False, True))
-    if nearest == number:
-        return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
-    open_ended = form.has_infinity or form.has_nan
-    below = previous if open_ended or number > form.lowest else None
-    above = following if open_ended or number < form.max else None
-    midpoint = None
-    if form.lowest < number < form.max:
-        midpoint = (Fraction(previous) + Fraction(following)) / 2
-    elif number > form.max:
-        midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
-    elif form.signed:
-        midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
-    first, second = (None if side is None else exact.code_of(side, form) for side in (below, above))
-    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
 def _each(values: Any, function: Callable[[Any], Any]) -> Any:

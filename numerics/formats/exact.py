@@ -35,6 +35,7 @@ import random
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Rational
@@ -296,6 +297,83 @@ def ulp_exact(value: Any, format: Any) -> Number:
     if isinstance(number, float) and number != 0:
         return abs(number)
     return Fraction(2) ** unit_exponent(Fraction(number), formats.element(format))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The numbers of a format around a number.
+
+    Attributes:
+        value: the number.
+        exact: whether `value` is a number of the format. `below` and `above` are then `value` itself.
+        below, above: the numbers of the format on both sides of `value`. Beyond the largest number this is infinity, or
+            NaN in a format without infinity, or None in a format without both.
+        midpoint: the middle between `below` and `above`, the threshold of rounding to nearest. Beyond the largest
+            number it is the middle between that and the next number if there were one. None if `exact`, or if there is
+            no number on the other side.
+        nearest: the number that ``"nearest"`` chooses, with ties to even.
+        code_below, code_above, code_nearest: the codes of these numbers.
+        ulp: the distance between the format's numbers around `value`.
+        previous, next: the numbers strictly below and above `value`: `next_down` and `next_up`.
+    """
+
+    value: Number
+    exact: bool
+    below: Number | None
+    above: Number | None
+    midpoint: Fraction | None
+    nearest: Number
+    code_below: int | None
+    code_above: int | None
+    code_nearest: int
+    ulp: Number
+    previous: Number
+    next: Number
+
+    @property
+    def error(self) -> Fraction | None:
+        """`nearest` minus `value`; None if `nearest` is not finite."""
+        if isinstance(self.nearest, float) and self.nearest != 0:
+            return None
+        return Fraction(self.nearest) - Fraction(self.value)
+
+
+def neighbours(value: Any, format: Any) -> Neighbours:
+    """The numbers of a format around a number.
+
+    Args:
+        value: a finite number, of a type that `exact` accepts.
+        format: a key of `formats`.
+
+    Raises:
+        ValueError: `value` is NaN or an infinity.
+
+    Examples:
+        >>> from halfstep.numerics.formats.exact import neighbours
+        >>> around = neighbours("1/3", "fp16")
+        >>> float(around.below), float(around.above)
+        (0.333251953125, 0.33349609375)
+    """
+    form, number = formats.element(format), exact(value)
+    if isinstance(number, float) and number != 0:
+        raise ValueError(f"Expected value to be a finite number, which has neighbours, but got {value!r}")
+    code = code_of(number, form)
+    nearest, step = decode_exact(code, form), Fraction(2) ** unit_exponent(Fraction(number), form)
+    previous, following = (next_exact(number, form, up=up) for up in (False, True))
+    if nearest == number:
+        return Neighbours(number, True, number, number, None, nearest, code, code, code, step, previous, following)
+    open_ended = form.has_infinity or form.has_nan
+    below = previous if open_ended or number > form.lowest else None
+    above = following if open_ended or number < form.max else None
+    midpoint = None
+    if form.lowest < number < form.max:
+        midpoint = (Fraction(previous) + Fraction(following)) / 2
+    elif number > form.max:
+        midpoint = Fraction(form.max) + Fraction(form.ulp(form.max)) / 2
+    elif form.signed:
+        midpoint = Fraction(form.lowest) - Fraction(form.ulp(form.lowest)) / 2
+    first, second = (None if side is None else code_of(side, form) for side in (below, above))
+    return Neighbours(number, False, below, above, midpoint, nearest, first, second, code, step, previous, following)
 
 
 # ------------------------------------------------------------------------------------------------------ exact numbers

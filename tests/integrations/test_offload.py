@@ -300,17 +300,14 @@ def test_any_order_of_streams_gives_the_same_weights(
 
 
 class _Watched:
-    """The order of events in the steps of an offloaded optimizer on a model of a GPU.
-
-    Attributes:
-        events: ``("step", n)`` when the parameters of a bucket are stepped on the host, ``("return", n)`` when the copy
-            of their weights to the device is enqueued, with the place of the first parameter.
-        arrived: at each step of a bucket, the places of the parameters whose gradient had arrived.
-        read: at each step of a bucket, how many buckets had their weights on the host.
-    """
+    """The order of events in the steps of an offloaded optimizer on a model of a GPU."""
 
     def __init__(self, model: Model, optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # ("step", n) when the parameters of a bucket are stepped on the host, ("return", n) when the copy of their
+        # weights to the device is enqueued, with the place of the first parameter.
         self.events: list[tuple[str, int]] = []
+        # At each step of a bucket, the places of the parameters whose gradient had arrived, and the number of buckets
+        # that had their weights on the host.
         self.arrived: list[list[int]] = []
         self.read: list[int] = []
         mirrors = list(optimizer._mirrors.values())

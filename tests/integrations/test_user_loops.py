@@ -26,8 +26,8 @@ IN_BACKWARD = ("release", "offload step")  # the ways that have used and freed t
 # What cannot be done when the gradients are used in the backward. Each of these loops must be refused.
 REFUSED = {
     "reads or writes the gradients of the whole model after the backward": """
-        clip_grad_norm clip_grad_value clip_with_foreach clipped_by_the_optimizer gradients_as_numpy
-        norm_of_gradients_in_the_log_after_the_step gradients_replaced_by_others a_row_without_gradient
+        clip_grad_norm clipped_by_the_optimizer gradients_as_numpy
+        norm_of_gradients_in_the_log_after_the_step a_row_without_gradient
         a_step_skipped_for_nan_gradients sharpness_aware accumulation_without_sync_clipped nanogpt
         hooks_after_accumulation_after_the_optimizer gradients_of_two_tasks_projected
         two_steps_with_the_same_gradients""",
@@ -42,8 +42,7 @@ REFUSED = {
 }
 # `in_backward="step"` has no context for the micro-batches before the last one, as steps in the backward have.
 REFUSED_BY_OFFLOAD_STEP = """
-    accumulation_without_sync accumulation_with_an_odd_last_batch accumulated_gradients_discarded
-    two_backwards_of_one_graph""".split()
+    accumulation_without_sync accumulation_with_an_odd_last_batch two_backwards_of_one_graph""".split()
 # What differs and cannot be noticed: the weights between backward and step are those after the step.
 DIFFERENT = (
     "decay_by_hand_between_backward_and_step",
@@ -154,7 +153,7 @@ def test_the_plain_optimizer_in_fp32_agrees_with_torch(name: str) -> None:
 
 def test_the_tables_name_programs() -> None:
     tables = [*" ".join(REFUSED.values()).split(), *REFUSED_BY_OFFLOAD_STEP, *DIFFERENT, *NOT_AS_TORCH]
-    assert len(PROGRAMS) >= 80 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
+    assert len(PROGRAMS) >= 65 and set(tables) <= set(PROGRAMS) and len(set(tables)) == len(tables)
 
 
 # ------------------------------------------------------------------------------------------- random loops with mistakes

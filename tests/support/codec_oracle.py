@@ -19,22 +19,14 @@ ENCODE_ROUNDINGS = ("nearest", "nearest_away", "toward_zero", "up", "down", "odd
 
 @dataclass(frozen=True)
 class Spec:
-    """A format as defined in its specification.
+    """A format as defined in its specification."""
 
-    Attributes:
-        exponent, mantissa: bits of the fields.
-        bias: of the exponent.
-        infinities: whether the largest exponent with mantissa zero is infinity.
-        nans: codes of NaN without their sign, as a range; empty if there are none.
-        nan_alone: the code of negative zero is NaN.
-    """
-
-    exponent: int
+    exponent: int  # bits of the field, as of the mantissa
     mantissa: int
     bias: int
-    infinities: bool
-    nans: range
-    nan_alone: bool = False
+    infinities: bool  # whether the largest exponent with mantissa zero is infinity
+    nans: range  # codes of NaN without their sign
+    nan_alone: bool = False  # whether the code of negative zero is NaN
     signed: bool = True
 
     @property

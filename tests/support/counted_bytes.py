@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -88,27 +88,6 @@ class Outputs(TorchDispatchMode):
         return result
 
 
-@dataclass(frozen=True)
-class Message:
-    """One collective: the complete buffer, which each rank has before or after it, and the ranks that take part.
-
-    Of an all-to-all, it is what this rank sends to others.
-    """
-
-    name: str
-    dtype: str
-    elements: int
-    bytes: int
-    ranks: int
-
-    @property
-    def sent(self) -> Fraction:
-        """The bytes that one rank sends with ring algorithms, as the mean over ranks."""
-        if self.name == "all-to-all":
-            return Fraction(self.bytes)
-        return (2 if self.name == "all-reduce" else 1) * Fraction(self.ranks - 1, self.ranks) * self.bytes
-
-
 # Operators by name, and which of their arguments is the whole buffer.
 COLLECTIVES = {
     "allreduce_": ("all-reduce", 0),
@@ -132,14 +111,15 @@ def _ranks(args: tuple[Any, ...]) -> int:
 
 
 class Messages(TorchDispatchMode):
-    """Records every collective, including those of torch's C++ reducers, FSDP, optimizers and DTensors.
+    """Adds the bytes that this rank sends in every collective, including those of torch's C++ reducers, FSDP,
+    optimizers and DTensors: with ring algorithms, as the mean over ranks. The scaler's are two fp64 numbers.
 
     One that is not known by name raises, so that none is missed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: list[Message] = []
+        self.sent: dict[str, Fraction] = defaultdict(Fraction)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if DTensor in types or AsyncCollectiveTensor in types:
@@ -147,15 +127,12 @@ class Messages(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and func.overloadpacket.__name__ not in SILENT:
             name, whole = COLLECTIVES[func.overloadpacket.__name__]
             held = list(tensors_in(args[whole]))
-            (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in held}
-            elements = sum(tensor.numel() for tensor in held)
-            size = sum(tensor.numel() * tensor.element_size() for tensor in held)
+            size = sum(tensor.nbytes for tensor in held)
             if name == "all-to-all":
-                group = dist.ProcessGroup.unbox(args[2])
-                size = elements = size - args[4][group.rank()] * held[0].element_size()
-            self.sent.append(Message(name, dtype, elements, size, _ranks(args)))
+                rank = dist.ProcessGroup.unbox(args[2]).rank()
+                self.sent[name] += size - args[4][rank] * held[0].element_size()
+            else:
+                scalers = [(tensor.dtype, tensor.numel()) for tensor in held] == [(torch.float64, 2)]
+                ways, ranks = 2 if name == "all-reduce" else 1, _ranks(args)
+                self.sent["scaler" if scalers else name] += ways * Fraction(ranks - 1, ranks) * size
         return func(*args, **(kwargs or {}))
-
-    def plain(self) -> list[tuple[Any, ...]]:
-        """The messages as tuples, for `torch.save`."""
-        return [astuple(message) for message in self.sent]

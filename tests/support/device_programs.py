@@ -70,13 +70,9 @@ def integers(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torc
 
 
 class Program:
-    """A training with parameters on two devices, and the operations of programs.
+    """A training by one of `OPTIMIZERS` with parameters on two devices, and the operations of programs.
 
-    Args:
-        gpu: the GPU, or the CPU in its place.
-        name: the optimizer, one of `OPTIMIZERS`.
-        options: of the optimizer, if it is ours.
-        scale_on_gpu: whether the loss scale is on the GPU.
+    `gpu` is the GPU, or the CPU in its place.
     """
 
     def __init__(self, gpu: torch.device, name: str, options: dict[str, Any], scale_on_gpu: bool) -> None:
@@ -244,11 +240,7 @@ def program(seed: int, length: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def in_every_order(compute: Callable[[torch.device], list[Any]], seed: int = 0, on_cpu: bool = True) -> list[str]:
-    """How results on the model of a GPU differ from the first order, and from those on the CPU with `on_cpu`.
-
-    Returns:
-        The orders, or "on the CPU", that have another result than the first order.
-    """
+    """The orders on the model of a GPU, or "on the CPU" with `on_cpu`, that have another result than the first one."""
     results = {}
     for order in ORDERS:
         with Model(order, seed) as model:
@@ -267,11 +259,7 @@ def executed(operations: Operations, setting: tuple[str, dict[str, Any], bool], 
 
 
 def compare(operations: Operations, setting: tuple[str, dict[str, Any], bool], seed: int) -> None:
-    """Run a program in every order.
-
-    Raises:
-        AssertionError: a bit differs.
-    """
+    """Run a program in every order, and compare all bits."""
     # With a scale on the other device, torch's fused optimizers are not called for a skipped step.
     # torch's clipping, which our scaler calls for its optimizers, adds the norms of one device after the other's.
     reordered = setting[0] == "torch's AdamW on both" and "clip" in dict(operations)
@@ -281,14 +269,7 @@ def compare(operations: Operations, setting: tuple[str, dict[str, Any], bool], s
 
 
 def run(seed: int, length: int = 8) -> Counter[str]:
-    """Run a random program in every order.
-
-    Returns:
-        The number of executions of each operation, and of the optimizer.
-
-    Raises:
-        AssertionError: a bit differs.
-    """
+    """Run and compare a random program in every order. Counts executions of each operation, and of the optimizer."""
     choose = random.Random(-seed)
     setting = choose.choice(list(OPTIMIZERS)), choose.choice(OPTIONS), choose.random() < 0.7
     operations = list(program(seed, length))

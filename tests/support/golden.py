@@ -50,7 +50,7 @@ def raw(count: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
 def patterns(count: int, seed: int) -> torch.Tensor:
     """Patterns of fp32 of every kind, with the extremes in front."""
     values = torch.from_numpy(raw(count, seed).copy().view(np.float32))
-    values[: len(EXTREMES)] = torch.tensor(EXTREMES, dtype=FP32)[:count]
+    values[: len(EXTREMES)] = torch.tensor(EXTREMES, dtype=FP32, device="cpu")[:count]
     return values
 
 
@@ -131,7 +131,7 @@ def optimizer(name: str, device: torch.device = CPU) -> Results:
             parameter.grad = grad.T.contiguous().T if grad.ndim == 2 and index % 3 == 0 else grad
         flat = parameters[3].grad.reshape(-1)  # type: ignore[union-attr]
         extremes = [math.nan, math.inf, 1e-45, -1e-39] if step == 0 else [0.0, -0.0, 1e-39, 1e-45]
-        flat[:4] = torch.tensor(extremes, device=CPU).to(dtype).to(device)  # a GPU could round subnormals otherwise
+        flat[:4] = torch.tensor(extremes, dtype=FP32, device=CPU).to(dtype).to(device)  # a GPU could round subnormals
         parameters[3].grad = flat.view(parameters[3].shape)
         stepped.grad_scale = stepped.found_inf = None
         if step:  # as torch's scalers pass them to a fused optimizer

@@ -58,17 +58,9 @@ def _expected(name: str, a: Any, b: Any, c: Any) -> Any:
 
 
 def nan_patterns(device: torch.device, paired: bool) -> dict[str, Any]:
-    """Check which results of each operation are NaN, and that each of these is `NAN`.
+    """The number of NaNs by operation, after checking that each is expected and is `NAN`.
 
-    Args:
-        device: the GPU.
-        paired: use the instructions for two numbers, which GPUs have from sm_100 on.
-
-    Returns:
-        The number of NaNs by operation.
-
-    Raises:
-        AssertionError: another pattern, or NaN where another result is expected.
+    With `paired` by the instructions for two numbers, which GPUs have from sm_100 on.
     """
     triples = np.array(list(product(PATTERNS, repeat=3)), np.uint32)
     triples = np.concatenate([triples, np.zeros((-len(triples) % BLOCK, 3), np.uint32)]).T.copy()
@@ -118,28 +110,15 @@ def _update_kernel(
 
 def root_and_quotient(
     device: torch.device,
-    paired: bool,
-    first: int = FIRST,
-    count: int = COUNT,
-    moments: int = 256,
-    least: float = 2**-49,
+    paired: bool,  # as in `nan_patterns`
+    first: int = FIRST,  # the pattern of the first v
+    count: int = COUNT,  # of v
+    moments: int = 256,  # the number of m for each v
+    least: float = 2**-49,  # the least quotient that is computed the quick way
 ) -> dict[str, Any]:
-    """Check m / sqrt(v) of `update_assembly` against ``sqrt.rn`` and ``div.rn``.
+    """Check that m / sqrt(v) of `update_assembly` has the bits of ``sqrt.rn`` and ``div.rn``.
 
     By default v has all mantissas with both parities of the exponent; the roots then have all mantissas too.
-
-    Args:
-        device: the GPU.
-        paired: as in `nan_patterns`.
-        first, count: the pattern of the first v, and the number of v.
-        moments: the number of m for each v.
-        least: the least quotient that is computed the quick way.
-
-    Returns:
-        The number of pairs.
-
-    Raises:
-        AssertionError: a quotient has other bits.
     """
     mantissas = np.random.default_rng(0).integers(0, 1 << 23, moments, dtype=np.uint32)
     mantissas[:3] = (0, 1, (1 << 23) - 1)[:moments]

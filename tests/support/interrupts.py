@@ -94,10 +94,8 @@ def at_bytecode(
 ) -> int:
     """Interrupt `action` before its `number`-th bytecode in these files, halfstep's by default.
 
-    Without `opcodes`, calls and lines are counted instead, of which there are fewer.
-
-    Returns:
-        The number of executed bytecodes; `number` if the action was interrupted.
+    Without `opcodes`, calls and lines are counted, of which there are fewer. Returns the number of those executed,
+    which is `number` if the action was interrupted.
     """
     count = 0
 

@@ -24,15 +24,10 @@ Run = Callable[[int], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """A call of one kernel.
+    """A call of one kernel."""
 
-    Attributes:
-        run: creates the inputs from a seed, calls the kernel, and returns all results and changed tensors.
-        units: the allowed error in units of 2^-24, of each result and of the largest in its row; 0 for exact results.
-    """
-
-    run: Run
-    units: float = 0.0
+    run: Run  # creates the inputs from a seed, calls the kernel, and returns all results and changed tensors
+    units: float = 0.0  # the allowed error in units of 2^-24, of each result and of the largest in its row; 0: exact
 
 
 def _golden(subject: str, name: str, units: float = 0.0) -> Case:

@@ -6,12 +6,11 @@ step must leave the bits that the plain optimizer leaves, or raise an error that
 differs as documented: a backward that adds to gradients which a step has used, or code between a backward and its step
 that reads or writes weights.
 
-python tests/support/mistakes.py --loops 170 --seed 1
+python tests/support/mistakes.py --tries 170 --seed 1
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import campaign
 import torch
 import torch.nn.functional as F
 from states import differences
@@ -177,23 +177,16 @@ def verdict(way: str, layout: str, actions: list[str]) -> str:
     return f"differs in {len(differing)}, first in {differing[0]}" if differing else "same bits"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    for number in range(options.loops):
-        actions = loop_of(options.seed * 1_000_003 + number)
-        for layout, way in itertools.product(LAYOUTS_OF_16_BITS, WAYS):
-            text = verdict(way, layout, actions)
-            counts[text if text in ("same bits", "remedy named") else "wrong"] += 1
-            if text not in counts:
-                print(f"{way}, {layout}: {text}: {' '.join(actions)}", flush=True)
-    print(dict(counts))
-    return 1 if counts["wrong"] else 0
+def run(seed: int) -> Counter[str]:
+    """Run one loop in every layout and way. Counts the verdicts, none of which may be wrong."""
+    actions = loop_of(seed)
+    cases = itertools.product(LAYOUTS_OF_16_BITS, WAYS)
+    texts = {f"{way}, {layout}": verdict(way, layout, actions) for layout, way in cases}
+    wrong = {case: text for case, text in texts.items() if text not in ("same bits", "remedy named")}
+    assert not wrong, f"{wrong}: {' '.join(actions)}"
+    return Counter(texts.values())
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    raise SystemExit(main())
+    raise SystemExit(campaign.main(__doc__, run, 500))

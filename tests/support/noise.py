@@ -20,16 +20,13 @@ GRIDS = {torch.float16: (10, -14, 65504.0), torch.bfloat16: (7, -126, float.from
 class Noise:
     """The identity of the random bits of a tensor, which may be a part of a larger one.
 
-    Attributes:
-        seed, stream: those of the optimizer and the parameter.
-        base, inner, inner_whole: element i is element ``base + i // inner * inner_whole + i % inner`` of the whole;
-            `inner` 0 stands for the tensor's size: one run.
+    Its element i is element ``base + i // inner * inner_whole + i % inner`` of the whole.
     """
 
-    seed: int
-    stream: int
+    seed: int  # of the optimizer
+    stream: int  # of the parameter
     base: int = 0
-    inner: int = 0
+    inner: int = 0  # 0: the tensor's size, one run
     inner_whole: int = 0
 
     def place(self, size: int) -> tuple[int, int, int]:
@@ -61,11 +58,7 @@ def words(index: np.ndarray, seed: int, step: int, stream: int, draw: int = 0) -
 
 
 def stochastic(values: np.ndarray, dtype: torch.dtype, random: np.ndarray) -> np.ndarray:
-    """fp32 values rounded stochastically to fp16 or bf16.
-
-    Args:
-        random: uint32, shape of `values`.
-    """
+    """fp32 values rounded stochastically to fp16 or bf16, with uint32 words of the same shape."""
     with np.errstate(all="ignore"):
         return rounded(values, *GRIDS[dtype], random).astype(NUMPY[dtype])
 
@@ -79,11 +72,7 @@ def rounded(
     values: np.ndarray, mantissa: int, least: int | np.ndarray, largest: float, random: np.ndarray | None
 ) -> np.ndarray:
     """fp32 values rounded to a grid, still in fp32: stochastically, up with the probability of the fraction of a
-    unit that is left, or to nearest even if `random` is None.
-
-    Args:
-        least: the exponent of the smallest normal number, for all values or for each.
-    """
+    unit that is left, or to nearest even if `random` is None. `least` is the exponent of the smallest normal number."""
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         exact = values.astype(np.float64)
     magnitude = np.abs(exact)

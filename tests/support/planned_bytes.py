@@ -1,8 +1,9 @@
-"""Processes whose memory and messages are counted, for test_planning_sharded.py and planned_strategies.py."""
+"""Processes whose memory and messages are counted, for test_planning_sharded.py."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -135,7 +136,7 @@ def one_step(make: Callable[[], tuple[nn.Module, torch.optim.Optimizer]]) -> dic
     held = counted(model.parameters(), getattr(optimizer, "optim", optimizer))
     if isinstance(optimizer, halfstep.Muon):
         held["scratch"] = storage_bytes(optimizer._plans.scratch)
-    return {"held": held, "sent": seen.plain()}
+    return {"held": held, "sent": {name: math.ceil(size) for name, size in seen.sent.items()}}
 
 
 @contextmanager

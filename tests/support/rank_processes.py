@@ -52,12 +52,8 @@ def run(function: Callable[..., Any], world: int, *arguments: Any, join: bool = 
     The ranks have the environment of this process and the variables of torchrun. With `join` they form a process group
     with gloo. With `fresh` each is a new interpreter, with another order of sets.
 
-    torch's threads for gloo can crash (seen once, in malloc), which is not what is tested: where a
-    signal ends a rank, all ranks run once more, and the end of the session tells (`CRASHES`).
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank raised; with its traceback. The other ranks are ended.
-        torch.multiprocessing.ProcessExitedException: a signal ended a rank, twice.
+    torch's threads for gloo can crash (seen once, in malloc), which is not what is tested: where a signal ends a rank,
+    all ranks run once more, and the end of the session tells (`CRASHES`). If a rank raises, the others are ended.
     """
     try:
         return _run(function, world, arguments, join, fresh)

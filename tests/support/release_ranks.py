@@ -153,10 +153,8 @@ def accumulated_steps() -> None:
 def clipped(make: Callable[[], Sequential], how: str | None, scaled: bool = False) -> dict[str, Any]:
     """The unsharded state and the norms of some steps that clip, after the backward or inside it.
 
-    Args:
-        make: makes the model.
-        how: None for steps after the backward, "kept graph" or "computed again" for the second backward of a step.
-        scaled: whether the loss is scaled. In the second step it overflows on the last rank.
+    `how` is None for steps after the backward, "kept graph" or "computed again" for the second backward of a step. A
+    `scaled` loss overflows in the second step on the last rank.
     """
     model = make()
     optimizer = halfstep.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.02)

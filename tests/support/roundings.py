@@ -1,12 +1,12 @@
-"""Every rounding of kernels/rounding.py, computed with sorted tables of fractions, one number at a time."""
+"""Every rounding of kernels/rounding.py by the definitions of `codec_oracle`, one number at a time."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from fractions import Fraction
 from functools import cache
 
+import codec_oracle
 import ml_dtypes
 import numpy as np
 import torch
@@ -17,26 +17,13 @@ NUMPY = {
     torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
     torch.float8_e5m2: np.dtype(ml_dtypes.float8_e5m2),
 }
+NAMES = dict(zip(NUMPY, ("fp16", "bf16", "e4m3fn", "e5m2"), strict=True))
 DTYPES = tuple(NUMPY)
-HAS_INFINITY = {dtype: dtype != torch.float8_e4m3fn for dtype in DTYPES}
 
 
-@cache
 def grid(dtype: torch.dtype) -> list[Fraction]:
     """The non-negative finite values in the order of their codes, and one more that represents overflow."""
-    form = NUMPY[dtype]
-    unsigned = np.uint8 if form.itemsize == 1 else np.uint16
-    codes = np.arange(2 ** (8 * form.itemsize - 1), dtype=unsigned)
-    with np.errstate(invalid="ignore"):  # ml_dtypes raises the flag on signalling NaNs
-        wide = codes.view(form).astype(np.float64)
-    values = [Fraction(x) for x in wide.tolist() if math.isfinite(x)]
-    return [*values, 2 * values[-1] - values[-2]]
-
-
-@cache
-def _floats(dtype: torch.dtype) -> list[float]:
-    """The numbers of `grid`, exactly: to search, since fractions are compared slowly."""
-    return list(map(float, grid(dtype)))
+    return codec_oracle.extended(NAMES[dtype])
 
 
 @cache
@@ -54,37 +41,8 @@ def points(dtype: torch.dtype, every: int = 1) -> np.ndarray:
 
 def code(value: float, dtype: torch.dtype, rounding: str, saturate: bool, word: int) -> int | None:
     """The code that an fp32 `value` rounds to; None is any NaN."""
-    values, form = grid(dtype), NUMPY[dtype]
-    sign = 1 << (8 * form.itemsize - 1) if math.copysign(1.0, value) < 0 else 0
-    largest = len(values) - 2
-    beyond = largest + 1 if HAS_INFINITY[dtype] else None
     if math.isnan(value):
         return None
-    if math.isinf(value):
-        return sign | largest if saturate else None if beyond is None else sign | beyond
-    exact = abs(Fraction(value))
-    below = bisect.bisect_right(_floats(dtype), abs(value)) - 1
-    if below == largest + 1:
-        result = below
-    else:
-        unit = values[below + 1] - values[below]
-        part = (exact - values[below]) / unit
-        if rounding == "nearest":
-            up = part > Fraction(1, 2) or (part == Fraction(1, 2) and below % 2 == 1)
-        elif rounding == "toward_zero":
-            up = False
-        else:
-            dropped = 23 - mantissa(dtype)
-            near = Fraction(round(part * 2**dropped), 2**dropped)  # the part itself, save among subnormals
-            up = near + Fraction(word >> (32 - dropped), 2**dropped) >= 1
-        result = below + up
-    if result > largest:
-        if saturate or rounding == "toward_zero":
-            return sign | largest
-        return None if beyond is None else sign | beyond
-    return sign | result
-
-
-def mantissa(dtype: torch.dtype) -> int:
-    """Stored mantissa bits."""
-    return ml_dtypes.finfo(NUMPY[dtype]).nmant
+    name, number = NAMES[dtype], Fraction(value) if value and math.isfinite(value) else value
+    result = codec_oracle.rounded(number, name, rounding, "saturate" if saturate else "inf", word)
+    return None if result == codec_oracle.canonical_nan(name) else result

@@ -19,11 +19,9 @@ LINE = 512  # bytes; what addresses of blocks are multiples of
 
 
 class Memory:
-    """One range of addresses.
+    """One range of `size` bytes.
 
-    Args:
-        size: bytes.
-        freed: called with (pool, offset, size) when the host frees a block; must call `give` when it may be reused.
+    `freed` is called with (pool, offset, size) when the host frees a block; it calls `give` when that may be reused.
     """
 
     def __init__(self, size: int, freed: Callable[[Any, int, int], None]) -> None:
@@ -85,11 +83,7 @@ class Memory:
         return torch.empty(0, dtype=tensor.dtype).set_(self._whole, place, tensor.shape, tensor.stride())
 
     def numbers(self, address: int, count: int, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-        """The numbers at an address.
-
-        Raises:
-            AssertionError: the address is not in this memory.
-        """
+        """The numbers at an address, which must be in this memory."""
         end = address + count * np.dtype(dtype).itemsize
         assert self.start <= address <= end <= self.end, f"{address:#x} is no address of the device"
         return self._bytes[address - self.start : end - self.start].view(dtype)

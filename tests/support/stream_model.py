@@ -141,11 +141,8 @@ class Model:
     """The device; a context manager, inside which everything runs on it.
 
     Args:
-        order: the order in which work is executed; see above.
-        seed: seed of the random order.
-        kernels: the implementation of our kernels: ``"native"`` (C++), ``"triton"`` (the interpreter) or
-            ``"reference"``.
-        size: bytes of memory.
+        order: the order in which work is executed; see above. `seed` is that of the random one.
+        kernels: the implementation of ours: ``"native"`` (C++), ``"triton"`` (the interpreter) or ``"reference"``.
 
     Attributes:
         device: the device to pass to functions of torch.

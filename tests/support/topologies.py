@@ -121,14 +121,10 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 
 class Spread:
-    """A distributed model.
+    """A distributed model: `net` is this rank's part without wrappers, `called` the module to call with a batch.
 
-    Attributes:
-        net: this rank's part of the model, without wrappers.
-        called: the module to call with a batch.
-        process_group: argument for the scaler.
-        breaks_shards: whether a fault may change the gradient of one rank after its reduction. If ranks have replicas
-            and communicate nothing after the reduction, as under DDP, this would be a hardware fault and no overflow.
+    `breaks_shards` says whether a fault may change the gradient of one rank after its reduction. If ranks have replicas
+    and communicate nothing after the reduction, as under DDP, this would be a hardware fault and no overflow.
     """
 
     def __init__(

@@ -52,29 +52,16 @@ KEPT = 20  # complaints per topology
 
 
 class Fault(NamedTuple):
-    """A fault, the same on all ranks.
+    """A fault, the same on all ranks."""
 
-    Attributes:
-        rank: the rank with the fault.
-        value: Inf, -Inf or NaN.
-        early: whether it is before the reduction, in the gradient of an activation; otherwise in the reduced gradient.
-        choice: selects the parameter and the element.
-    """
-
-    rank: int
-    value: float
-    early: bool
-    choice: int
+    rank: int  # with the fault
+    value: float  # Inf, -Inf or NaN
+    early: bool  # whether before the reduction, in the gradient of an activation; otherwise in the reduced gradient
+    choice: int  # selects the parameter and the element
 
 
 class Walk:
-    """A model in training.
-
-    Attributes:
-        steps, faults: numbers of all steps, and of those with a fault.
-        clipped: whether each step without a fault was clipped.
-        complaints: the problems on any rank.
-    """
+    """A model in training. Counts its `steps` and `faults`, and collects `complaints` of any rank."""
 
     def __init__(self, name: str, dtype: torch.dtype, make: Make = ours, of_torch: bool = False) -> None:
         self.name, self.dtype = name, dtype

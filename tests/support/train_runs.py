@@ -59,11 +59,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
 
 
 def train_together(ranks: int, runs: Sequence[Sequence[object]]) -> list[str]:
-    """Run train_gpt.py, made small, with each of `runs`, arguments, in the same processes. Returns each rank's output.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: one failed; with what was printed.
-    """
+    """Run train_gpt.py, made small, with each of `runs`, in the same processes. Returns each rank's output."""
     with rank_processes.ports(len(runs)) as ports:
         orders = [(port, list(map(str, words))) for port, words in zip(ports, runs, strict=True)]
         return rank_processes.run(_train, ranks, orders, join=False)

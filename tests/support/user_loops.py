@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from layouts import BF16, FP16, FP32, some
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -200,15 +200,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5))
 
 
-def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.3), nn.ReLU(), nn.Linear(13, 5))
-
-
-def convnet() -> nn.Module:
-    first = nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 3, 3, bias=False), nn.BatchNorm1d(3), nn.ReLU())
-    return nn.Sequential(*first, nn.Flatten(), nn.Linear(15, 5))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -292,11 +283,8 @@ def params(optimizer: Any) -> list[Any]:
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "zero_grad": lambda model, optimizer: optimizer.zero_grad(set_to_none=True),
-    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
     "step": lambda model, optimizer: optimizer.step(),
     "model.zero_grad": lambda model, optimizer: model.zero_grad(),
-    "p.grad = None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-    "p.grad.detach_().zero_()": lambda model, optimizer: [grad.detach_().zero_() for grad in grads(model)],
     "p.grad.data.zero_()": lambda model, optimizer: [grad.data.zero_() for grad in grads(model)],
 }
 # By name, what each iteration calls in turn.
@@ -304,9 +292,6 @@ ORDERS = {
     "tutorial": ("zero_grad", "loss", "backward", "step", "log"),
     "zero_grad_between_forward_and_backward": ("loss", "zero_grad", "backward", "step"),
     "model_zero_grad_after_the_step": ("loss", "backward", "step", "model.zero_grad"),  # the Trainer of transformers
-    "zero_grad_to_zeros": ("zeros", "loss", "backward", "step"),
-    "gradients_set_to_none_by_hand": ("p.grad = None", "loss", "backward", "step"),  # early versions of nanoGPT
-    "gradients_zeroed_by_hand": ("loss", "backward", "step", "p.grad.detach_().zero_()"),  # old versions of torch
     "data_of_gradients_zeroed": ("loss", "backward", "step", "p.grad.data.zero_()"),
     "two_steps_with_the_same_gradients": ("zero_grad", "loss", "backward", "step", "step"),
 }
@@ -401,10 +386,6 @@ def each(function: Callable[[Any], Any]) -> Callable[..., None]:
     return lambda model: [function(p) for p in model.parameters()] and None
 
 
-def each_without_grad(function: Callable[[Any], Any]) -> Callable[..., None]:
-    return torch.no_grad()(each(function))
-
-
 def each_of_two(function: Callable[[Any, Any], Any]) -> Callable[..., None]:
     """A function of each parameter, and of that of another model, or of other values in its place."""
 
@@ -413,11 +394,6 @@ def each_of_two(function: Callable[[Any, Any], Any]) -> Callable[..., None]:
             function(p, other)
 
     return call
-
-
-def at(when: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of model and aux at one step."""
-    return lambda model, aux, step: function(model, aux) if step == when else None
 
 
 def hooked(change: Callable[[Any], Any]) -> Callable[..., None]:
@@ -436,13 +412,6 @@ def set_nan(x: Tensor, step: int) -> None:
 
 def step_scheduler(aux: Any) -> None:
     aux.step()
-
-
-def log_evaluation(run: Run, model: Any, x: Tensor, y: Tensor) -> None:
-    model.eval()
-    with torch.inference_mode():
-        run.log(F.mse_loss(model(x), y), next(model.parameters()).norm())
-    model.train()
 
 
 def average(run: Run, module: nn.Module) -> nn.Module:
@@ -472,12 +441,6 @@ def two_backwards(run: Run, loss: tuple[Tensor, Tensor]) -> None:
     loss[1].backward()
 
 
-def clip_with_foreach(run: Run, model: Any) -> None:
-    norm = torch.stack(torch._foreach_norm(grads(model))).norm()
-    torch._foreach_mul_(grads(model), (0.1 / (norm + 1e-6)).clamp(max=1).item())
-    run.log(norm)
-
-
 def merge_lora(model: LoRA, step: int) -> None:
     """ReLoRA (Lialin et al., 2023)."""
     if step == 2:
@@ -501,10 +464,10 @@ def in_autocast(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(model(x), y)
 
 
-def by_dimension(model: nn.Module, **of_vectors: Any) -> list[dict[str, Any]]:
+def by_dimension(model: nn.Module) -> list[dict[str, Any]]:
     """Groups of matrices, which decay, and of vectors, which do not."""
     split = [[p for p in model.parameters() if (p.dim() < 2) == vectors] for vectors in (False, True)]
-    return [{"params": split[0], "weight_decay": 0.1}, {"params": split[1], "weight_decay": 0.0, **of_vectors}]
+    return [{"params": split[0], "weight_decay": 0.1}, {"params": split[1], "weight_decay": 0.0}]
 
 
 def update(optimizer: Any, loss: Tensor) -> None:
@@ -524,8 +487,6 @@ def checkpointed(reentrant: bool) -> Callable[..., Tensor]:
 LOOPS: dict[str, Callable[[Run], None]] = {
     # Gradients are clipped.
     "clip_grad_norm": loop(between=lambda run, model: run.log(clip_grad_norm_(model.parameters(), 0.1))),
-    "clip_grad_value": loop(between=lambda model: clip_grad_value_(model.parameters(), 0.02)),
-    "clip_with_foreach": loop(between=clip_with_foreach),
     # They are read or written.
     "norm_of_gradients_in_the_log_after_the_step": loop(
         after=lambda run, model: run.log(sum(grad.float().pow(2).sum() for grad in grads(model)) ** 0.5)
@@ -533,7 +494,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "gradients_as_numpy": loop(
         between=lambda run, model: run.log(max(abs(grad.float().numpy()).max() for grad in grads(model)))
     ),
-    "gradients_replaced_by_others": loop(between=each(lambda p: setattr(p, "grad", p.grad * 0.5 + 0.01 * p.detach()))),
     "a_row_without_gradient": loop(GPT, between=lambda model: model.embedding.weight.grad[3].zero_()),
     # The last layer is not trained in the first steps (DINO).
     "gradients_of_one_layer_dropped": loop(
@@ -546,11 +506,8 @@ LOOPS: dict[str, Callable[[Run], None]] = {
         between=lambda run, model: run.averages.append(copy.deepcopy(model))
     ),
     "model_moved_between_backward_and_step": loop(between=lambda model: model.to("cpu").train()),
-    "evaluation_after_the_step": loop(dropout, after=log_evaluation),
     # Weights are written.
-    "weights_clamped": loop(after=each(lambda p: p.data.clamp_(-0.2, 0.2))),  # the first Wasserstein GAN
-    "decay_by_hand_after_the_step": loop(after=each_without_grad(lambda p: p.mul_(0.99)), weight_decay=0.0),
-    "decay_by_hand_between_backward_and_step": loop(between=each_without_grad(lambda p: p.mul_(0.99))),
+    "decay_by_hand_between_backward_and_step": loop(between=torch.no_grad()(each(lambda p: p.mul_(0.99)))),
     "weights_written_by_numpy": loop(after=each(lambda p: p.data.view(torch.uint8).numpy().reshape(-1)[:4].fill(0))),
     # nGPT, and dictionaries of sparse autoencoders.
     "rows_of_unit_norm": loop(
@@ -559,12 +516,6 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     # Parameters come and go.
     "lora": loop(LoRA, params=lambda model: filter(lambda p: p.requires_grad, model.parameters())),
     "lora_merged_and_begun_again": loop(LoRA, count=5, after=merge_lora),
-    "decay_of_matrices_only": loop(GPT, params=lambda model: by_dimension(model, lr=0.02)),
-    "backbone_frozen_later": loop(count=5, top=lambda model, step: model[0].requires_grad_(step < 2)),
-    "a_head_that_a_batch_does_not_use": loop(
-        Heads, count=5, loss=lambda model, step, x, y: F.mse_loss(model(x)[step % 2], y)
-    ),
-    # The other head has a gradient of zeros, and is decayed.
     "zeros_for_a_head_that_a_batch_does_not_use": loop(
         Heads, count=5, loss=lambda model, step, x, y: F.mse_loss(model(x)[step % 2], y), set_to_none=False
     ),
@@ -594,19 +545,9 @@ LOOPS: dict[str, Callable[[Run], None]] = {
     "reentrant_checkpointed_blocks": loop(GPT, loss=checkpointed(reentrant=True)),
     "gradient_penalty": loop(loss=penalized),
     # With something beside the model.
-    "model_loaded_in_the_middle": loop(
-        count=5,
-        setup=lambda model: copy.deepcopy(model.state_dict()),
-        after=at(2, lambda model, aux: model.load_state_dict(aux)),
-    ),
     "ema_of_torch": loop(setup=ema, after=lambda model, aux: aux.update_parameters(model)),
     "compiled_model": loop(
         setup=lambda model: torch.compile(model, backend="aot_eager"), loss=lambda aux, x, y: F.mse_loss(aux(x), y)
-    ),
-    "one_cycle": loop(  # and the first beta
-        count=6,
-        setup=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=6),
-        after=step_scheduler,
     ),
     "learning_rate_as_a_tensor": loop(
         count=5,
@@ -732,18 +673,6 @@ class Programs:
             for name, p in model.named_parameters():
                 p.data = backup[name]
 
-    def stochastic_weight_averaging(run):
-        model = run.model(convnet)
-        averaged = swa_utils.AveragedModel(model)
-        run.averages.append(averaged)
-        optimizer = run.adamw(model)
-        scheduler = swa_utils.SWALR(optimizer, swa_lr=0.005, anneal_epochs=2)
-        for step, _ in enumerate(run.steps(model, optimizer, 6)):
-            if step > 1:
-                averaged.update_parameters(model)
-                scheduler.step()
-        swa_utils.update_bn([x for x, _ in run.batches(2)], averaged)
-
     def unfrozen_layers_in_new_groups(run):
         """As lightning's BaseFinetuning."""
         model = run.model().requires_grad_(False)
@@ -764,18 +693,6 @@ class Programs:
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-
-    def accumulated_gradients_discarded(run, model, optimizer):
-        """A batch without labels in the middle of an accumulation throws away what there is."""
-        for step, (x, y) in enumerate(run.batches(6)):
-            if step == 3:
-                model.zero_grad()
-                continue
-            with run.no_sync(last=step % 2 == 1):
-                F.mse_loss(model(x), y).backward()
-            if step % 2:
-                optimizer.step()
-                model.zero_grad()
 
     def hooks_after_accumulation_before_the_optimizer(run):
         model = run.model()
@@ -895,17 +812,6 @@ class Programs:
                 model.zero_grad()
                 continue
             optimizer.step()
-
-    def an_exception_before_any_gradient(run, model, optimizer):
-        for step, (x, y) in enumerate(run.batches(5)):
-            FailsOnce.failing = step == 2
-            try:
-                FailsOnce.apply(F.mse_loss(model(x), y)).backward()
-            except torch.OutOfMemoryError:
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
 
     def nanogpt(run):
         model = run.model(GPT)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from .ptx import Assembly
 
 PLACE = np.dtype([(name, "i4") for name in ("kind", "index", "change", "part")] + [("value", "u8")])
 INSTRUCTION = np.dtype(
@@ -72,29 +73,14 @@ class _Flat(ctypes.Structure):
 
 
 @dataclass
-class Program:
-    """A kernel that the machine can run.
+class Program(Assembly):
+    """A kernel in AMD's assembly."""
 
-    Attributes:
-        code: an `INSTRUCTION` each.
-        opcodes: what each is called in the assembly.
-        lines, sources: where each stands in the assembly, and the ``file:line`` of the source that it came from.
-        entry: the first instruction where the hardware loads the first arguments into registers, as MI300X does.
-        vectors: registers of a wave.
-        user_scalars: registers that are set before the block's number.
-        arguments: offset and bytes of each in the segment that the kernel reads them from, of `argument_bytes` bytes.
-    """
-
-    name: str
-    code: NDArray[np.void]
-    opcodes: list[str]
-    lines: list[int]
-    sources: list[str]
-    entry: int
-    vectors: int
-    user_scalars: int
-    arguments: list[tuple[int, int]]
-    argument_bytes: int
+    entry: int  # the first instruction where the hardware loads the first arguments into registers, as MI300X does
+    vectors: int  # registers of a wave
+    user_scalars: int  # registers that are set before the block's number
+    arguments: list[tuple[int, int]]  # offset and bytes of each in the segment that the kernel reads them from
+    argument_bytes: int  # of that segment
 
     lanes: ClassVar[int] = 64  # of a warp
 
@@ -108,10 +94,6 @@ class Program:
         flat.arguments, flat.argument_bytes = bytes(packed), len(packed)
         failed: bytes | None = machine.run_waves(ctypes.byref(flat), *launch)
         return failed
-
-    def where(self, index: int) -> str:
-        """A description of an instruction: kernel, line of the assembly, line of the source."""
-        return f"{self.name}, line {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
 
 
 Fields = dict[str, Any]

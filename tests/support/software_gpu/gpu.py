@@ -48,27 +48,18 @@ Program = ptx.Program | amd.Program
 _ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 
 
-class _Settings(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("inexact", "races", "reversed", "counting")]
-
-
 @dataclass
 class Launch:
-    """A completed launch.
-
-    Attributes:
-        counts: per instruction of `program`, a column per name of `COUNTS`; None if nothing was counted.
-    """
+    """A completed launch."""
 
     program: Program
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    counts: NDArray[np.uint64] | None
+    counts: NDArray[np.uint64] | None  # per instruction of `program`, a column per name of `COUNTS`
 
 
-@dataclass
-class Settings:
+class Settings(ctypes.Structure):
     """Options of launches.
 
     Attributes:
@@ -80,11 +71,7 @@ class Settings:
         keep: whether to append each launch to `SoftwareGPU.launches`.
     """
 
-    inexact: int = 0
-    races: bool = True
-    reversed: bool = False
-    counting: bool = False
-    keep: bool = False
+    _fields_ = [(name, ctypes.c_int32) for name in ("inexact", "races", "reversed", "counting", "keep")]
 
 
 def build() -> Path:
@@ -123,7 +110,7 @@ class SoftwareGPU:
 
     def __init__(self, target: str, library: Path) -> None:
         self.target = target
-        self.settings = Settings()
+        self.settings = Settings(races=True)
         self.launches: list[Launch] = []
         self.launched: dict[str, int] = {}
         self.edit: Callable[[str], str] = lambda text: text
@@ -145,12 +132,14 @@ class SoftwareGPU:
     @contextmanager
     def set(self, **settings: Any) -> Iterator[None]:
         """A context in which launches run with other `Settings`."""
-        before = dict(vars(self.settings))
-        vars(self.settings).update(settings)
+        before = self.settings
+        self.settings = Settings.from_buffer_copy(before)
+        for name, value in settings.items():
+            setattr(self.settings, name, value)
         try:
             yield
         finally:
-            vars(self.settings).update(before)
+            self.settings = before
 
     @contextmanager
     def read_only(self, *tensors: torch.Tensor) -> Iterator[None]:
@@ -244,12 +233,6 @@ class SoftwareGPU:
         counts = None
         if self.settings.keep or self.settings.counting:
             counts = np.zeros((len(program.code), len(COUNTS)), np.uint64)
-        settings = _Settings(
-            self.settings.inexact,
-            self.settings.races,
-            self.settings.reversed,
-            self.settings.counting,
-        )
         where = (ctypes.c_int32 * 3)()
         self._machine.approximate(self.settings.inexact)
         self._machine.approximate_waves(self.settings.inexact)
@@ -259,7 +242,7 @@ class SoftwareGPU:
             (ctypes.c_uint32 * 3)(*grid),
             threads,
             shared,
-            ctypes.byref(settings),
+            ctypes.byref(self.settings),
             counts.ctypes.data_as(ctypes.c_void_p) if counts is not None else None,
             where,
         )
@@ -315,11 +298,7 @@ _installed: SoftwareGPU | None = None
 
 
 def _use_driver_without_torch(capability: int) -> None:
-    """Make Triton's NVIDIA driver answer itself what it would ask a torch with CUDA.
-
-    Args:
-        capability: compute capability of the GPU, for example 90.
-    """
+    """Make Triton's NVIDIA driver answer itself what it would ask a torch with CUDA; `capability` is 90 for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -377,11 +356,7 @@ def install(target: str) -> SoftwareGPU:
 
 
 def installed() -> SoftwareGPU:
-    """The software GPU of this process.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The software GPU of this process."""
     if _installed is None:
         raise RuntimeError("no software GPU in this process: call install first, or run pytest with --software-gpu")
     return _installed

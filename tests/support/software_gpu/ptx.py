@@ -49,31 +49,34 @@ class _Flat(ctypes.Structure):
 
 
 @dataclass
-class Program:
-    """A kernel that the machine can run.
-
-    Attributes:
-        code: an `INSTRUCTION` each.
-        opcodes: what each is called in the PTX.
-        lines, sources: where each stands in the PTX, and the ``file:line`` of the source that it came from.
-        register_bytes: what one warp needs.
-        constants: a `CONSTANT` each.
-        specials: pairs of an index into `SPECIALS` and a place.
-        parameters: bytes of each.
-        loaded: places that parameters are loaded to: (parameter, bytes, whether signed, bytes of the register, place).
-    """
+class Assembly:
+    """A kernel that the machine can run."""
 
     name: str
-    code: NDArray[np.void]
-    opcodes: list[str]
-    lines: list[int]
-    sources: list[str]
-    register_bytes: int
-    constants: NDArray[np.void]
-    specials: NDArray[np.int32]
-    parameters: list[int]
+    code: NDArray[np.void]  # an `INSTRUCTION` each
+    opcodes: list[str]  # what each is called in the assembly
+    lines: list[int]  # where each stands in the assembly
+    sources: list[str]  # the ``file:line`` of the source that it came from
+
+    line: ClassVar[str] = "line"  # what `where` calls one
+
+    def where(self, index: int) -> str:
+        """A description of an instruction: kernel, line of the assembly, line of the source."""
+        return f"{self.name}, {self.line} {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
+
+
+@dataclass
+class Program(Assembly):
+    """A kernel of PTX."""
+
+    register_bytes: int  # of one warp
+    constants: NDArray[np.void]  # a `CONSTANT` each
+    specials: NDArray[np.int32]  # pairs of an index into `SPECIALS` and a place
+    parameters: list[int]  # bytes of each
+    # Places that parameters are loaded to: (parameter, bytes, whether signed, bytes of the register, place).
     loaded: list[tuple[int, int, bool, int, int]]
 
+    line: ClassVar[str] = "PTX line"
     lanes: ClassVar[int] = LANES  # of a warp
 
     def run(self, machine: Any, arguments: int, *launch: Any) -> bytes | None:
@@ -94,10 +97,6 @@ class Program:
             value = int.from_bytes(ctypes.string_at(places[parameter], size), "little", signed=signed)
             rows.append((place, wide, value % 2 ** (8 * wide)))
         return np.concatenate([self.constants, np.array(rows, CONSTANT)])
-
-    def where(self, index: int) -> str:
-        """A description of an instruction: kernel, line of the PTX, line of the source."""
-        return f"{self.name}, PTX line {self.lines[index]} ({self.sources[index]}, {self.opcodes[index]})"
 
 
 @dataclass

@@ -10,7 +10,6 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
 from typing import Any
 
 from rich.text import Text
@@ -22,7 +21,7 @@ from halfstep.cli.formats import block, compare, values
 from halfstep.cli.formats.values import Encoded, Stored
 from halfstep.cli.terminal import Table, joined, say, text, width
 from halfstep.kernels.formats import BLOCKS
-from halfstep.numerics.formats import philox_words
+from halfstep.numerics.formats import exact, philox_words
 from halfstep.numerics.formats.exact import ENCODE_ROUNDINGS, OVERFLOWS, Number, parse_number
 from halfstep.numerics.formats.table import AMBIGUOUS, BlockFormat, Format, formats
 
@@ -433,25 +432,16 @@ def _why_dict(typed: Typed, result: Encoded, rounding: str, overflow: str) -> di
 
 
 def _neighbours(number: Number, format: Format) -> dict[str, Any]:
-    """The format's numbers below and above, or the number itself; the middle between them; and an ulp.
-
-    Beyond the last number lies infinity, or NaN in a format without infinity, or nothing in a format without both; the
-    middle is then the threshold of overflow.
-    """
-    answer: dict[str, Any] = dict.fromkeys(("below", "above", "midpoint", "ulp"))
+    """The format's numbers around a finite one, their middle and the distance between them."""
     if not values.finite(number):
-        return answer
-    result, sign = values.encoded(number, format), -1 if number < 0 else 1
-    for name, mode, side in (("below", "down", 1), ("above", "up", -1)):
-        above_all = mode == "up" and result.rule == "sign"  # the least number lies above all negative ones
-        stored = Stored(0, format) if above_all else values.encoded(number, format, mode).stored
-        if stored and not stored.value * side > number * side:
-            answer[name] = stored.as_dict()
-    if result.rule not in ("exact", "sign", "least"):
-        beyond = values.overflows(result.ends[number < 0], format)
-        middle = sign * values.overflow_threshold(format, number < 0) if beyond else sum(result.ends) / 2
-        answer["midpoint"] = values.number_dict(Fraction(middle))
-    return answer | {"ulp": values.number_dict(result.ends[1] - result.ends[0])}
+        return dict.fromkeys(("below", "above", "midpoint", "ulp"))
+    around = exact.neighbours(number, format)
+    sides = {"below": around.code_below, "above": around.code_above}
+    return {
+        **{name: None if code is None else Stored(code, format).as_dict() for name, code in sides.items()},
+        "midpoint": None if around.midpoint is None else values.number_dict(around.midpoint),
+        "ulp": values.number_dict(around.ulp),
+    }
 
 
 def _explanation(typed: Typed, result: Encoded, rounding: str, overflow: str) -> list[Any]:
