@@ -14,6 +14,7 @@ With ``--sharded`` the parameters are DTensors of this rank alone.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import signal
 import sys
@@ -112,6 +113,7 @@ def at_bytecode(
         return trace
 
     enabled, functions, tracer = torch.is_grad_enabled(), torch._C._get_torch_function_state(), sys.gettrace()
+    gc.disable()  # finalizers of objects of others are none of the action's bytecodes
     sys._getframe().f_trace_opcodes = opcodes  # Python 3.12 traces bytecodes only if a frame asked before settrace
     sys.settrace(trace)
     try:
@@ -119,6 +121,7 @@ def at_bytecode(
     except KeyboardInterrupt:
         assert count == number
     finally:
+        gc.enable()
         sys.settrace(tracer)  # that of coverage, where it is measured
         # What a trace function raises has left gradients, and __torch_function__ of subclasses, disabled; what a signal
         # handler raises has not (300 tries).
