@@ -4,6 +4,10 @@ A program works on lines of up to `GROUP` columns side by side, which are rows, 
 where a row is too long for a program. Then one launch leaves the maximum and the sum of each group, and a second one
 puts them together and writes. A tile is a tuple of PARTS blocks of shape (LINES, LANES, VECTOR), one after the other
 along a line. No bit depends on its shape: see `rule.folded`. A line of vectors stays within a warp.
+
+Vectors begin on 16-byte boundaries. Where lines begin elsewhere (ENDS), column c of a line stands at position c + head
+of its tile: vectors that lie inside of the line are moved whole, and the elements at both ends one by one. What would
+pass the end of a block of 2^k positions (WRAPS) stands at its beginning, before the head.
 """
 
 from __future__ import annotations
@@ -44,8 +48,13 @@ class Form(NamedTuple):
     SCALED: bool  # the scale is not 1
     MASK: int = 0  # PLAIN, BOOLEAN or ADDITIVE
     FLAT: bool = True  # one stride leads from each row to the next
+    MASK_ALIGNED: bool = False  # columns of the mask lie side by side, and its vectors where those of x do
+    ENDS: bool = False  # lines may begin or end off a boundary
+    WRAPS: bool = False  # lines may pass the end of the block
     STAGE: int = 0  # WHOLE, PARTIAL or FINISH
-    FULL: int = 0  # of the parts of a tile, those that lie inside of every line
+    FULL: int = 0  # of the parts of a tile, those in which no line ends
+    TAIL: int = -1  # with ENDS, the part in which rows end, or they do so in part NEXT
+    NEXT: int = -1
     GROUPS: int = 1  # power of two, no less than the groups of a row: more than 1, and a program's lines are of one row
 
 
@@ -60,9 +69,11 @@ class _Lines(NamedTuple):
     """The lines of a program, in blocks of shape (LINES, 1, 1), or of one line as numbers."""
 
     row: Any
-    begin: Any  # the first column of the row
-    end: Any  # what is written, from `begin` on
-    read: Any  # what is read: `causal` drops the rest
+    begin: Any  # the column of the row at position 0
+    head: Any  # the position of the first column
+    end: Any  # the position after the last column of the row, which may be far beyond the tile
+    read: Any  # the same of what is read: `causal` drops the rest
+    last: Any  # of several groups of a row, the part in which the last one ends
 
 
 @constexpr_function
@@ -70,23 +81,44 @@ def _halvings(width: Any) -> int:
     return (int(width) - 1).bit_length()
 
 
+@constexpr_function
+def _block(tile: Any) -> int:
+    return int(tile.LANES * tile.VECTOR) << (int(tile.PARTS) - 1).bit_length()
+
+
 @jit
-def _lines(rows, columns, queries, groups, CAUSAL: tl.constexpr, tile: tl.constexpr):
-    line = tl.program_id(0)
-    if tile.LINES > 1:
-        line = (line * tile.LINES + tl.arange(0, tile.LINES))[:, None, None]
-    row = line // groups
-    begin = line % groups * _GROUP
-    end = tl.where(row < rows, columns, 0) - begin
+def _places(groups, form: tl.constexpr, tile: tl.constexpr):
+    """The row and the first column of each line."""
+    line = tl.program_id(0) * tile.LINES
+    among = tl.arange(0, tile.LINES)[:, None, None] if tile.LINES > 1 else 0
+    if form.GROUPS > 1:
+        return line // groups, (line % groups + among) * _GROUP
+    else:
+        return line + among, 0
+
+
+@jit
+def _lines(pointer, row, begin, rows, columns, queries, form: tl.constexpr, tile: tl.constexpr):
+    """The `_Lines` of rows that begin at `pointer`."""
+    head = 0
+    last = 0
+    if form.ENDS:
+        size: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
+        head = ((pointer.to(tl.int64) & (tile.VECTOR * size - 1)) // size).to(tl.int32)
+    begin -= head
+    if form.GROUPS > 1:
+        end = tl.minimum(columns - begin, head + _GROUP)
+    else:
+        end = tl.where(row < rows, columns, 0) - begin
     read = end
-    if CAUSAL:
-        read = tl.minimum(end, row % queries + 1 - begin)
-    return _Lines(row, begin, end, read)
+    if form.CAUSAL:
+        read = tl.minimum(end, (row % queries + 1 - begin).to(tl.int32))
+    return _Lines(row, begin, head, end, read, last)
 
 
 @jit
 def _vectors(PART: tl.constexpr, tile: tl.constexpr):
-    """Where the vectors of a part begin in a line."""
+    """Where the vectors of a part begin."""
     return (PART * tile.LANES + tl.arange(0, tile.LANES)[None, :, None]) * tile.VECTOR
 
 
@@ -96,50 +128,136 @@ def _elements(PART: tl.constexpr, tile: tl.constexpr):
 
 
 @jit
-def _loaded(line, end, tile: tl.constexpr):
+def _inside(PART: tl.constexpr, limit, lines, form: tl.constexpr, tile: tl.constexpr):
+    """Which vectors of a part begin before `limit`; with ENDS, those of them that lie inside of the line."""
+    vectors = _vectors(PART, tile)
+    inside = vectors < limit
+    if form.ENDS:
+        inside &= vectors <= lines.end - tile.VECTOR
+        if PART == 0:
+            inside &= vectors > 0
+    return inside
+
+
+@jit
+def _at_ends(PART: tl.constexpr, limit, lines, form: tl.constexpr, tile: tl.constexpr):
+    """Which elements of a part are in the line and in no vector that `_inside` finds."""
+    vectors = _vectors(PART, tile)
+    element = tl.arange(0, tile.VECTOR)[None, None, :]
+    beyond = lines.end - vectors
+    if PART == 0:
+        ragged = (beyond < tile.VECTOR) | (vectors == 0)
+    else:
+        ragged = beyond < tile.VECTOR
+    if form.CAUSAL:
+        ragged &= vectors < limit
+    inside = element < tl.where(ragged, beyond, 0)
+    if PART == 0:
+        inside &= element >= tl.where(vectors == 0, lines.head, 0)
+    return inside
+
+
+@jit
+def _wrapped(limit, lines, tile: tl.constexpr):
+    """Which elements of part 0 stand for those that pass the end of the block."""
+    first = (_vectors(0, tile) == 0) & (limit > _block(tile))
+    return tl.arange(0, tile.VECTOR)[None, None, :] < tl.where(first, lines.end - _block(tile), 0)
+
+
+@jit
+def _with_ends(values, line, step, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """A part with the elements at both ends."""
+    at = line + _elements(PART, tile) * step
+    if PART == 0:
+        values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
+        if form.WRAPS:
+            values = tl.load(at + _block(tile) * step, mask=_wrapped(lines.read, lines, tile), other=values)
+    elif PART == form.TAIL or PART == form.NEXT:
+        values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
+    return values
+
+
+@jit
+def _loaded(line, step, OTHER: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     """The parts of a tile, as they are in memory: all are asked for before the first is needed."""
     parts = ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        parts += (tl.load(line + _elements(part, tile), mask=_vectors(part, tile) < end),)  # type: ignore[assignment]
+        at = line + _elements(part, tile) * step
+        inside = _inside(part, lines.read, lines, form, tile)
+        if form.FULL > part and not (form.ENDS and part == 0):
+            parts += (tl.load(at, mask=inside),)  # type: ignore[assignment]
+        else:
+            parts += (tl.load(at, mask=inside, other=OTHER),)  # type: ignore[assignment]
+    if form.ENDS:
+        whole = ()
+        for part in tl.static_range(tl.constexpr(tile.PARTS)):
+            whole += (_with_ends(parts[part], line, step, part, lines, form, tile),)  # type: ignore[assignment]
+        parts = whole
     return parts
+
+
+@jit
+def _store(line, values, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    at, values = line + _elements(PART, tile), from_float32(values, line.dtype.scalar.element_ty)
+    tl.store(at, values, mask=_inside(PART, lines.end, lines, form, tile))
+    if form.ENDS:
+        if PART == 0:
+            tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
+            if form.WRAPS:
+                tl.store(at + _block(tile), values, mask=_wrapped(lines.end, lines, tile))
+        elif PART == form.TAIL or PART == form.NEXT:
+            tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
 
 
 @jit
 def _kept(values, other, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     """A part with `other` in what was not read."""
-    if form.CAUSAL:
-        return tl.where(_elements(PART, tile) < lines.read, values, other)
-    elif form.FULL <= PART:
-        return tl.where(_vectors(PART, tile) < lines.read, values, other)
-    else:
-        return values
+    at = _elements(PART, tile)
+    if form.ENDS and PART == 0:
+        at = tl.where(at < lines.head, at + _block(tile), at)
+    return tl.where(at < lines.read, values, other)
 
 
 @jit
-def _folded(terms):
-    """The sum of each line of (lines, terms), in the order of `rule.folded`."""
-    for _ in tl.static_range(_halvings(terms.shape[1])):
+def _halved(terms, LEVELS: tl.constexpr):
+    """Blocks of (lines, terms): the upper half is added to the lower half, so many times."""
+    for _ in tl.static_range(LEVELS):
         terms = tl.sum(tl.reshape(terms, (terms.shape[0], 2, terms.shape[1] // 2)), axis=1)
     return terms
 
 
 @jit
-def _halved(parts, HALF: tl.constexpr, PARTS: tl.constexpr):
-    halved = ()
-    for part in tl.static_range(HALF):
-        if part + HALF < PARTS:
-            halved += (parts[part] + parts[part + HALF],)  # type: ignore[assignment]
-        else:
-            halved += (parts[part],)  # type: ignore[assignment]
-    return halved
+def _folded(terms, tile: tl.constexpr):
+    """The sum of each line of (LINES, LANES, VECTOR), in (LINES, 1, 1), in the order of `rule.folded`.
+
+    Of two lanes whose elements meet, each passes on one half of them and adds up the other half.
+    """
+    MEETINGS: tl.constexpr = min(_halvings(tile.LANES), _halvings(tile.VECTOR))
+    odd = (tl.arange(0, 2) == 1)[None, :, None, None]
+    for done in tl.static_range(MEETINGS):
+        pairs = tl.reshape(terms, (tile.LINES << done, 2, tile.LANES >> (done + 1), 2, tile.VECTOR >> (done + 1)))
+        lower, upper = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        terms = tl.where(odd, upper, lower) + arithmetic.from_neighbour(tl.where(odd, lower, upper), 1)
+    REST: tl.constexpr = tile.LANES >> MEETINGS
+    terms = tl.reshape(terms, (tile.LINES << MEETINGS, REST * (tile.VECTOR >> MEETINGS)))
+    terms = _halved(terms, _halvings(REST))
+    terms = _halved(tl.reshape(terms, (tile.LINES, tile.VECTOR)), _halvings(tile.VECTOR))
+    return tl.reshape(terms, (tile.LINES, 1, 1))
 
 
 @jit
 def _sums(parts, tile: tl.constexpr):
     """The sum of each line of a tile, in (LINES, 1, 1)."""
-    for level in tl.static_range(_halvings(tl.constexpr(tile.PARTS)), 0, -1):
-        parts = _halved(parts, 1 << (level - 1), tl.constexpr(tile.PARTS))
-    return tl.reshape(_folded(tl.reshape(parts[0], (tile.LINES, tile.LANES * tile.VECTOR))), (tile.LINES, 1, 1))
+    PARTS: tl.constexpr = tile.PARTS
+    for level in tl.static_range(_halvings(PARTS), 0, -1):
+        folded = ()
+        for part in tl.static_range(1 << (level - 1)):
+            if part + (1 << (level - 1)) < len(parts):
+                folded += (parts[part] + parts[part + (1 << (level - 1))],)  # type: ignore[assignment]
+            else:
+                folded += (parts[part],)  # type: ignore[assignment]
+        parts = folded
+    return _folded(parts[0], tile)
 
 
 @jit
@@ -147,7 +265,7 @@ def _over_lines(sums):
     """The sum of (LINES, 1, 1), in (1, 1, 1). Each warp gets all terms at once, instead of one with each halving."""
     lines: tl.constexpr = sums.shape[0]
     terms = tl.gather(tl.reshape(sums, (lines,)), tl.arange(0, lines), 0)
-    return tl.reshape(_folded(tl.reshape(terms, (1, lines))), (1, 1, 1))
+    return tl.reshape(_halved(tl.reshape(terms, (1, lines)), _halvings(lines)), (1, 1, 1))
 
 
 @functools.partial(jit, do_not_specialize=["x", "mask", "y", "partial", "rows", "columns", "queries", "groups"])
@@ -159,27 +277,30 @@ def forward_exact_kernel(
 
     Columns of x lie side by side; y is contiguous. `mask` is seen as rows like x, and is x where there is none.
     """
-    lines = _lines(rows, columns, queries, groups, form.CAUSAL, tile)
-    x_row = row_offset(lines.row, sizes[0], sizes[1], x_strides[0], x_strides[1], x_strides[2], form.FLAT)
+    row, begin = _places(groups, form, tile)
+    x_row = row_offset(row, sizes[0], sizes[1], x_strides[0], x_strides[1], x_strides[2], form.FLAT)
+    lines = _lines(x + x_row, row, begin, rows, columns, queries, form, tile)
     x_line = aligned_pointer(x, x_row + lines.begin, tile.VECTOR)
-    mask_line = x_line
-    if form.MASK != arithmetic.PLAIN:
-        mask_row = row_offset(
-            lines.row, sizes[0], sizes[1], mask_strides[0], mask_strides[1], mask_strides[2], form.FLAT
-        )
-        mask_line = mask + (mask_row + lines.begin.to(tl.int64) * mask_strides[3])
-    xs = _loaded(x_line, lines.read, tile)
+    if form.MASK == arithmetic.PLAIN:
+        xs = _loaded(x_line, 1, float("-inf"), lines, form, tile)
+        masks = xs
+    else:
+        xs = _loaded(x_line, 1, 0.0, lines, form, tile)
+        mask_row = row_offset(row, sizes[0], sizes[1], mask_strides[0], mask_strides[1], mask_strides[2], form.FLAT)
+        nothing: tl.constexpr = 0 if form.MASK == arithmetic.BOOLEAN else float("-inf")
+        if form.MASK_ALIGNED:
+            masks = _loaded(aligned_pointer(mask, mask_row + lines.begin, tile.VECTOR), 1, nothing, lines, form, tile)
+        else:
+            step = tl.full((), 0, tl.int64) + mask_strides[3]
+            masks = _loaded(mask + (mask_row + lines.begin * step), step, nothing, lines, form, tile)
     zs = ()
     tops = tl.full((tile.LINES, tile.LANES, tile.VECTOR), arithmetic.LOWEST, tl.float32)
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        masks = xs[part]
-        if form.MASK != arithmetic.PLAIN:
-            at = _elements(part, tile).to(tl.int64) * mask_strides[3]
-            masks = tl.load(mask_line + at, mask=_vectors(part, tile) < lines.read, other=0)
         z = to_float32(xs[part])
         if form.SCALED or form.MASK != arithmetic.PLAIN:
-            z = arithmetic.logits(xs[part], masks, scale, form.MASK)
-        z = _kept(z, float("-inf"), part, lines, form, tile)
+            z = arithmetic.logits(xs[part], masks[part], scale, form.MASK)
+        if form.CAUSAL or (form.SCALED and form.MASK == arithmetic.PLAIN):
+            z = _kept(z, float("-inf"), part, lines, form, tile)
         tops = tl.maximum(tops, z)
         zs += (z,)  # type: ignore[assignment]
 
@@ -199,7 +320,7 @@ def forward_exact_kernel(
         highest, weights = top, tl.full((tile.LINES, 1, 1), 1.0, tl.float32)
         if form.STAGE == FINISH:
             group = tl.arange(0, form.GROUPS)[:, None, None]
-            others = partial + 2 * (tl.program_id(0) * tile.LINES // groups * groups + group)
+            others = partial + 2 * (row * groups + group)
             others_top = tl.load(others, mask=group < groups, other=arithmetic.LOWEST)
             highest = tl.max(others_top, axis=0, keep_dims=True)
             others_sums = tl.load(others + 1, mask=group < groups, other=0.0)
@@ -213,11 +334,10 @@ def forward_exact_kernel(
             total = _sums(es, tile)
         total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
         norm = exponential.log(total) if form.LOG else tl.div_rn(weights, total)
-        y_line = aligned_pointer(y, lines.row.to(tl.int64) * columns + lines.begin, tile.VECTOR)
+        y_line = aligned_pointer(y, row.to(tl.int64) * columns + lines.begin, tile.VECTOR)
         for part in tl.static_range(tl.constexpr(tile.PARTS)):
             result = (zs[part] - highest) - norm if form.LOG else es[part] * norm
-            inside = _vectors(part, tile) < lines.end
-            tl.store(y_line + _elements(part, tile), from_float32(result, y.dtype.element_ty), mask=inside)
+            _store(y_line, result, part, lines, form, tile)
 
 
 @functools.partial(jit, do_not_specialize=["grad", "y", "dx", "partial", "rows", "columns", "queries", "groups"])
@@ -225,20 +345,24 @@ def backward_exact_kernel(
     grad, y, dx, partial, rows, columns, queries, groups, scale, form: tl.constexpr, tile: tl.constexpr
 ):
     """The derivative of the lines of a tile. All tensors are contiguous. `partial` holds the sum of each group."""
-    lines = _lines(rows, columns, queries, groups, form.CAUSAL, tile)
-    line = lines.row.to(tl.int64) * columns + lines.begin
-    grad_line, y_line = aligned_pointer(grad, line, tile.VECTOR), aligned_pointer(y, line, tile.VECTOR)
+    row, begin = _places(groups, form, tile)
+    base = row.to(tl.int64) * columns
+    lines = _lines(y + base, row, begin, rows, columns, queries, form, tile)
+    line = base + lines.begin
     dx_line = aligned_pointer(dx, line, tile.VECTOR)
-    dys, ys = _loaded(grad_line, lines.read, tile), _loaded(y_line, lines.read, tile)
+    dys = _loaded(aligned_pointer(grad, line, tile.VECTOR), 1, 0.0, lines, form, tile)
+    ys = _loaded(aligned_pointer(y, line, tile.VECTOR), 1, 0.0, lines, form, tile)
     if form.STAGE == FINISH:
         group = tl.arange(0, form.GROUPS)[:, None, None]
-        others = partial + (tl.program_id(0) * tile.LINES // groups * groups + group)
+        others = partial + (row * groups + group)
         total = _over_lines(tl.load(others, mask=group < groups, other=0.0))
     else:
         terms = ()
         for part in tl.static_range(tl.constexpr(tile.PARTS)):
             term = arithmetic.summand(to_float32(dys[part]), to_float32(ys[part]), form.LOG)
-            terms += (_kept(term, 0.0, part, lines, form, tile),)  # type: ignore[assignment]
+            if form.CAUSAL:
+                term = _kept(term, 0.0, part, lines, form, tile)
+            terms += (term,)  # type: ignore[assignment]
         total = _sums(terms, tile)
         if form.STAGE == WHOLE and form.GROUPS > 1:
             total = _over_lines(total)
@@ -254,28 +378,42 @@ def backward_exact_kernel(
             result += 0.0  # -0.0 becomes 0.0, as it does where a GPU of AMD converts a product to fp16 at once
             if form.LOG:
                 result = tl.where(p != float("-inf"), result, 0.0)
-            result = _kept(result, 0.0, part, lines, form, tile)
-            inside = _vectors(part, tile) < lines.end
-            tl.store(dx_line + _elements(part, tile), from_float32(result, dx.dtype.element_ty), mask=inside)
+            if form.CAUSAL:
+                result = _kept(result, 0.0, part, lines, form, tile)
+            _store(dx_line, result, part, lines, form, tile)
 
 
 # ----------------------------------------------------------------------------------------------------------- launches
 
 FORWARD_TILE, BACKWARD_TILE = 16 * GROUP, 8 * GROUP  # elements that a program holds in registers
-EACH = 64  # elements of a thread; a quarter of them where vectors have one, as addresses take registers too
+EACH = 64  # elements of a thread at most; half of them where vectors have one, as addresses take registers too
+# Elements of a thread in short rows. With 32 in rows of 64 columns, they took 1.4 to 1.7 times as long on an H200; but
+# with ENDS, each thread pays for both ends.
+SHORT, SHORT_WITH_ENDS = 8, 32
+RUN = 8  # vectors of a row, at least, that are moved together in a part
 LINES = 4  # of a program of two launches
 MOST_GROUPS = 4096  # of a row: each program of the second launch reads the numbers of all
 LONGEST = MOST_GROUPS * GROUP
+# With ENDS, vectors are shorter, because the elements at both ends are moved one by one, and rows are not too short.
+VECTOR_WITH_ENDS, SHORTEST_WITH_ENDS = 4, 128
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_shape(columns: int, vector: int, lines: int, lanes: int) -> tuple[Tile, int]:
+def tile_shape(columns: int, vector: int, ends: bool, lines: int, lanes: int) -> tuple[Tile, int]:
     """A tile of so many lines, or for 0 of as many rows as suit it, and its warps of so many lanes."""
     block = max(vector, 1 << (columns - 1).bit_length())
-    across = max(min(32, block // vector), block // (EACH if vector > 1 else EACH // 4))
+    columns = min(block, columns + vector - 1) if ends else columns
+    across = min(32, max(1, block // max(vector, SHORT_WITH_ENDS if ends else SHORT)))
+    across = max(across, block // (EACH if vector > 1 else EACH // 2))
+
+    def parts(across: int) -> int:
+        step = -(-block // (8 * across * vector))  # a form is compiled for each number
+        return -(-columns // (across * vector * step)) * step
+
+    while across > RUN and 8 * parts(across // 2) <= 14 * parts(across):  # and fewer elements beyond the end
+        across //= 2
     lines = lines or max(1, 128 // across)
-    tile = Tile(-(-columns // (across * vector)), lines, across, vector)
-    return tile, max(1, lines * across // lanes)
+    return Tile(parts(across), lines, across, vector), max(1, lines * across // lanes)
 
 
 def _launch(
@@ -299,10 +437,15 @@ def _launch(
         partial = torch.empty(partials * rows * groups, dtype=torch.float32, device=device)
     elif groups > 1:
         groups = lines = 1 << (groups - 1).bit_length()
-    tile, warps = tile_shape(min(columns, GROUP), vector, lines, MOST_THREADS // most_warps(device))
+    longest = min(columns, GROUP)
+    tile, warps = tile_shape(longest, vector, form.ENDS, lines, MOST_THREADS // most_warps(device))
     shorter = lines and columns % (GROUP * lines)  # some lines are shorter than others
-    full = 0 if shorter else min(columns, GROUP) // (tile.LANES * vector)
-    form = form._replace(FULL=full, GROUPS=1 << (groups - 1).bit_length())
+    full = 0 if shorter else longest // (tile.LANES * vector)
+    wraps = form.ENDS and longest + vector - 1 > 1 << (longest - 1).bit_length()
+    form = form._replace(FULL=full, GROUPS=1 << (groups - 1).bit_length(), WRAPS=wraps)
+    if form.ENDS:
+        rest = (columns - 1) % GROUP + 1
+        form = form._replace(TAIL=rest // vector // tile.LANES, NEXT=(rest + vector - 1) // vector // tile.LANES)
     queries, *others = arguments
     operands = *addresses, partial, rows, columns, queries, groups, *others
     integers = [size for numbers in (*others[:-1], operands[4:8]) for size in numbers]
@@ -313,13 +456,28 @@ def _launch(
         launch_kernel(kernel, device, programs, operands, constants, *dtypes, *specialized)
 
 
+def _apart(*begins: list[int]) -> int:
+    """A number that divides what the operands of any row lie apart, counted from multiples of it."""
+    return math.gcd(*(a - b for of in begins for a, b in zip(begins[0], of, strict=True)))
+
+
+def _vector(line: int, columns: int, *begins: list[int]) -> tuple[int, bool]:
+    """The elements of a vector, at most `line`, and whether rows may begin or end within one."""
+    vector = math.gcd(line, _apart(*begins))  # rows of all operands begin equally far from multiples of it
+    whole = math.gcd(vector, columns, *begins[0])
+    if vector >= VECTOR_WITH_ENDS > whole and columns >= SHORTEST_WITH_ENDS:
+        return VECTOR_WITH_ENDS, True
+    return whole, False
+
+
 def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
     (a, b, c), x = layout.sizes, layout.x
     mask, mask_kind = mask_operand(x, layout.mask)
-    vector = math.gcd(16 // max(x.element_size(), y.element_size()), x.shape[-1], *row_begins(x, layout.x_strides))
-    vector = math.gcd(vector, *row_begins(y, layout.y_strides))
-    form = Form(log, y.dtype == torch.float32, queries > 0, scale != 1, mask_kind, a * b == 1)
+    begins = row_begins(x, layout.x_strides), row_begins(y, layout.y_strides)
+    vector, ends = _vector(16 // max(x.element_size(), y.element_size()), x.shape[-1], *begins)
+    aligned = layout.mask_strides[-1] == 1 and _apart(begins[0], row_begins(mask, layout.mask_strides)) % vector == 0
+    form = Form(log, y.dtype == torch.float32, queries > 0, scale != 1, mask_kind, a * b == 1, aligned, ends)
     strides = (b, c), tuple(layout.x_strides[:3]), tuple(layout.mask_strides)
     arguments = max(queries, 1), *strides, float(scale)
     _launch(forward_exact_kernel, (x, mask, y), a * b * c, x.shape[-1], arguments, form, vector, FORWARD_TILE, 2)
@@ -328,8 +486,8 @@ def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bo
 def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:
     """Launch the backward kernel on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
     columns, tensors = y.shape[-1], (grad, y, dx)
-    vector = math.gcd(16 // max(y.element_size(), dx.element_size()), columns)
-    vector = math.gcd(vector, *(number for tensor in tensors for number in row_begins(tensor, ())))
-    form = Form(log, dx.dtype == torch.float32, queries > 0, scale != 1)
+    begins = ([*row_begins(tensor, ()), columns] for tensor in tensors)
+    vector, ends = _vector(16 // max(y.element_size(), dx.element_size()), columns, *begins)
+    form = Form(log, dx.dtype == torch.float32, queries > 0, scale != 1, ENDS=ends)
     arguments = max(queries, 1), float(scale)
     _launch(backward_exact_kernel, tensors, y.numel() // columns, columns, arguments, form, vector, BACKWARD_TILE, 1)

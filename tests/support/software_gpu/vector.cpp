@@ -181,6 +181,21 @@ void packed_by_lane(Wave &w, const WaveInstruction &i, T (F::*)(A...) const, std
     }
 }
 
+// The low word of the result is a half of the first operand, the high word one of the second.
+void packed_move(Wave &w, const WaveInstruction &i) {
+    Sources s(w, i, 1, 2);
+    u32 halves[2];
+    for (int l = 0; l < WAVE; l++) {
+        if (!(s.lanes >> l & 1)) continue;
+        for (int k = 0; k < 2; k++) {
+            const u32 *from = i.operands[1 + k].change & HIGH_FOR_LOW ? s.held[k].high : s.held[k].low;
+            halves[k] = from[l * s.held[k].step];
+        }
+        u32 *to = w.vector(i.operands[0]) + l;
+        to[0] = halves[0], to[WAVE] = halves[1];
+    }
+}
+
 template <class F, class R, class... A> auto arguments(R (F::*)(A...) const) { return std::index_sequence_for<A...>(); }
 template <class F, class R, class... A> auto after_flag(R (F::*)(bool &, A...) const) {
     return std::index_sequence_for<A...>();
@@ -491,6 +506,7 @@ void vector_integers() {
     op("v_ashrrev_i64", [](u32 by, i64 a) -> i64 { return a >> (by & 63); });
     packed("v_pk_lshlrev_b16", [](u16 by, u16 a) -> u16 { return u16(a << (by & 15)); });
     packed("v_pk_lshrrev_b16", [](u16 by, u16 a) -> u16 { return u16(a >> (by & 15)); });
+    table["v_pk_mov_b32"] = {packed_move, 3};
     packed("v_pk_sub_i16", [](u16 a, u16 b) -> u16 { return u16(a - b); });
     op("v_mul_lo_u32", [](u32 a, u32 b) -> u32 { return a * b; });
     op("v_mul_hi_u32", [](u32 a, u32 b) -> u32 { return u32(u64(a) * b >> 32); });
