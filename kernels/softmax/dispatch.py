@@ -14,12 +14,11 @@ import torch
 from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first
-from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax import rows, rule, strided
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
-# row. What needs more is left to the rule.
+# row. What needs more is left to the rule, as are rows of more groups than `rows.LONGEST` has.
 LONGEST = 2**31 - 2**20
 # The sum of torch's kernels loses digits over longer fp32 rows: 41 against 6 units in the last place at 2^20 columns.
 LONGEST_OF_TORCH = 2**14
@@ -27,7 +26,7 @@ LONGEST_OF_TORCH = 2**14
 
 def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
     """``"torch"``, on a CPU, ``"triton"`` or ``"reference"``."""
-    columns, longest = x.shape[dim], min(LONGEST, exact_rows.LONGEST) if exact else LONGEST
+    columns, longest = x.shape[dim], min(LONGEST, rows.LONGEST) if exact or dim == -1 else LONGEST
     if torch.float64 in (x.dtype, *dtypes) or columns > longest or x.numel() > LONGEST * columns:
         return "reference"
     if x.device.type == "cpu" and chosen() == "auto":
@@ -61,24 +60,24 @@ def forward(
         return y
     if mask is not None and mask.dtype == torch.float64:
         mask = mask.float()
-    if exact:  # other dimensions are copied
-        mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
-        y = torch.empty_like(x.movedim(dim, -1), dtype=dtype, memory_format=torch.contiguous_format)
-        layout = outer_dimensions(x.movedim(dim, -1), mask, y, -1, False)
-        exact_rows.forward(layout, y, scale, x.shape[-2] if causal else 0, log)
-        return y.movedim(-1, dim).contiguous()
     if mask is not None and dim != -1:
         mask = mask.expand(x.shape)
     into = y
     while dim != -1 and x.shape[-1] == 1:
         dim, x, into = dim + 1, x.squeeze(-1), into.squeeze(-1)
         mask = None if mask is None else mask.squeeze(-1)
-    across = not causal and (dim != -1 or is_transposed(x))
-    layout = outer_dimensions(x, mask, into, dim, across)
-    if across:
-        strided.forward(layout, into, scale, x.shape[dim], log)
+    if not (exact or causal) and (dim != -1 or is_transposed(x)):
+        strided.forward(outer_dimensions(x, mask, into, dim, True), into, scale, x.shape[dim], log)
+        return y
+    queries = x.shape[-2] if causal else 0
+    if dim != -1:  # copied
+        x, into = x.movedim(dim, -1), into.movedim(dim, -1)
+        mask = None if mask is None else mask.movedim(dim, -1)
+        moved = torch.empty_like(into, memory_format=torch.contiguous_format)
+        rows.forward(outer_dimensions(x, mask, moved, -1, False), moved, scale, queries, log, exact)
+        into.copy_(moved)
     else:
-        rows.forward(layout, into, scale, x.shape[-2] if causal else 0, log)
+        rows.forward(outer_dimensions(x, mask, into, -1, False), into, scale, queries, log, exact)
     return y
 
 
@@ -107,20 +106,18 @@ def backward(
         return dx
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
         grad, y = grad.float(), y.float()
-    if exact:
-        grad, y = (tensor.movedim(dim, -1).contiguous() for tensor in (grad, y))
-        dx = torch.empty_like(y, dtype=dtype)
-        exact_rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
-        return dx.movedim(-1, dim).contiguous()
-    grad, y = grad.contiguous(), y.contiguous()
     inner = math.prod(y.shape[dim + y.ndim + 1 :])
-    if inner != 1:
-        strided.backward(grad, y, dx, (math.prod(y.shape[:dim]), y.shape[dim], inner), scale, log)
-    else:
-        if dim != -1:
-            grad, y = (tensor.view(-1, tensor.shape[dim]) for tensor in (grad, y))
-        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
-    return dx
+    if inner != 1 and not exact:
+        sizes = math.prod(y.shape[:dim]), y.shape[dim], inner
+        strided.backward(grad.contiguous(), y.contiguous(), dx, sizes, scale, log)
+        return dx
+    queries, into = y.shape[-2] if causal else 0, dx
+    if inner != 1:  # copied
+        grad, y = grad.movedim(dim, -1), y.movedim(dim, -1)
+        into = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
+    grad, y = (tensor.contiguous().view(-1, tensor.shape[dim if inner == 1 else -1]) for tensor in (grad, y))
+    rows.backward(grad, y, into, scale, queries, log, exact)
+    return dx if into is dx else dx.copy_(into.movedim(-1, dim))
 
 
 def _forward_of_torch(
