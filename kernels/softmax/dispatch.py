@@ -44,17 +44,16 @@ def forward(
     exact: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    check_addresses(x, mask)
     implementation = _implementation(x, dim, exact, dtype)
     if implementation == "reference":
         return rule.forward(x, mask, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
-        check_addresses(x, mask)
         return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
     # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
     x = x.resolve_neg()
     if mask is not None:
         mask = mask.resolve_neg()
-    check_addresses(x, mask)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
@@ -91,16 +90,15 @@ def backward(
     exact: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    check_addresses(grad, y)
     implementation = _implementation(y, dim, exact, grad.dtype, dtype)
     if implementation == "reference":
         return rule.backward(grad, y, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
-        check_addresses(grad, y)
         if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
             return rule.backward(grad, y, dim, scale, causal, log, False, dtype)
         return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
     grad, y = grad.resolve_neg(), y.resolve_neg()
-    check_addresses(grad, y)
     dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return dx
