@@ -41,7 +41,7 @@ from halfstep.kernels.softmax.layout import Layout, mask_operand
 from halfstep.kernels.softmax.rule import GROUP
 
 WHOLE, PARTIAL, FINISH = map(constant, range(3))  # what a launch does
-_GROUP = constant(GROUP)
+_GROUP, _MINUS_INF = constant(GROUP), constant(-0x800000)  # the bits of -inf
 
 
 class Rows(NamedTuple):
@@ -176,15 +176,23 @@ def _elements(PART: tl.constexpr, tile: tl.constexpr):
     return _vectors(PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
 
 
+# Masks of stores are made by other comparisons than those of loads. The compiler would keep the result of the same one
+# in registers in between, of which GPUs of AMD have too few.
 @jit
-def _inside(PART: tl.constexpr, limit, lines, form: tl.constexpr, tile: tl.constexpr):
-    """Which vectors of a part begin before `limit`; with ENDS, those of them that lie inside of the line."""
+def _inside(PART: tl.constexpr, STORED: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """Which vectors of a part begin before the end of what is stored or read; with ENDS, of those that do not end later
+    than their line."""
     vectors = _vectors(PART, tile)
-    inside = vectors < limit
-    if form.ENDS:
-        inside &= vectors <= lines.end - tile.VECTOR
-        if PART == 0:
-            inside &= vectors > 0
+    if STORED:
+        inside = lines.end - vectors >= (tile.VECTOR if form.ENDS else 1)
+    elif form.ENDS and not form.CAUSAL:
+        inside = vectors <= lines.end - tile.VECTOR
+    else:
+        inside = vectors < lines.read
+        if form.ENDS:
+            inside &= vectors <= lines.end - tile.VECTOR
+    if form.ENDS and PART == 0:
+        inside &= vectors > 0
     return inside
 
 
@@ -214,41 +222,46 @@ def _wrapped(limit, lines, tile: tl.constexpr):
 
 
 @jit
+def _part(line, step, OTHER: tl.constexpr, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """The vectors of a part, as they are in memory."""
+    at, inside = line + _elements(PART, tile) * step, _inside(PART, False, lines, form, tile)
+    if form.FULL > PART and not (form.ENDS and PART == 0):
+        return tl.load(at, mask=inside)
+    else:
+        return tl.load(at, mask=inside, other=OTHER)
+
+
+@jit
 def _with_ends(values, line, step, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     """A part with the elements at both ends."""
     at = line + _elements(PART, tile) * step
-    if PART == 0:
+    if form.ENDS and (PART == 0 or PART == form.TAIL or PART == form.NEXT):
         values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
-        if form.WRAPS:
+        if form.WRAPS and PART == 0:
             values = tl.load(at + _block(tile) * step, mask=_wrapped(lines.read, lines, tile), other=values)
-    elif PART == form.TAIL or PART == form.NEXT:
-        values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
     return values
 
 
 @jit
-def _loaded(line, step, OTHER: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
-    """The parts of a tile, as they are in memory: all are asked for before the first is needed."""
-    parts = ()
+def _loaded(a, b, step, A: tl.constexpr, B: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """The parts of two tiles: all are asked for before the first is needed. A and B stand for what is not read; with
+    None for B, only the first."""
+    of_a, of_b, all_a, all_b = (), (), (), ()
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        at = line + _elements(part, tile) * step
-        inside = _inside(part, lines.read, lines, form, tile)
-        if form.FULL > part and not (form.ENDS and part == 0):
-            parts += (tl.load(at, mask=inside),)  # type: ignore[assignment]
-        else:
-            parts += (tl.load(at, mask=inside, other=OTHER),)  # type: ignore[assignment]
-    if form.ENDS:
-        whole = ()
-        for part in tl.static_range(tl.constexpr(tile.PARTS)):
-            whole += (_with_ends(parts[part], line, step, part, lines, form, tile),)  # type: ignore[assignment]
-        parts = whole
-    return parts
+        of_a += (_part(a, 1, A, part, lines, form, tile),)  # type: ignore[assignment]
+        if B is not None:
+            of_b += (_part(b, step, B, part, lines, form, tile),)  # type: ignore[assignment]
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):
+        all_a += (_with_ends(of_a[part], a, 1, part, lines, form, tile),)  # type: ignore[assignment]
+        if B is not None:
+            all_b += (_with_ends(of_b[part], b, step, part, lines, form, tile),)  # type: ignore[assignment]
+    return all_a, all_b
 
 
 @jit
 def _store(line, values, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     at, values = line + _elements(PART, tile), from_float32(values, line.dtype.scalar.element_ty)
-    tl.store(at, values, mask=_inside(PART, lines.end, lines, form, tile))
+    tl.store(at, values, mask=_inside(PART, True, lines, form, tile))
     if form.ENDS:
         if PART == 0:
             tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
@@ -259,12 +272,12 @@ def _store(line, values, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl
 
 
 @jit
-def _kept(values, other, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+def _kept(values, other, PART: tl.constexpr, STORED: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     """A part with `other` in what was not read."""
     at = _elements(PART, tile)
     if form.ENDS and PART == 0:
         at = tl.where(at < lines.head, at + _block(tile), at)
-    return tl.where(at < lines.read, values, other)
+    return tl.where((lines.read - at > 0) if STORED else (at < lines.read), values, other)
 
 
 @jit
@@ -346,17 +359,18 @@ def forward_row_kernel(
     lines = _lines(x + x_row, row, begin, rows, columns, queries, form, tile)
     x_line = _aligned(x, x_row + lines.begin, tile.VECTOR)
     if form.MASK == arithmetic.PLAIN:
-        xs = _loaded(x_line, 1, float("-inf"), lines, form, tile)
+        xs, _ = _loaded(x_line, x_line, 1, float("-inf"), None, lines, form, tile)
         masks = xs
     else:
-        xs = _loaded(x_line, 1, 0.0, lines, form, tile)
         mask_row = _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, form.FLAT)
         nothing: tl.constexpr = 0 if form.MASK == arithmetic.BOOLEAN else float("-inf")
         if form.MASK_ALIGNED:
-            masks = _loaded(_aligned(mask, mask_row + lines.begin, tile.VECTOR), 1, nothing, lines, form, tile)
+            mask_line = _aligned(mask, mask_row + lines.begin, tile.VECTOR)
+            xs, masks = _loaded(x_line, mask_line, 1, 0.0, nothing, lines, form, tile)
         else:
             step = mask_column.to(tl.int64)  # those of a transposed mask of 50,000 by 50,000 lie that far apart
-            masks = _loaded(mask + (mask_row + lines.begin * step), step, nothing, lines, form, tile)
+            mask_line = mask + (mask_row + lines.begin * step)
+            xs, masks = _loaded(x_line, mask_line, step, 0.0, nothing, lines, form, tile)
     zs = ()
     tops = tl.full((tile.LINES, tile.LANES, tile.VECTOR), arithmetic.LOWEST, tl.float32)
     for part in tl.static_range(tl.constexpr(tile.PARTS)):
@@ -364,7 +378,7 @@ def forward_row_kernel(
         if form.SCALED or form.MASK != arithmetic.PLAIN:
             z = arithmetic.logits(xs[part], masks[part], scale, form.MASK)
         if form.CAUSAL or (form.SCALED and form.MASK == arithmetic.PLAIN):
-            z = _kept(z, float("-inf"), part, lines, form, tile)
+            z = _kept(z, float("-inf"), part, False, lines, form, tile)
         tops = tl.maximum(tops, z)
         zs += (z,)  # type: ignore[assignment]
 
@@ -419,8 +433,8 @@ def backward_row_kernel(rows, columns, queries, groups, operands, form: tl.const
     lines = _lines(y + base, row, begin, rows, columns, queries, form, tile)
     line = base + lines.begin
     dx_line = _aligned(dx, line, tile.VECTOR)
-    dys = _loaded(_aligned(grad, line, tile.VECTOR), 1, 0.0, lines, form, tile)
-    ys = _loaded(_aligned(y, line, tile.VECTOR), 1, 0.0, lines, form, tile)
+    grad_line, y_line = _aligned(grad, line, tile.VECTOR), _aligned(y, line, tile.VECTOR)
+    dys, ys = _loaded(grad_line, y_line, 1, 0.0, 0.0, lines, form, tile)
     if form.STAGE == FINISH:
         group = tl.arange(0, form.GROUPS)[:, None, None]
         others = partial + (row * groups + group)
@@ -430,7 +444,7 @@ def backward_row_kernel(rows, columns, queries, groups, operands, form: tl.const
         for part in tl.static_range(tl.constexpr(tile.PARTS)):
             term = arithmetic.summand(to_float32(dys[part]), to_float32(ys[part]), form.LOG)
             if form.CAUSAL:
-                term = _kept(term, 0.0, part, lines, form, tile)
+                term = _kept(term, 0.0, part, False, lines, form, tile)
             terms += (term,)  # type: ignore[assignment]
         total = _sums(terms, form, tile)
         if form.STAGE == WHOLE and form.GROUPS > 1:
@@ -441,14 +455,16 @@ def backward_row_kernel(rows, columns, queries, groups, operands, form: tl.const
     else:
         for part in tl.static_range(tl.constexpr(tile.PARTS)):
             dy, p = to_float32(dys[part]), to_float32(ys[part])
+            if form.LOG and form.CAUSAL:
+                p = _kept(p, float("-inf"), part, True, lines, form, tile)
             result = (dy - _exp(p, form) * total) if form.LOG else p * (dy - total)
             if form.SCALED:
                 result *= scale
             result += 0.0  # -0.0 becomes 0.0, as it does where a GPU of AMD converts a product to fp16 at once
             if form.LOG:
-                result = tl.where(p != float("-inf"), result, 0.0)
-            if form.CAUSAL:
-                result = _kept(result, 0.0, part, lines, form, tile)
+                result = tl.where(p.to(tl.int32, bitcast=True) != _MINUS_INF, result, 0.0)  # `summand` compares numbers
+            elif form.CAUSAL:
+                result = _kept(result, 0.0, part, True, lines, form, tile)
             _store(dx_line, result, part, lines, form, tile)
 
 
