@@ -67,7 +67,7 @@ def test_sums_are_folded_in_halves_and_missing_terms_are_zero() -> None:
 
 
 @LOG
-@pytest.mark.parametrize("columns", [1, 3, 16, 17, 64, 255, 333, 1000, 1025, 2047])
+@pytest.mark.parametrize("columns", [1, 3, 16, 17, 64, 255, 319, 1000, 1025, 2047])
 def test_row_lengths(columns: int, log: bool) -> None:
     for source, target in DTYPES if columns < 64 else DTYPES[columns % 3 :][:1]:
         check(Case(normal(5, columns, dtype=source), dtype=target, log=log))
@@ -115,6 +115,14 @@ def test_rows_and_masks_that_begin_off_a_boundary(pair: tuple[torch.dtype, torch
         check(Case(x.to(pair[0]), log=log, dtype=pair[1], scale=0.5, mask=mask, causal=mask.ndim == 1))
     for mask in masks:
         check(Case(normal(1, 2, 303, dtype=pair[0]), log=log, dtype=pair[1], mask=mask))
+
+
+@LOG
+def test_ends_that_pass_a_block_of_columns(log: bool) -> None:
+    """They stand in front of the row, where nothing is kept of a row that ends before, nor of what was not loaded."""
+    check(Case(normal(129, 127, dtype=BF16), causal=True, log=log))
+    for scale in (-0.7, 0.0):
+        check(Case(normal(3, 255, dtype=BF16), scale=scale, log=log))
 
 
 @LOG
