@@ -114,8 +114,9 @@ def bits(group: str, device: torch.device) -> dict[str, Any]:
                 ours = _values(case, provider, device)
             with halfstep.backend("reference"):
                 reference = _values(case, provider, CPU)
+            # Results of these differ between types of devices.
             inexact = ("softmax", "halfstep fast"), ("log_probabilities", "halfstep")
-            if case.group == "muon" or (case.group, provider) in inexact:  # their results differ between types of devices
+            if case.group == "muon" or (case.group, provider) in inexact:
                 error = case.error(case.prepare(CPU), ours)
                 if not error <= case.bound:
                     raise AssertionError(f"{name}: error {error:.3g} {case.error_unit}")

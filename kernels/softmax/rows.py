@@ -176,21 +176,21 @@ def _elements(PART: tl.constexpr, tile: tl.constexpr):
     return _vectors(PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
 
 
-# Masks of stores are made by other comparisons than those of loads. The compiler would keep the result of the same one
-# in registers in between, of which GPUs of AMD have too few.
+# With CAUSAL, masks of stores are made by other comparisons than those of loads. The compiler would keep the result of
+# the same one in registers in between, of which GPUs of AMD have too few.
 @jit
 def _inside(PART: tl.constexpr, STORED: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
     """Which vectors of a part begin before the end of what is stored or read; with ENDS, of those that do not end later
     than their line."""
     vectors = _vectors(PART, tile)
-    if STORED:
+    if form.CAUSAL and STORED:
         inside = lines.end - vectors >= (tile.VECTOR if form.ENDS else 1)
-    elif form.ENDS and not form.CAUSAL:
+    elif form.ENDS:
         inside = vectors <= lines.end - tile.VECTOR
+        if form.CAUSAL:
+            inside &= vectors < lines.read
     else:
         inside = vectors < lines.read
-        if form.ENDS:
-            inside &= vectors <= lines.end - tile.VECTOR
     if form.ENDS and PART == 0:
         inside &= vectors > 0
     return inside
