@@ -103,6 +103,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
                     prepare=partial(_prepare, rows=rows, columns=columns, dtype=dtype),
                     providers={
                         "halfstep": partial(prepare, halfstep.softmax),
+                        "halfstep fast": partial(prepare, partial(halfstep.softmax, precision="fast")),
                         "torch eager": partial(prepare, _torch),
                         "torch.compile": partial(_compiled, prepare, sizes),
                         "liger-kernel": partial(prepare, _liger),

@@ -224,7 +224,7 @@ def cross_entropy(
         weights = torch.where(counts, weight[torch.where(counts, targets, 0)], 0.0)
         selected = weights * selected
     if weight is not None and smooth_by_weight:
-        mean = (log_softmax(logits, dtype=row.dtype) * weight).sum(-1) / logits.shape[-1]
+        mean = (log_softmax(logits, dtype=row.dtype, precision="fast") * weight).sum(-1) / logits.shape[-1]
         mean = torch.where(counts, mean, 0.0)
     loss = -selected if label_smoothing == 0.0 else (label_smoothing - 1.0) * selected - label_smoothing * mean
     square = z_loss * row[1].square() if z_loss != 0.0 else torch.zeros_like(loss)

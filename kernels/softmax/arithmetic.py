@@ -63,3 +63,10 @@ def gradient(dy, y, total, scale, LOG: tl.constexpr):
         return tl.where(y != float("-inf"), (dy - tl.exp(y) * total) * scale, 0.0)
     else:
         return y * (dy - total) * scale
+
+
+@jit
+def from_neighbour(tile, AXIS: tl.constexpr):
+    """The fp32 numbers at the other one of two places along an axis. Between lanes of a warp, this is one shuffle."""
+    bits = tile.to(tl.int32, bitcast=True)
+    return (tl.xor_sum(bits, axis=AXIS, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Launches of the C++ code (kernels/softmax.cpp), with the arguments of those in exact.py."""
+"""Launches of the C++ code (kernels/softmax.cpp), with the arguments of those in rows.py."""
 
 from __future__ import annotations
 

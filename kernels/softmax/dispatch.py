@@ -7,6 +7,7 @@ both are two tensors, then ``dim`` (from the end), ``scale``, ``causal``, ``log`
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from halfstep.kernels.backend import chosen, resolve
 from halfstep.kernels.multi_tensor import check_addresses
 from halfstep.kernels.op import Op, batch_first, no_forward_mode
 from halfstep.kernels.softmax import cpu, rows, rule, strided
-from halfstep.kernels.softmax import exact as exact_rows
 from halfstep.kernels.softmax.layout import is_transposed, outer_dimensions
 
 # The kernels count the elements of a row, and the rows, in 32 bits, and look up to a few blocks beyond the end of a
-# row. What needs more is left to the rule.
+# row. What needs more is left to the rule, as are rows of more groups than `rows.LONGEST` has.
 LONGEST = 2**31 - 2**20
 # The sum of torch's kernels loses digits over longer fp32 rows: 41 against 6 units in the last place at 2^20 columns.
 LONGEST_OF_TORCH = 2**14
@@ -27,7 +27,7 @@ LONGEST_OF_TORCH = 2**14
 
 def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
     """``"torch"``, on a CPU, ``"native"``, exact rows there, ``"triton"`` or ``"reference"``."""
-    columns, longest = x.shape[dim], min(LONGEST, exact_rows.LONGEST) if exact else LONGEST
+    columns, longest = x.shape[dim], min(LONGEST, rows.LONGEST) if exact or dim == -1 else LONGEST
     if torch.float64 in (x.dtype, *dtypes) or columns > longest or x.numel() > LONGEST * columns:
         return "reference"
     if x.device.type == "cpu" and chosen() == "auto" and not exact:
@@ -45,41 +45,40 @@ def forward(
     exact: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    check_addresses(x, mask)
     implementation = _implementation(x, dim, exact, dtype)
     if implementation == "reference":
         return rule.forward(x, mask, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
-        check_addresses(x, mask)
         return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
     # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
     x = x.resolve_neg()
     if mask is not None:
         mask = mask.resolve_neg()
-    check_addresses(x, mask)
     y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return y
     if mask is not None and mask.dtype == torch.float64:
         mask = mask.float()
-    if exact:  # other dimensions are copied
-        mask = None if mask is None else mask.expand(x.shape).movedim(dim, -1)
-        y = torch.empty_like(x.movedim(dim, -1), dtype=dtype, memory_format=torch.contiguous_format)
-        layout = outer_dimensions(x.movedim(dim, -1), mask, y, -1, False)
-        launches = cpu if implementation == "native" else exact_rows
-        launches.forward(layout, y, scale, x.shape[-2] if causal else 0, log)
-        return y.movedim(-1, dim).contiguous()
     if mask is not None and dim != -1:
         mask = mask.expand(x.shape)
     into = y
     while dim != -1 and x.shape[-1] == 1:
         dim, x, into = dim + 1, x.squeeze(-1), into.squeeze(-1)
         mask = None if mask is None else mask.squeeze(-1)
-    across = not causal and (dim != -1 or is_transposed(x))
-    layout = outer_dimensions(x, mask, into, dim, across)
-    if across:
-        strided.forward(layout, into, scale, x.shape[dim], log)
+    if not (exact or causal) and (dim != -1 or is_transposed(x)):
+        strided.forward(outer_dimensions(x, mask, into, dim, True), into, scale, x.shape[dim], log)
+        return y
+    queries = x.shape[-2] if causal else 0
+    launch = cpu.forward if implementation == "native" else partial(rows.forward, exact=exact)
+    if dim != -1:  # copied
+        x, into = x.movedim(dim, -1), into.movedim(dim, -1)
+        mask = None if mask is None else mask.movedim(dim, -1)
+        moved = torch.empty_like(into, memory_format=torch.contiguous_format)
+        launch(outer_dimensions(x, mask, moved, -1, False), moved, scale, queries, log)
+        into.copy_(moved)
     else:
-        rows.forward(layout, into, scale, x.shape[-2] if causal else 0, log)
+        launch(outer_dimensions(x, mask, into, -1, False), into, scale, queries, log)
     return y
 
 
@@ -93,36 +92,33 @@ def backward(
     exact: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    check_addresses(grad, y)
     implementation = _implementation(y, dim, exact, grad.dtype, dtype)
     if implementation == "reference":
         return rule.backward(grad, y, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
-        check_addresses(grad, y)
         if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
             return rule.backward(grad, y, dim, scale, causal, log, False, dtype)
         return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
     grad, y = grad.resolve_neg(), y.resolve_neg()
-    check_addresses(grad, y)
     dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return dx
     if grad.dtype != y.dtype:  # only in second derivatives, and only when the result was given another dtype
         grad, y = grad.float(), y.float()
-    if exact:
-        grad, y = (tensor.movedim(dim, -1).contiguous() for tensor in (grad, y))
-        dx = torch.empty_like(y, dtype=dtype)
-        launches = cpu if implementation == "native" else exact_rows
-        launches.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
-        return dx.movedim(-1, dim).contiguous()
-    grad, y = grad.contiguous(), y.contiguous()
     inner = math.prod(y.shape[dim + y.ndim + 1 :])
-    if inner != 1:
-        strided.backward(grad, y, dx, (math.prod(y.shape[:dim]), y.shape[dim], inner), scale, log)
-    else:
-        if dim != -1:
-            grad, y = (tensor.view(-1, tensor.shape[dim]) for tensor in (grad, y))
-        rows.backward(grad, y, dx, scale, y.shape[-2] if causal else 0, log)
-    return dx
+    if inner != 1 and not exact:
+        sizes = math.prod(y.shape[:dim]), y.shape[dim], inner
+        strided.backward(grad.contiguous(), y.contiguous(), dx, sizes, scale, log)
+        return dx
+    queries, into = y.shape[-2] if causal else 0, dx
+    if inner != 1:  # copied
+        grad, y = grad.movedim(dim, -1), y.movedim(dim, -1)
+        into = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
+    grad, y = (tensor.contiguous().view(-1, tensor.shape[dim if inner == 1 else -1]) for tensor in (grad, y))
+    launch = cpu.backward if implementation == "native" else partial(rows.backward, exact=exact)
+    launch(grad, y, into, scale, queries, log)
+    return dx if into is dx else dx.copy_(into.movedim(-1, dim))
 
 
 def _forward_of_torch(

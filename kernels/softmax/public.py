@@ -9,7 +9,7 @@ import torch
 from halfstep.kernels.softmax.dispatch import softmax as operator
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-PRECISIONS = ("fast", "exact")
+PRECISIONS = (None, "exact", "fast")
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
@@ -54,13 +54,15 @@ def _checked(
     elif dtype not in FLOATS:
         raise TypeError(f"Expected dtype to be None, float32, float16, bfloat16 or float64, but got {dtype}")
     if precision not in PRECISIONS:
-        raise ValueError(f"Expected precision to be 'fast' or 'exact', but got {precision!r}")
-    exact = precision == "exact"
-    if exact and torch.float64 in (x.dtype, dtype):
-        raise TypeError(
-            f"Expected x and dtype to be float32, float16 or bfloat16 with precision='exact', but got {x.dtype} and "
-            f"{dtype}: use precision='fast', whose fp64 results are those of torch"
-        )
+        raise ValueError(f"Expected precision to be None, 'exact' or 'fast', but got {precision!r}")
+    exact = precision != "fast"
+    if torch.float64 in (x.dtype, dtype):
+        if precision == "exact":
+            raise TypeError(
+                "Expected x and dtype to be float32, float16 or bfloat16 with precision='exact', but got "
+                f"{x.dtype} and {dtype}: leave precision out, or use x.float()"
+            )
+        exact = False
     if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(
             f"Expected scale to be a finite number, but got a {type(scale).__name__}: multiply x by a tensor yourself"
@@ -100,7 +102,7 @@ def softmax(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     dtype: torch.dtype | None = None,
-    precision: str = "fast",
+    precision: str | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * x + mask)`` over one dimension, computed in fp32; on a GPU in one pass over memory.
 
@@ -119,10 +121,12 @@ def softmax(
             ``scaled_dot_product_attention(is_causal=True)``. A GPU does not read masked elements. Requires that `dim`
             is the last dimension.
         dtype: dtype of the result. Default: that of `x`.
-        precision: ``"fast"`` takes the exponential of the device, and sums in the order that suits it: implementations
-            agree to a few ulps. ``"exact"`` computes the bits of the reference on every device, forward and backward,
-            and those of a row do not depend on the rest of the batch. It needs more instructions, copies tensors for
-            other dimensions than the last, and on a CPU takes hundreds of times as long. Not for fp64.
+        precision: ``"exact"``, the default but for fp64, computes the bits of the reference on every device, forward
+            and backward, and those of a row do not depend on the rest of the batch. Over other dimensions than the last
+            it copies `x` and the result, which takes three times the memory traffic. On a CPU it needs a C++ compiler
+            or a wheel; otherwise it takes hundreds of times as long. ``"fast"`` takes the exponential of the device, or
+            torch's softmax on a CPU, and sums in the order that suits it: implementations agree to a few ulps. fp64 has
+            no exact form.
 
     Returns:
         A tensor of the shape of `x`.
@@ -130,7 +134,7 @@ def softmax(
     Raises:
         TypeError: an argument has an unsupported type or dtype.
         IndexError: `dim` is out of range.
-        ValueError: `scale` is not finite, `precision` is neither value, `mask` has another device or does not
+        ValueError: `scale` is not finite, `precision` is another string, `mask` has another device or does not
             broadcast, or `causal` is True and `dim` is not the last dimension.
 
     Examples:
@@ -153,7 +157,7 @@ def log_softmax(
     mask: torch.Tensor | None = None,
     causal: bool = False,
     dtype: torch.dtype | None = None,
-    precision: str = "fast",
+    precision: str | None = None,
 ) -> torch.Tensor:
     """The logarithm of `softmax`, with the same arguments, accurate where softmax itself underflows.
 

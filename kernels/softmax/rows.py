@@ -1,19 +1,16 @@
-"""Triton kernels and launches for sums over the last dimension.
+"""Triton kernels and launches for sums over the last dimension: the bits of the rule's exact form, or its fast form.
 
-A program works on a tile of whole rows, or on one long row, or on a piece of one. The tile stays in registers. What a
-longer row has beyond it is read twice: forward for the maximum and the sum, and backward, from its end, for the result,
-so that what was read last is read again first, while it is still in L2.
+A program works on lines of up to `GROUP` columns side by side, which are rows, or the groups of a row, or some of them
+where a row is too long for a program. Then one launch leaves the maximum and the sum of each group, and a second one
+reads the row again, puts them together and writes. A tile is a tuple of PARTS blocks of shape (LINES, LANES, VECTOR),
+one after the other along a line, and stays in registers. No bit of the exact form depends on its shape: see
+`rule.folded`. A line of vectors stays within a warp.
 
-A tile is a tuple of PARTS blocks of shape (ROWS, LANES, VECTOR), one after the other along the row, so that its length
-need not be a power of two. A thread holds whole vectors of neighbouring columns, which are masked and rescaled at once.
+Vectors begin on 16-byte boundaries. Where lines begin elsewhere (ENDS), column c of a line stands at position c + head
+of its tile: vectors that lie inside of the line are moved whole, and the elements at both ends one by one. What would
+pass the end of a block of 2^k positions (WRAPS) stands at its beginning, before the head.
 
-Vectors begin on 16-byte boundaries. Where rows begin elsewhere (ENDS), the tile begins at the first boundary in the
-row, and the elements before it and after the last whole vector are handled one per lane beside the tile. Where the
-operands of a row begin at different distances from the boundaries, vectors have one element.
-
-If there are few long rows, each is cut into pieces: one launch leaves the maximum and sum of each piece, a second one
-puts them together in the same order every time and writes. The launcher passes what Triton would find out of integers
-that are 1, or that 16 divides, as constants, so that no kernel is compiled again for them.
+FAST takes the exponential of the device and the cheapest order of sums.
 """
 
 from __future__ import annotations
@@ -25,24 +22,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep.kernels.backend import MOST_THREADS, by_address, constant, jit, launch_kernel, most_warps, tl
+from halfstep.kernels import exponential
+from halfstep.kernels.backend import (
+    EXACT,
+    MOST_THREADS,
+    by_address,
+    constant,
+    constexpr_function,
+    jit,
+    launch_kernel,
+    most_warps,
+    tl,
+)
 from halfstep.kernels.multi_tensor import address, alignments
 from halfstep.kernels.rounding import from_float32, to_float32
 from halfstep.kernels.softmax import arithmetic
 from halfstep.kernels.softmax.layout import Layout, mask_operand
+from halfstep.kernels.softmax.rule import GROUP
 
-# What a launch does: whole rows, or pieces of rows in two steps.
-WHOLE, PARTIAL, FINISH = map(constant, range(3))
+WHOLE, PARTIAL, FINISH = map(constant, range(3))  # what a launch does
+_GROUP, _MINUS_INF = constant(GROUP), constant(-0x800000)  # the bits of -inf
 
 
 class Rows(NamedTuple):
-    """How many rows and columns, and rows of a causal matrix; pieces of a row, and columns of a piece."""
+    """How many rows and columns, rows of a causal matrix, and groups of a row."""
 
     rows: int
     columns: int
     queries: int
-    splits: int = 1  # pieces
-    span: int = 1
+    groups: int = 1
 
 
 class Strides(NamedTuple):
@@ -59,73 +67,53 @@ class Strides(NamedTuple):
     mask_column: int
 
 
-class Operands(NamedTuple):
-    """What the forward kernel reads and writes. `mask` is x where there is none, `partial` is y for whole rows."""
-
-    x: Any  # its columns lie side by side
-    mask: Any  # seen as rows like x
-    y: Any  # contiguous
-    partial: Any  # fp32, (rows, splits, 2): maximum and sum of each piece
-    scale: float
-
-
-class GradientOperands(NamedTuple):
-    """What the backward kernel reads and writes, all of it contiguous. `partial` is dx for whole rows."""
-
-    grad: Any
-    y: Any
-    dx: Any
-    partial: Any  # fp32, (rows, splits): the sum of each piece
-    scale: float
+class Form(NamedTuple):
+    FAST: bool
+    LOG: bool
+    PRECISE: bool  # the exponential
+    CAUSAL: bool
+    SCALED: bool  # the scale is not 1
+    MASK: int = 0  # PLAIN, BOOLEAN or ADDITIVE
+    FLAT: bool = True  # one stride leads from each row to the next
+    MASK_ALIGNED: bool = False  # columns of the mask lie side by side, and its vectors where those of x do
+    ENDS: bool = False  # lines may begin or end off a boundary
+    WRAPS: bool = False  # lines may pass the end of the block
+    STAGE: int = 0  # WHOLE, PARTIAL or FINISH
+    FULL: int = 0  # of the parts of a tile, those in which no line ends
+    TAIL: int = -1  # with ENDS, the part in which rows end, or they do so in part NEXT
+    NEXT: int = -1
+    GROUPS: int = 1  # power of two, no less than the groups of a row: more than 1, and a program's lines are of one row
 
 
 class Tile(NamedTuple):
-    """How many blocks a tile has, and their shape."""
-
     PARTS: int
-    ROWS: int
+    LINES: int
     LANES: int
     VECTOR: int
 
 
-class Form(NamedTuple):
-    MASK: int  # PLAIN, BOOLEAN or ADDITIVE
-    CAUSAL: bool  # drop the columns above the diagonal
-    LOG: bool  # y is the logarithm of the softmax
-    ENDS: bool  # rows may begin or end off a boundary
-    FLAT: bool = True  # one stride leads from each row to the next
-    OF_X: bool = False  # no mask, not causal, no negative scale: the largest x makes the largest z
-    MASK_ALIGNED: bool = False  # columns of the mask lie side by side, and its vectors where those of x do
-    PIECES: int = 1  # power of two, no less than the pieces of a row
-    STAGE: int = 0  # WHOLE, PARTIAL or FINISH
-    DROPS: bool = False  # parts of a tile that `causal` drops in all rows of a program are not computed
-    TILE: Tile | None = None
-    TRIP: Tile | None = None  # over the rest of a row; of 0 parts if the tile holds it all
+class _Lines(NamedTuple):
+    """The lines of a program, in blocks of shape (LINES, 1, 1), or of one line as numbers."""
+
+    row: Any
+    begin: Any  # the column of the row at position 0
+    head: Any  # the position of the first column
+    end: Any  # the position after the last column of the row, which may be far beyond the tile
+    read: Any  # the same of what is read: `causal` drops the rest
 
 
-class _Span(NamedTuple):
-    """What a program handles of its rows; `begin`, `last` and `read` are counted from the first boundary."""
-
-    head: Any  # columns before the first boundary
-    body: Any  # columns in whole vectors
-    begin: Any  # of the tile
-    last: Any  # end of what is written
-    read: Any  # end of what is read
-    limit: Any  # the first column that `causal` drops
-    longest: Any  # the largest `limit` of the program's rows
+@constexpr_function
+def _halvings(width: Any) -> int:
+    return (int(width) - 1).bit_length()
 
 
-class _Inputs(NamedTuple):
-    """x and the mask from the first boundary of a row on, the mask's step from column to column, and the scale."""
-
-    x: Any
-    mask: Any
-    mask_step: Any
-    scale: Any
+@constexpr_function
+def _block(tile: Any) -> int:
+    return int(tile.LANES * tile.VECTOR) << (int(tile.PARTS) - 1).bit_length()
 
 
 @jit
-def row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
+def _row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.constexpr):
     """Where rows begin, in elements. FLAT: all rows lie one `stride_c` apart."""
     if FLAT:
         return row.to(tl.int64) * stride_c
@@ -136,7 +124,7 @@ def row_offset(row, size_b, size_c, stride_a, stride_b, stride_c, FLAT: tl.const
 
 
 @jit
-def aligned_pointer(pointer, offset, VECTOR: tl.constexpr):
+def _aligned(pointer, offset, VECTOR: tl.constexpr):
     """A pointer, or a block of pointers, of which the compiler knows that a vector begins `offset` elements on.
 
     The sum is made here because the compiler keeps what it knows with the operation that made a value.
@@ -149,471 +137,450 @@ def aligned_pointer(pointer, offset, VECTOR: tl.constexpr):
 
 
 @jit
-def _position(rows, form: tl.constexpr, tile: tl.constexpr):
-    """The rows of a program, their columns (0 beyond the last row), and where its piece begins."""
-    columns = rows.columns
-    begin = 0
-    if form.STAGE == WHOLE:
-        row = tl.program_id(0)
-        if tile.ROWS > 1:
-            row = (row * tile.ROWS + tl.arange(0, tile.ROWS))[:, None, None]
-            columns = tl.where(row < rows.rows, columns, 0)
+def _places(groups, form: tl.constexpr, tile: tl.constexpr):
+    """The row and the first column of each line."""
+    line = tl.program_id(0) * tile.LINES
+    among = tl.arange(0, tile.LINES)[:, None, None] if tile.LINES > 1 else 0
+    if form.GROUPS > 1:
+        return line // groups, (line % groups + among) * _GROUP
     else:
-        row = tl.program_id(0) // rows.splits
-        begin = tl.multiple_of(tl.program_id(0) % rows.splits * rows.span, tl.constexpr(tile.VECTOR))
-    return row, columns, begin
+        return line + among, 0
 
 
 @jit
-def _span(rows, row, columns, begin, address, form: tl.constexpr, tile: tl.constexpr):
-    """The `_Span` of rows that begin at `address`."""
-    limit = columns
-    longest = 0
-    if form.CAUSAL:
-        limit = tl.minimum(columns, (row % rows.queries + 1).to(tl.int32))
-        longest = limit
-        if tile.ROWS > 1:
-            # The last of the rows, unless another causal matrix begins among them: then it is among the longest.
-            longest = tl.program_id(0) * tile.ROWS % rows.queries + tile.ROWS
+def _lines(pointer, row, begin, rows, columns, queries, form: tl.constexpr, tile: tl.constexpr):
+    """The `_Lines` of rows that begin at `pointer`."""
     head = 0
-    body = columns
     if form.ENDS:
-        size: tl.constexpr = address.dtype.scalar.element_ty.primitive_bitwidth // 8
-        head = tl.minimum((-(address.to(tl.int64) // size) & (tile.VECTOR - 1)).to(tl.int32), columns)
-        body = (columns - head) // tile.VECTOR * tile.VECTOR
-    last = body
-    if form.STAGE != WHOLE:
-        last = tl.minimum(body, begin + rows.span)
-    read = last
-    if form.CAUSAL:
-        read = tl.minimum(last, limit - head)
-    return _Span(head, body, begin, last, read, limit, longest)
-
-
-@jit
-def _ends(span, columns, form: tl.constexpr, tile: tl.constexpr):
-    """The columns before a row's first whole vector and after its last, one per lane; which exist, and which count."""
-    if form.STAGE != WHOLE:  # the first piece of a row has both of its ends
-        columns = tl.where(span.begin == 0, columns, 0)
-    lane = tl.arange(0, tile.LANES)[None, :, None]
-    column = tl.where(lane < tile.VECTOR, lane, span.head + span.body + lane - tile.VECTOR)
-    exists = tl.where(lane < tile.VECTOR, lane < tl.minimum(span.head, columns), column < columns)
-    return column, exists, exists & (column < span.limit)
-
-
-@jit
-def _vectors(begin, PART: tl.constexpr, tile: tl.constexpr):
-    return begin + (PART * tile.LANES + tl.arange(0, tile.LANES)[None, :, None]) * tile.VECTOR
-
-
-@jit
-def _elements(begin, PART: tl.constexpr, tile: tl.constexpr):
-    return _vectors(begin, PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
-
-
-@jit
-def _kept(span, PART: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """Whether `causal` keeps an element of a part in any row of the program: the same for all threads."""
-    if form.DROPS:
-        return span.begin + PART * tile.LANES * tile.VECTOR < span.longest
+        size: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
+        head = ((pointer.to(tl.int64) & (tile.VECTOR * size - 1)) // size).to(tl.int32)
+    begin -= head
+    if form.GROUPS > 1:
+        end = tl.minimum(columns - begin, head + _GROUP)
     else:
-        return True
+        end = tl.where(row < rows, columns, 0) - begin
+    read = end
+    if form.CAUSAL:
+        read = tl.minimum(end, (row % queries + 1 - begin).to(tl.int32))
+    return _Lines(row, begin, head, end, read)
 
 
 @jit
-def _loaded(row, step, begin, end, POLICY: tl.constexpr, tile: tl.constexpr):
-    """The parts of a tile that begins at `begin`, as they are in memory: all are asked for before the first is needed.
+def _vectors(PART: tl.constexpr, tile: tl.constexpr):
+    """Where the vectors of a part begin."""
+    return (PART * tile.LANES + tl.arange(0, tile.LANES)[None, :, None]) * tile.VECTOR
 
-    Elements are counted from `row`, each a `step` apart. Vectors that begin at `end` or later have any values.
+
+@jit
+def _elements(PART: tl.constexpr, tile: tl.constexpr):
+    return _vectors(PART, tile) + tl.arange(0, tile.VECTOR)[None, None, :]
+
+
+# With CAUSAL, masks of stores are made by other comparisons than those of loads. The compiler would keep the result of
+# the same one in registers in between, of which GPUs of AMD have too few.
+@jit
+def _inside(PART: tl.constexpr, STORED: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """Which vectors of a part begin before the end of what is stored or read; with ENDS, of those that do not end later
+    than their line."""
+    vectors = _vectors(PART, tile)
+    if form.CAUSAL and STORED:
+        inside = lines.end - vectors >= (tile.VECTOR if form.ENDS else 1)
+    elif form.ENDS:
+        inside = vectors <= lines.end - tile.VECTOR
+        if form.CAUSAL:
+            inside &= vectors < lines.read
+    else:
+        inside = vectors < lines.read
+    if form.ENDS and PART == 0:
+        inside &= vectors > 0
+    return inside
+
+
+@jit
+def _at_ends(PART: tl.constexpr, limit, lines, form: tl.constexpr, tile: tl.constexpr):
+    """Which elements of a part are in the line and in no vector that `_inside` finds."""
+    vectors = _vectors(PART, tile)
+    element = tl.arange(0, tile.VECTOR)[None, None, :]
+    beyond = lines.end - vectors
+    if PART == 0:
+        ragged = (beyond < tile.VECTOR) | (vectors == 0)
+    else:
+        ragged = beyond < tile.VECTOR
+    if form.CAUSAL:
+        ragged &= vectors < limit
+    inside = element < tl.where(ragged, beyond, 0)
+    if PART == 0:
+        inside &= element >= tl.where(vectors == 0, lines.head, 0)
+    return inside
+
+
+@jit
+def _wrapped(limit, lines, tile: tl.constexpr):
+    """Which elements of part 0 stand for those that pass the end of the block."""
+    first = (_vectors(0, tile) == 0) & (limit > _block(tile))
+    return tl.arange(0, tile.VECTOR)[None, None, :] < tl.where(first, lines.end - _block(tile), 0)
+
+
+@jit
+def _part(line, step, OTHER: tl.constexpr, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """The vectors of a part, as they are in memory."""
+    at, inside = line + _elements(PART, tile) * step, _inside(PART, False, lines, form, tile)
+    if form.FULL > PART and not (form.ENDS and PART == 0):
+        return tl.load(at, mask=inside)
+    else:
+        return tl.load(at, mask=inside, other=OTHER)
+
+
+@jit
+def _with_ends(values, line, step, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """A part with the elements at both ends."""
+    at = line + _elements(PART, tile) * step
+    if form.ENDS and (PART == 0 or PART == form.TAIL or PART == form.NEXT):
+        values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
+        if form.WRAPS and PART == 0:
+            values = tl.load(at + _block(tile) * step, mask=_wrapped(lines.read, lines, tile), other=values)
+    return values
+
+
+@jit
+def _loaded(a, b, step, A: tl.constexpr, B: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """The parts of two tiles: all are asked for before the first is needed. A and B stand for what is not read; with
+    None for B, only the first."""
+    of_a, of_b, all_a, all_b = (), (), (), ()
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):
+        of_a += (_part(a, 1, A, part, lines, form, tile),)  # type: ignore[assignment]
+        if B is not None:
+            of_b += (_part(b, step, B, part, lines, form, tile),)  # type: ignore[assignment]
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):
+        all_a += (_with_ends(of_a[part], a, 1, part, lines, form, tile),)  # type: ignore[assignment]
+        if B is not None:
+            all_b += (_with_ends(of_b[part], b, step, part, lines, form, tile),)  # type: ignore[assignment]
+    return all_a, all_b
+
+
+@jit
+def _store(line, values, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    at, values = line + _elements(PART, tile), from_float32(values, line.dtype.scalar.element_ty)
+    tl.store(at, values, mask=_inside(PART, True, lines, form, tile))
+    if form.ENDS:
+        if PART == 0:
+            tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
+            if form.WRAPS:
+                tl.store(at + _block(tile), values, mask=_wrapped(lines.end, lines, tile))
+        elif PART == form.TAIL or PART == form.NEXT:
+            tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
+
+
+@jit
+def _kept(values, other, PART: tl.constexpr, STORED: tl.constexpr, lines, form: tl.constexpr, tile: tl.constexpr):
+    """A part with `other` in what was not read."""
+    at = _elements(PART, tile)
+    if form.ENDS and PART == 0:
+        at = tl.where(at < lines.head, at + _block(tile), at)
+    return tl.where((lines.read - at > 0) if STORED else (at < lines.read), values, other)
+
+
+@jit
+def _exp(d, form: tl.constexpr):
+    return arithmetic.exponential(d) if form.FAST else exponential.exp(d, form.PRECISE)
+
+
+@jit
+def _halved(terms, LEVELS: tl.constexpr):
+    """Blocks of (lines, terms): the upper half is added to the lower half, so many times."""
+    for _ in tl.static_range(LEVELS):
+        terms = tl.sum(tl.reshape(terms, (terms.shape[0], 2, terms.shape[1] // 2)), axis=1)
+    return terms
+
+
+@jit
+def _folded(terms, tile: tl.constexpr):
+    """The sum of each line of (LINES, LANES, VECTOR), in (LINES, 1, 1), in the order of `rule.folded`.
+
+    Of two lanes whose elements meet, each passes on one half of them and adds up the other half.
     """
-    parts = ()
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        inside = _vectors(begin, part, tile) < end
-        parts += (tl.load(row + _elements(begin, part, tile) * step, mask=inside, eviction_policy=POLICY),)  # type: ignore[assignment]
-    return parts
+    MEETINGS: tl.constexpr = min(_halvings(tile.LANES), _halvings(tile.VECTOR))
+    odd = (tl.arange(0, 2) == 1)[None, :, None, None]
+    for done in tl.static_range(MEETINGS):
+        pairs = tl.reshape(terms, (tile.LINES << done, 2, tile.LANES >> (done + 1), 2, tile.VECTOR >> (done + 1)))
+        lower, upper = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        terms = tl.where(odd, upper, lower) + arithmetic.from_neighbour(tl.where(odd, lower, upper), 1)
+    REST: tl.constexpr = tile.LANES >> MEETINGS
+    terms = tl.reshape(terms, (tile.LINES << MEETINGS, REST * (tile.VECTOR >> MEETINGS)))
+    terms = _halved(terms, _halvings(REST))
+    terms = _halved(tl.reshape(terms, (tile.LINES, tile.VECTOR)), _halvings(tile.VECTOR))
+    return tl.reshape(terms, (tile.LINES, 1, 1))
 
 
 @jit
-def _logits(inputs, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    xs = _loaded(inputs.x, 1, begin, span.read, POLICY, tile)
-    masks = xs
-    if form.MASK != arithmetic.PLAIN:
-        masks = _loaded(inputs.mask, inputs.mask_step, begin, span.read, "", tile)
-    zs = ()
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        if _kept(span, part, form, tile):
-            z = arithmetic.logits(xs[part], masks[part], inputs.scale, form.MASK)
-            if form.CAUSAL:
-                z = tl.where(_elements(begin, part, tile) < span.limit - span.head, z, float("-inf"))
-        else:
-            z = tl.full(xs[part].shape, float("-inf"), tl.float32)
-        zs += (z,)  # type: ignore[assignment]
-    return xs, zs
-
-
-@jit
-def _tops(xs, zs, tops, scale, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    """The maximum of z over the vectors of each lane and `tops`."""
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):  # apart from `_logits`: in its loop they take more registers
-        if _kept(span, part, form, tile):
-            if form.OF_X:  # multiplies the largest x instead of all
-                top = tl.max(to_float32(xs[part]), axis=2, keep_dims=True) * scale
+def _sums(parts, form: tl.constexpr, tile: tl.constexpr):
+    """The sum of each line of a tile, in (LINES, 1, 1)."""
+    PARTS: tl.constexpr = tile.PARTS
+    for level in tl.static_range(_halvings(PARTS), 0, -1):
+        folded = ()
+        for part in tl.static_range(1 << (level - 1)):
+            if part + (1 << (level - 1)) < len(parts):
+                folded += (parts[part] + parts[part + (1 << (level - 1))],)  # type: ignore[assignment]
             else:
-                top = tl.max(zs[part], axis=2, keep_dims=True)
-            tops = tl.where(_vectors(begin, part, tile) < span.read, tl.maximum(tops, top), tops)
-    return tops
+                folded += (parts[part],)  # type: ignore[assignment]
+        parts = folded
+    if form.FAST:
+        return tl.sum(tl.sum(parts[0], axis=2, keep_dims=True), axis=1, keep_dims=True)
+    else:
+        return _folded(parts[0], tile)
 
 
 @jit
-def _exponentials(zs, top, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    es = ()
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        if _kept(span, part, form, tile):
-            e = arithmetic.exponential(zs[part] - top)
-        else:
-            e = zs[part]  # not looked at
-        es += (e,)  # type: ignore[assignment]
-    sums = tl.full((tile.ROWS, tile.LANES, 1), 0.0, tl.float32)
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        if _kept(span, part, form, tile):
-            sums += _in_lanes(es[part], begin, part, span, tile)
-    return es, sums
-
-
-@jit
-def _in_lanes(terms, begin, PART: tl.constexpr, span, tile: tl.constexpr):
-    return tl.where(_vectors(begin, PART, tile) < span.read, tl.sum(terms, axis=2, keep_dims=True), 0.0)
-
-
-@jit
-def _store(y, zs, es, top, norm, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        if _kept(span, part, form, tile):
-            result = arithmetic.normalized(zs[part] - top, es[part], norm, form.LOG)
-        else:  # NaN if the row holds one
-            nothing = arithmetic.normalized(float("-inf") - top, 0.0, norm, form.LOG)
-            result = tl.broadcast_to(nothing, zs[part].shape)
-        inside = _vectors(begin, part, tile) < span.last
-        tl.store(y + _elements(begin, part, tile), from_float32(result, y.dtype.scalar.element_ty), mask=inside)
-
-
-@jit
-def _per_lane(block):
-    """A block of one value per lane, (ROWS, LANES, 1), as (ROWS, LANES): in three dimensions, Triton would carry a copy
-    per element of a vector through a loop.
-    """
-    return tl.max(block, axis=2)
+def _over_lines(sums, form: tl.constexpr):
+    """The sum of (LINES, 1, 1), in (1, 1, 1)."""
+    lines: tl.constexpr = sums.shape[0]
+    if form.FAST:
+        return tl.sum(sums, axis=0, keep_dims=True)
+    else:  # each warp gets all terms at once, instead of one with each halving
+        terms = tl.gather(tl.reshape(sums, (lines,)), tl.arange(0, lines), 0)
+        return tl.reshape(_halved(tl.reshape(terms, (1, lines)), _halvings(lines)), (1, 1, 1))
 
 
 # Sizes are arguments of their own: for integers in a tuple that are 1, or that 16 divides, Triton compiles forms anew.
 # They come first: with the scale between addresses and sizes, ptxas takes more instructions to load these on sm_100.
 @functools.partial(jit, do_not_specialize=[*Rows._fields, *Strides._fields])
 def forward_row_kernel(
-    rows, columns, queries, splits, span, size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
-    operands, form: tl.constexpr,
+    rows, columns, queries, groups, size_b, size_c, x_a, x_b, x_c, mask_a, mask_b, mask_c, mask_column,
+    operands, form: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of the rows of a tile, or of one longer row or piece."""
-    tile: tl.constexpr = form.TILE
-    trip: tl.constexpr = form.TRIP
+    """Softmax of the lines of a tile.
+
+    `operands` are x, the mask, y, `partial` and the scale. Columns of x lie side by side; y is contiguous. The mask is
+    seen as rows like x, and is x where there is none. `partial` holds the maximum and the sum of each group.
+    """
     x, mask, y, partial, scale = operands
-    rows = Rows(rows, columns, queries, splits, span)
-    row, columns, begin = _position(rows, form, tile)
-    x_row = row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
-    mask_row = x_row
-    if form.MASK != arithmetic.PLAIN:
-        mask_row = row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, form.FLAT)
-    y_row = row.to(tl.int64) * columns
-    span = _span(rows, row, columns, begin, x + x_row, form, tile)
-    x_body = aligned_pointer(x, x_row + span.head, tile.VECTOR)
-    y_body = aligned_pointer(y, y_row + span.head, tile.VECTOR)
-    mask_column = mask_column.to(tl.int64)  # those of a transposed mask of 50,000 by 50,000 lie that far apart
-    if form.MASK_ALIGNED:
-        inputs = _Inputs(x_body, aligned_pointer(mask, mask_row + span.head, tile.VECTOR), 1, scale)
+    row, begin = _places(groups, form, tile)
+    x_row = _row_offset(row, size_b, size_c, x_a, x_b, x_c, form.FLAT)
+    lines = _lines(x + x_row, row, begin, rows, columns, queries, form, tile)
+    x_line = _aligned(x, x_row + lines.begin, tile.VECTOR)
+    if form.MASK == arithmetic.PLAIN:
+        xs, _ = _loaded(x_line, x_line, 1, float("-inf"), None, lines, form, tile)
+        masks = xs
     else:
-        inputs = _Inputs(x_body, mask + (mask_row + span.head * mask_column), mask_column, scale)
+        mask_row = _row_offset(row, size_b, size_c, mask_a, mask_b, mask_c, form.FLAT)
+        nothing: tl.constexpr = 0 if form.MASK == arithmetic.BOOLEAN else float("-inf")
+        if form.MASK_ALIGNED:
+            mask_line = _aligned(mask, mask_row + lines.begin, tile.VECTOR)
+            xs, masks = _loaded(x_line, mask_line, 1, 0.0, nothing, lines, form, tile)
+        else:
+            step = mask_column.to(tl.int64)  # those of a transposed mask of 50,000 by 50,000 lie that far apart
+            mask_line = mask + (mask_row + lines.begin * step)
+            xs, masks = _loaded(x_line, mask_line, step, 0.0, nothing, lines, form, tile)
+    zs = ()
+    tops = tl.full((tile.LINES, tile.LANES, tile.VECTOR), arithmetic.LOWEST, tl.float32)
+    for part in tl.static_range(tl.constexpr(tile.PARTS)):
+        z = to_float32(xs[part])
+        if form.SCALED or form.MASK != arithmetic.PLAIN:
+            z = arithmetic.logits(xs[part], masks[part], scale, form.MASK)
+        if form.CAUSAL or (form.SCALED and form.MASK == arithmetic.PLAIN):
+            z = _kept(z, float("-inf"), part, False, lines, form, tile)
+        tops = tl.maximum(tops, z)
+        zs += (z,)  # type: ignore[assignment]
 
-    xs, zs = _logits(inputs, begin, span, "", form, tile)
-    if form.ENDS:
-        end, exists, kept = _ends(span, columns, form, tile)
-        x_end = tl.load(x + (x_row + end), mask=kept, other=0.0)
-        mask_end = x_end
-        if form.MASK != arithmetic.PLAIN:
-            mask_end = tl.load(mask + (mask_row + end * mask_column), mask=kept, other=0)
-        z_end = tl.where(kept, arithmetic.logits(x_end, mask_end, scale, form.MASK), float("-inf"))
-    rest = begin + tile.PARTS * tile.LANES * tile.VECTOR
-    TRIP: tl.constexpr = trip.PARTS * trip.LANES * trip.VECTOR
+    here = partial + 2 * (tl.program_id(0) * tile.LINES + tl.arange(0, tile.LINES)[:, None, None])
     if form.STAGE == FINISH:
-        split = tl.arange(0, form.PIECES)
-        pair = partial + 2 * (row * rows.splits + split)
-        tops = tl.load(pair, mask=split < rows.splits, other=arithmetic.LOWEST)
-        top = tl.max(tops, axis=0)
-        sums = tl.load(pair + 1, mask=split < rows.splits, other=0.0) * arithmetic.exponential(tops - top)
-        total = tl.sum(sums, axis=0)
-        es = _exponentials(zs, top, begin, span, form, tile)[0]
+        top = tl.load(here)
     else:
-        lowest = tl.full((tile.ROWS, tile.LANES, 1), arithmetic.LOWEST, tl.float32)
-        tops = _tops(xs, zs, lowest, scale, begin, span, form, tile)
-        if form.ENDS:
-            tops = tl.maximum(tops, z_end)
-        if trip.PARTS > 0:
-            m = tl.full((tile.ROWS, tile.LANES), arithmetic.LOWEST, tl.float32)
-            s = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
-            for start in range(rest, span.read, TRIP):
-                xs_, zs_ = _logits(inputs, start, span, "evict_last", form, trip)
-                higher = _tops(xs_, zs_, m[:, :, None], scale, start, span, form, trip)
-                trip_sums = _exponentials(zs_, higher, start, span, form, trip)[1]
-                s = s * arithmetic.exponential(m - _per_lane(higher)) + _per_lane(trip_sums)
-                m = _per_lane(higher)
-            tops = tl.maximum(tops, m[:, :, None])
-        top = tl.max(tops, axis=1, keep_dims=True)
-        es, sums = _exponentials(zs, top, begin, span, form, tile)
-        if form.ENDS:
-            sums += arithmetic.exponential(z_end - top)
-        if trip.PARTS > 0:
-            sums += s[:, :, None] * arithmetic.exponential(m[:, :, None] - top)
-        total = tl.sum(sums, axis=1, keep_dims=True)
+        top = tl.max(tl.max(tops, axis=2, keep_dims=True), axis=1, keep_dims=True)
+    es = ()
+    if form.STAGE != FINISH or not form.LOG:
+        for part in tl.static_range(tl.constexpr(tile.PARTS)):
+            es += (_exp(zs[part] - top, form),)  # type: ignore[assignment]
     if form.STAGE == PARTIAL:
-        tl.store(partial + 2 * tl.program_id(0), tl.max(top))  # the one number that it holds
-        tl.store(partial + 2 * tl.program_id(0) + 1, tl.max(total))
+        tl.store(here, top)
+        tl.store(here + 1, _sums(es, form, tile))
     else:
-        norm = arithmetic.normalizer(total, form.LOG)
-        _store(y_body, zs, es, top, norm, begin, span, form, tile)
-        if form.ENDS:
-            result = arithmetic.normalized(z_end - top, arithmetic.exponential(z_end - top), norm, form.LOG)
-            tl.store(y + (y_row + end), from_float32(result, y.dtype.element_ty), mask=exists)
-        if trip.PARTS > 0:
-            trips = tl.cdiv(span.last - rest, TRIP)
-            for back in range(0, trips):
-                start = rest + (trips - 1 - back) * TRIP
-                zs_ = _logits(inputs, start, span, "evict_first", form, trip)[1]
-                es_ = _exponentials(zs_, top, start, span, form, trip)[0]
-                _store(y_body, zs_, es_, top, norm, start, span, form, trip)
-
-
-@jit
-def _summed(grad, y, begin, span, POLICY: tl.constexpr, form: tl.constexpr, tile: tl.constexpr):
-    """Tiles of the gradient and of the result, and what the vectors of each lane add to the sum of their row."""
-    dys = _loaded(grad, 1, begin, span.read, POLICY, tile)
-    ys = _loaded(y, 1, begin, span.read, POLICY, tile)
-    sums = tl.full((tile.ROWS, tile.LANES, 1), 0.0, tl.float32)
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        term = arithmetic.summand(to_float32(dys[part]), to_float32(ys[part]), form.LOG)
-        if form.CAUSAL:
-            term = tl.where(_elements(begin, part, tile) < span.limit - span.head, term, 0.0)
-        sums += _in_lanes(term, begin, part, span, tile)
-    return dys, ys, sums
-
-
-@jit
-def _store_gradient(dx, dys, ys, total, scale, begin, span, form: tl.constexpr, tile: tl.constexpr):
-    for part in tl.static_range(tl.constexpr(tile.PARTS)):
-        result = arithmetic.gradient(to_float32(dys[part]), to_float32(ys[part]), total, scale, form.LOG)
-        if form.CAUSAL:
-            result = tl.where(_elements(begin, part, tile) < span.limit - span.head, result, 0.0)
-        inside = _vectors(begin, part, tile) < span.last
-        tl.store(dx + _elements(begin, part, tile), from_float32(result, dx.dtype.scalar.element_ty), mask=inside)
+        highest, weights = top, tl.full((tile.LINES, 1, 1), 1.0, tl.float32)
+        if form.STAGE == FINISH:
+            group = tl.arange(0, form.GROUPS)[:, None, None]
+            others = partial + 2 * (row * groups + group)
+            others_top = tl.load(others, mask=group < groups, other=arithmetic.LOWEST)
+            highest = tl.max(others_top, axis=0, keep_dims=True)
+            others_sums = tl.load(others + 1, mask=group < groups, other=0.0)
+            total = _over_lines(others_sums * _exp(others_top - highest, form), form)
+            weights = _exp(top - highest, form)
+        elif form.GROUPS > 1:
+            highest = tl.max(top, axis=0, keep_dims=True)
+            weights = _exp(top - highest, form)
+            total = _over_lines(_sums(es, form, tile) * weights, form)
+        else:
+            total = _sums(es, form, tile)
+        total = tl.where(total == 0.0, 1.0, total)  # asking total > 0 instead would hide a NaN
+        if form.LOG:
+            norm = tl.log(total) if form.FAST else exponential.log(total)
+        else:
+            norm = weights / total if form.FAST else tl.div_rn(weights, total)
+        y_line = _aligned(y, row.to(tl.int64) * columns + lines.begin, tile.VECTOR)
+        for part in tl.static_range(tl.constexpr(tile.PARTS)):
+            result = (zs[part] - highest) - norm if form.LOG else es[part] * norm
+            _store(y_line, result, part, lines, form, tile)
 
 
 @functools.partial(jit, do_not_specialize=Rows._fields)
-def backward_row_kernel(rows, columns, queries, splits, span, operands, form: tl.constexpr):
-    """The derivative of the rows of a tile, or of one longer row or piece; tiles and loops as in the forward kernel."""
-    tile: tl.constexpr = form.TILE
-    trip: tl.constexpr = form.TRIP
+def backward_row_kernel(rows, columns, queries, groups, operands, form: tl.constexpr, tile: tl.constexpr):
+    """The derivative of the lines of a tile.
+
+    `operands` are the gradient, y, dx, all contiguous, `partial`, which holds the sum of each group, and the scale.
+    """
     grad, y, dx, partial, scale = operands
-    rows = Rows(rows, columns, queries, splits, span)
-    row, columns, begin = _position(rows, form, tile)
+    row, begin = _places(groups, form, tile)
     base = row.to(tl.int64) * columns
-    span = _span(rows, row, columns, begin, y + base, form, tile)
-    grad_body = aligned_pointer(grad, base + span.head, tile.VECTOR)
-    y_body = aligned_pointer(y, base + span.head, tile.VECTOR)
-    dx_body = aligned_pointer(dx, base + span.head, tile.VECTOR)
-
-    dys, ys, sums = _summed(grad_body, y_body, begin, span, "", form, tile)
-    if form.ENDS:
-        end, exists, kept = _ends(span, columns, form, tile)
-        dy_end = to_float32(tl.load(grad + (base + end), mask=kept, other=0.0))
-        y_end = to_float32(tl.load(y + (base + end), mask=kept, other=0.0))
-        sums += tl.where(kept, arithmetic.summand(dy_end, y_end, form.LOG), 0.0)
-    rest = begin + tile.PARTS * tile.LANES * tile.VECTOR
-    TRIP: tl.constexpr = trip.PARTS * trip.LANES * trip.VECTOR
+    lines = _lines(y + base, row, begin, rows, columns, queries, form, tile)
+    line = base + lines.begin
+    dx_line = _aligned(dx, line, tile.VECTOR)
+    grad_line, y_line = _aligned(grad, line, tile.VECTOR), _aligned(y, line, tile.VECTOR)
+    dys, ys = _loaded(grad_line, y_line, 1, 0.0, 0.0, lines, form, tile)
     if form.STAGE == FINISH:
-        split = tl.arange(0, form.PIECES)
-        total = tl.sum(tl.load(partial + row * rows.splits + split, mask=split < rows.splits, other=0.0), axis=0)
+        group = tl.arange(0, form.GROUPS)[:, None, None]
+        others = partial + (row * groups + group)
+        total = _over_lines(tl.load(others, mask=group < groups, other=0.0), form)
     else:
-        if trip.PARTS > 0:
-            trip_sums = tl.full((tile.ROWS, tile.LANES), 0.0, tl.float32)
-            for start in range(rest, span.read, TRIP):
-                trip_sums += _per_lane(_summed(grad_body, y_body, start, span, "evict_last", form, trip)[2])
-            sums += trip_sums[:, :, None]
-        total = tl.sum(sums, axis=1, keep_dims=True)
+        terms = ()
+        for part in tl.static_range(tl.constexpr(tile.PARTS)):
+            term = arithmetic.summand(to_float32(dys[part]), to_float32(ys[part]), form.LOG)
+            if form.CAUSAL:
+                term = _kept(term, 0.0, part, False, lines, form, tile)
+            terms += (term,)  # type: ignore[assignment]
+        total = _sums(terms, form, tile)
+        if form.STAGE == WHOLE and form.GROUPS > 1:
+            total = _over_lines(total, form)
+    total += 0.0  # -0.0, the sum of negative zeros, becomes 0.0
     if form.STAGE == PARTIAL:
-        tl.store(partial + tl.program_id(0), tl.max(total))  # the one number that it holds
+        tl.store(partial + (tl.program_id(0) * tile.LINES + tl.arange(0, tile.LINES)[:, None, None]), total)
     else:
-        _store_gradient(dx_body, dys, ys, total, scale, begin, span, form, tile)
-        if form.ENDS:
-            result = tl.where(kept, arithmetic.gradient(dy_end, y_end, total, scale, form.LOG), 0.0)
-            tl.store(dx + (base + end), from_float32(result, dx.dtype.element_ty), mask=exists)
-        if trip.PARTS > 0:
-            trips = tl.cdiv(span.last - rest, TRIP)
-            for back in range(0, trips):
-                start = rest + (trips - 1 - back) * TRIP
-                dys_, ys_, _ = _summed(grad_body, y_body, start, span, "evict_first", form, trip)
-                _store_gradient(dx_body, dys_, ys_, total, scale, start, span, form, trip)
+        for part in tl.static_range(tl.constexpr(tile.PARTS)):
+            dy, p = to_float32(dys[part]), to_float32(ys[part])
+            if form.LOG and form.CAUSAL:
+                p = _kept(p, float("-inf"), part, True, lines, form, tile)
+            result = (dy - _exp(p, form) * total) if form.LOG else p * (dy - total)
+            if form.SCALED:
+                result *= scale
+            result += 0.0  # -0.0 becomes 0.0, as it does where a GPU of AMD converts a product to fp16 at once
+            if form.LOG:
+                result = tl.where(p.to(tl.int32, bitcast=True) != _MINUS_INF, result, 0.0)  # `summand` compares numbers
+            elif form.CAUSAL:
+                result = _kept(result, 0.0, part, True, lines, form, tile)
+            _store(dx_line, result, part, lines, form, tile)
 
 
-# ------------------------------------------------------------------------------------------------------------- launches
+# ----------------------------------------------------------------------------------------------------------- launches
 
-# Elements of a tile that one program holds in registers without spilling on any target, with 1,024 threads; forward
-# half of them where vectors have one element, whose addresses take registers too.
-FORWARD_TILE, BACKWARD_TILE = 32768, 16384
-# Elements that a trip over the rest of a longer row takes; half of them forward, where there is a mask or vectors have
-# fewer than 8, so that the registers suffice.
-FORWARD_LOOP, BACKWARD_LOOP = 16384, 8192
-PIECE = 8192  # elements; a piece of a row is a multiple of it
-PIECE_THREADS = 512
-MOST_PIECES = 256  # of a row
-SHORTEST_WITH_ENDS = 64  # columns; in shorter rows the elements at both ends are too large a part
-SHORT_WARPS = 4  # of a program that has several rows: fewer make so many programs that launching them takes long
-SHORT_THREAD = 8  # elements of a thread there, in vectors, unless a row needs more: 32 take 1.4 to 1.7 times as long
-SHORT_RUN = 64  # elements of a row that lie together in a part, where it has as many: 128 bytes of 16-bit numbers
+FORWARD_TILE, BACKWARD_TILE = 16 * GROUP, 8 * GROUP  # elements that a program holds in registers
+EACH = 64  # elements of a thread at most; half of them where vectors have one, as addresses take registers too
+# Elements of a thread in short rows. With 32 in rows of 64 columns, they took 1.4 to 1.7 times as long on an H200; but
+# with ENDS, each thread pays for both ends.
+SHORT, SHORT_WITH_ENDS = 8, 32
+RUN = 8  # vectors of a row, at least, that are moved together in a part
+LINES = 4  # of a program of two launches
+MOST_GROUPS = 4096  # of a row: each program of the second launch reads the numbers of all
+LONGEST = MOST_GROUPS * GROUP
+# With ENDS, vectors are shorter, because the elements at both ends are moved one by one, and rows are not too short.
+VECTOR_WITH_ENDS, SHORTEST_WITH_ENDS = 4, 64
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_shape(columns: int, vector: int, ends: bool, per_thread: int, lanes: int) -> tuple[Tile, int]:
-    """A tile that holds whole rows, and its warps.
-
-    Up to 32 times `per_thread` columns, a row stays within a warp: no barrier and no shared memory. A thread holds
-    `per_thread` elements of a row, or a quarter more. With `ends`, each of the elements at both ends needs a lane.
-    """
+def tile_shape(columns: int, vector: int, ends: bool, lines: int, lanes: int) -> tuple[Tile, int, int]:
+    """A tile of so many lines, or for 0 of as many rows as suit it; its parts in which no line ends, and its warps."""
     block = max(16, 1 << (columns - 1).bit_length())
-    max_parts = max(1, per_thread // vector)
-    min_lanes = max(1, min(32, SHORT_RUN // vector, block // vector))
-    if ends:
-        columns, min_lanes = columns // vector * vector, max(min_lanes, 2 * vector)
-    across = max(min_lanes, block // (max_parts * vector))
-    whole = -(-block // (across * vector))
-    step = -(-whole // 4)  # a few numbers of parts are enough: a form is compiled for each
-    parts = -(-columns // (across * vector * step)) * step
-    if across > min_lanes and max_parts > 1 and columns <= (max_parts + step) * vector * across // 2:
-        across, parts = across // 2, max_parts + step
-    if across > 32:
-        return Tile(parts, 1, across, vector), max(1, across // lanes)
-    most = max_parts if vector == 1 else SHORT_THREAD // vector
-    rows = SHORT_WARPS * lanes // across * (1 << max(1, most // parts).bit_length() - 1)
-    return Tile(parts, rows, across, vector), SHORT_WARPS
+    reach = min(block, columns + vector - 1) if ends else columns
+    across = min(32, max(1, block // max(vector, SHORT_WITH_ENDS if ends else SHORT)))
+    across = max(across, block // (EACH if vector > 1 else EACH // 2))
 
+    def parts(across: int, columns: int) -> tuple[int, int]:
+        step = -(-block // (4 * across * vector))  # a few numbers are enough: a form is compiled for each
+        return -(-columns // (across * vector * step)) * step, columns // (across * vector * step) * step
 
-@functools.cache
-def _programs_at_once(device: torch.device) -> int:
-    """How many programs for pieces the device runs at a time; 16 stands for a device that is interpreted."""
-    if device.type != "cuda":
-        return 16
-    return torch.cuda.get_device_properties(device).multi_processor_count * (MOST_THREADS // PIECE_THREADS)
-
-
-def _pieces(rows: int, columns: int, device: torch.device) -> tuple[int, int]:
-    """Pieces per row and columns of each, so that few rows keep the whole device busy."""
-    wished = min(_programs_at_once(device) // rows, MOST_PIECES)
-    if wished < 2:
-        return 1, columns
-    span = -(-columns // (wished * PIECE)) * PIECE
-    return -(-columns // span), span
-
-
-def held_columns(columns: int, tile: int, loop: int) -> int:
-    """How many columns of a row longer than a tile to hold in registers: so that its last trip masks the fewest."""
-    return min((tile, tile * 3 // 4), key=lambda width: width + -(-(columns - width) // loop) * loop)
-
-
-def row_begins(tensor: torch.Tensor, strides: Sequence[int]) -> list[int]:
-    """Where a tensor begins, in elements, and the strides of its rows, that of columns left out."""
-    return [address(tensor) // tensor.element_size(), *strides[:-1]]
-
-
-def _in_step(line: int, *begins: list[int]) -> bool:
-    """Whether rows of all tensors begin equally far from multiples of `line` elements."""
-    return all((a - b) % line == 0 for numbers in begins[1:] for a, b in zip(begins[0], numbers, strict=True))
-
-
-def _vector(line: int, columns: int, *begins: list[int]) -> tuple[int, bool]:
-    """The elements of a vector, up to `line`: the most that each row can be cut into without a rest on either side.
-
-    Or `line`, and True, if only the elements at both ends of rows keep vectors from being so long.
-    """
-    vector = math.gcd(line, columns, *(number for begin in begins for number in begin))
-    ends = vector < line and columns >= SHORTEST_WITH_ENDS and _in_step(line, *begins)
-    return (line if ends else vector), ends
+    while across > RUN and 8 * parts(across // 2, reach)[0] <= 14 * parts(across, reach)[0]:  # wastes fewer elements
+        across //= 2
+    lines = lines or max(1, 128 // across)
+    tile = Tile(parts(across, reach)[0], lines, across, vector)
+    return tile, parts(across, columns)[1], max(1, lines * across // lanes)
 
 
 def _launch(
     kernel: Any,
-    operands: Any,  # `Operands` or `GradientOperands`
+    tensors: Sequence[torch.Tensor],  # of which the last is written
     rows: Rows,
     strides: Sequence[int],
+    scale: float,
     form: Form,
     vector: int,
-    tile_limit: int,  # elements
-    loop: int,  # elements of a trip over the rest
-    partials: int,  # numbers that each piece of a row leaves
+    limit: int,  # elements of a tile
+    partials: int,  # numbers that each group leaves
 ) -> None:
-    """Launch once for whole rows, or twice for rows in pieces."""
-    tensors, device, splits = operands[:3], operands[2].device, 1
+    """Launch once for rows that a tile holds, or twice."""
+    device, columns, partial = tensors[-1].device, rows.columns, tensors[-1]
+    groups, lines, longest = -(-columns // GROUP), 0, min(columns, GROUP)
     stages: Sequence[int] = (0,)
-    columns, per_thread = rows.columns, tile_limit // MOST_THREADS
-    long = columns > tile_limit
-    if long:
-        splits, span = _pieces(rows.rows, columns, device)
-        rows, columns = rows._replace(splits=splits, span=span), held_columns(columns, tile_limit, loop)
-    if splits > 1:
-        stages, columns, per_thread = (1, 2), PIECE, PIECE // PIECE_THREADS
-        partial = torch.empty(partials * rows.rows * splits, dtype=torch.float32, device=device)
-        operands = operands._replace(partial=partial)
-    tile, warps = tile_shape(columns, vector, form.ENDS, per_thread, MOST_THREADS // most_warps(device))
-    trip = tile._replace(PARTS=0)
-    if long:
-        tile = tile._replace(ROWS=1)
-        trip = tile if splits > 1 else tile._replace(PARTS=max(1, loop // (tile.LANES * vector)))
-    # More branches than in programs of whole short rows take registers that there are not.
-    form = form._replace(PIECES=1 if splits == 1 else MOST_PIECES, DROPS=form.CAUSAL and not long and not form.ENDS)
-    form = form._replace(TILE=tile, TRIP=trip)
-    sizes = (*rows, *strides)
+    if columns > (limit if vector > 1 else limit // 2):
+        stages, lines = (1, 2), LINES
+        groups = -(-groups // lines) * lines
+        partial = torch.empty(partials * rows.rows * groups, dtype=torch.float32, device=device)
+    elif groups > 1:
+        groups = lines = 1 << (groups - 1).bit_length()
+    tile, full, warps = tile_shape(longest, vector, form.ENDS, lines, MOST_THREADS // most_warps(device))
+    if lines and columns % (GROUP * lines):  # some lines are shorter than others
+        full = 0
+    form = form._replace(FULL=full, GROUPS=1 << (groups - 1).bit_length())
+    if form.ENDS:
+        rest = (columns - 1) % GROUP + 1
+        tail, after = (end // vector // tile.LANES for end in (rest, rest + vector - 1))
+        wraps = longest + vector - 1 > 1 << (longest - 1).bit_length()
+        form = form._replace(TAIL=tail, NEXT=after, WRAPS=wraps)
+    sizes = (*rows._replace(groups=groups), *strides)
     # What Triton compiles forms of their own for: integers that need 64 bits, addresses that 16 divides, and dtypes.
     wide = max(sizes) >= 2**31 and tuple(size >= 2**31 for size in sizes)
     key = wide, *alignments(tensors), *(tensor.dtype for tensor in tensors)
-    operands = type(operands)(*map(by_address, operands[:4]), operands.scale)
+    operands = (*map(by_address, (*tensors, partial)), scale)
+    options: dict[str, Any] = {} if form.FAST else EXACT
     for stage in stages:
-        constants = {"form": form._replace(STAGE=stage), "num_warps": warps}
-        launch_kernel(kernel, device, -(-rows.rows * splits // tile.ROWS), (*sizes, operands), constants, *key)
+        constants = {"form": form._replace(STAGE=stage), "tile": tile, "num_warps": warps, **options}
+        launch_kernel(kernel, device, -(-rows.rows * groups // tile.LINES), (*sizes, operands), constants, *key)
 
 
-def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool) -> None:
+def _begins(tensor: torch.Tensor, strides: Sequence[int]) -> list[int]:
+    """Where a tensor begins, in elements, and the strides of its rows, that of columns left out."""
+    return [address(tensor) // tensor.element_size(), *strides[:-1]]
+
+
+def _apart(*begins: list[int]) -> int:
+    """A number that divides what the operands of any row lie apart, counted from multiples of it."""
+    return math.gcd(*(a - b for of in begins for a, b in zip(begins[0], of, strict=True)))
+
+
+def _vector(line: int, columns: int, *begins: list[int]) -> tuple[int, bool]:
+    """The elements of a vector, at most `line`, and whether rows may begin or end within one."""
+    vector = math.gcd(line, _apart(*begins))  # rows of all operands begin equally far from multiples of it
+    whole = math.gcd(vector, columns, *begins[0])
+    if vector >= VECTOR_WITH_ENDS > whole and columns >= SHORTEST_WITH_ENDS:
+        return VECTOR_WITH_ENDS, True
+    return whole, False
+
+
+def forward(layout: Layout, y: torch.Tensor, scale: float, queries: int, log: bool, exact: bool) -> None:
     """Launch the forward kernel into the contiguous `y`. `queries`: rows of one causal matrix, 0 for none."""
-    (a, b, c), columns, x = layout.sizes, layout.x.shape[-1], layout.x
+    (a, b, c), x = layout.sizes, layout.x
     mask, mask_kind = mask_operand(x, layout.mask)
-    begins = row_begins(x, layout.x_strides)
-    line = 16 // max(x.element_size(), y.element_size())
-    vector, ends = _vector(line, columns, begins, row_begins(y, layout.y_strides))
-    aligned = (
-        mask_kind > 0
-        and layout.mask_strides[-1] == 1
-        and _in_step(vector, begins, row_begins(mask, layout.mask_strides))
-    )
-    of_x = mask_kind == 0 and not queries and scale >= 0
-    form = Form(mask_kind, queries > 0, log, ends, FLAT=a * b == 1, OF_X=of_x, MASK_ALIGNED=aligned)
-    rows = Rows(a * b * c, columns, max(queries, 1))
-    strides = Strides(b, c, *layout.x_strides[:-1], *layout.mask_strides)
-    loop = FORWARD_LOOP if vector == 8 and mask_kind == 0 else FORWARD_LOOP // 2
-    tile = FORWARD_TILE if vector > 1 else FORWARD_TILE // 2
-    operands = Operands(x, mask, y, y, float(scale))
-    _launch(forward_row_kernel, operands, rows, strides, form, vector, tile, loop, partials=2)
+    begins = _begins(x, layout.x_strides), _begins(y, layout.y_strides)
+    vector, ends = _vector(16 // max(x.element_size(), y.element_size()), x.shape[-1], *begins)
+    aligned = layout.mask_strides[-1] == 1 and _apart(begins[0], _begins(mask, layout.mask_strides)) % vector == 0
+    form = Form(not exact, log, y.dtype == torch.float32, queries > 0, scale != 1, mask_kind, a * b == 1, aligned, ends)
+    rows, strides = Rows(a * b * c, x.shape[-1], max(queries, 1)), (b, c, *layout.x_strides[:3], *layout.mask_strides)
+    _launch(forward_row_kernel, (x, mask, y), rows, strides, float(scale), form, vector, FORWARD_TILE, 2)
 
 
-def backward(grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool) -> None:
+def backward(
+    grad: torch.Tensor, y: torch.Tensor, dx: torch.Tensor, scale: float, queries: int, log: bool, exact: bool
+) -> None:
     """Launch the backward kernel on contiguous tensors. `queries`: rows of one causal matrix, 0 for none."""
-    columns = y.shape[-1]
+    columns, tensors = y.shape[-1], (grad, y, dx)
+    begins = ([*_begins(tensor, ()), columns] for tensor in tensors)
+    vector, ends = _vector(16 // max(y.element_size(), dx.element_size()), columns, *begins)
+    form = Form(not exact, log, dx.dtype == torch.float32, queries > 0, scale != 1, ENDS=ends)
     rows = Rows(y.numel() // columns, columns, max(queries, 1))
-    line = 16 // max(y.element_size(), dx.element_size())
-    vector, ends = _vector(line, columns, *(row_begins(tensor, ()) for tensor in (grad, y, dx)))
-    form = Form(0, queries > 0, log, ends)
-    operands = GradientOperands(grad, y, dx, dx, float(scale))
-    _launch(backward_row_kernel, operands, rows, (), form, vector, BACKWARD_TILE, BACKWARD_LOOP, partials=1)
+    _launch(backward_row_kernel, tensors, rows, (), float(scale), form, vector, BACKWARD_TILE, 1)

@@ -86,13 +86,6 @@ def _logits(x, mask, column, inside, scale, POLICY: tl.constexpr, form: tl.const
 
 
 @jit
-def _from_neighbour(tile, AXIS: tl.constexpr):
-    """The fp32 numbers at the other one of two places along an axis. Between lanes of a warp, this is one shuffle."""
-    bits = tile.to(tl.int32, bitcast=True)
-    return (tl.xor_sum(bits, axis=AXIS, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
-
-
-@jit
 def _over_columns(tile, MAX: tl.constexpr, form: tl.constexpr):
     """Maxima or sums over the columns of a tile, which `_to_columns` gives back to all of them.
 
@@ -113,7 +106,7 @@ def _over_columns(tile, MAX: tl.constexpr, form: tl.constexpr):
         pairs = tl.reshape(part, (APART >> (done + 1), 2, SIDE << done, 2, 1 << (HALVINGS - done - 1)))
         first, second = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
         kept = tl.where(odd, second, first)
-        neighbour = _from_neighbour(tl.where(odd, first, second), 1)
+        neighbour = arithmetic.from_neighbour(tl.where(odd, first, second), 1)
         part = tl.maximum(kept, neighbour) if MAX else kept + neighbour
     part = tl.reshape(part, (APART >> HALVINGS, 1 << HALVINGS, SIDE))
     return tl.max(part, axis=0) if MAX else tl.sum(part, axis=0)
@@ -128,7 +121,7 @@ def _to_columns(sums, form: tl.constexpr):
     odd = (tl.arange(0, 2) == 1)[None, :, None, None, None]
     for done in tl.static_range(HALVINGS):
         sums = tl.reshape(sums, (1 << done, 2, 1 << (HALVINGS - done - 1), SIDE, 1 << done))
-        neighbour = _from_neighbour(sums, 1)
+        neighbour = arithmetic.from_neighbour(sums, 1)
         both = tl.join(tl.where(odd, neighbour, sums), tl.where(odd, sums, neighbour))
         sums = tl.permute(both, (0, 1, 2, 3, 5, 4))
     sums = tl.reshape(sums, (1, 1 << HALVINGS, SIDE << HALVINGS))

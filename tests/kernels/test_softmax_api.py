@@ -149,6 +149,8 @@ def test_fp64_is_computed_in_fp64_and_every_dtype_is_kept(function: Function) ->
     x = randn(5, 8, dtype=torch.float64)
     torch.testing.assert_close(function(x), torch_twin(function)(x, -1), rtol=1e-14, atol=1e-14)
     assert function(x.float(), dtype=torch.float64).dtype == torch.float64
+    assert torch.equal(function(x), function(x, precision="fast"))
+    assert torch.equal(function(x.float()), function(x.float(), precision="exact"))
     with torch.autocast("cpu", dtype=torch.bfloat16):  # which changes no dtype
         assert function(x.bfloat16()).dtype == torch.bfloat16 and function(x.float()).dtype == torch.float32
 
@@ -175,7 +177,7 @@ ERRORS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "Expected dim to be an integer, but got a float", {"dim": 0.0}),
     (ValueError, "2 or more dimensions (..., queries, keys) with causal=True, but got shape (3,)", {"causal": True}),
     (ValueError, "last of 2 with causal=True, but got 0: transpose x", {"x": SQUARE, "dim": 0, "causal": True}),
-    (ValueError, "Expected precision to be 'fast' or 'exact', but got 'high'", {"precision": "high"}),
+    (ValueError, "Expected precision to be None, 'exact' or 'fast', but got 'high'", {"precision": "high"}),
     (TypeError, "with precision='exact', but got torch.float32 and torch.float64", {"dtype": FP64, **EXACT}),
     (TypeError, "Expected mask to be None or a tensor, but got a list", {"mask": [True]}),
     (TypeError, "Expected mask to have dtype bool (True = keep), or float32", {"mask": X.long()}),

@@ -1,4 +1,4 @@
-"""Softmax with precision="exact": one set of bits for each row, of every implementation, split and batch."""
+"""Exact softmax, the default: one set of bits for each row, of every implementation, split and batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from devices import assert_same_bits
 from implementations import twin, using
 from softmax_oracle import Case, assert_within, backward_oracle, oracle
+from softmax_paths import two_launches
 
-from halfstep.kernels.softmax import exact, rule
+from halfstep.kernels.softmax import rule
 
 pytestmark = pytest.mark.sample(3)
 
@@ -66,7 +67,7 @@ def test_sums_are_folded_in_halves_and_missing_terms_are_zero() -> None:
 
 
 @LOG
-@pytest.mark.parametrize("columns", [1, 3, 16, 17, 64, 333, 1000, 1024, 1025, 2048])
+@pytest.mark.parametrize("columns", [1, 3, 16, 17, 64, 255, 319, 1000, 1025, 2047])
 def test_row_lengths(columns: int, log: bool) -> None:
     for source, target in DTYPES if columns < 64 else DTYPES[columns % 3 :][:1]:
         check(Case(normal(5, columns, dtype=source), dtype=target, log=log))
@@ -78,8 +79,7 @@ def test_row_lengths(columns: int, log: bool) -> None:
 def test_rows_of_several_groups(launches: int, log: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One launch or two give the same bits: both those of the reference. Dead groups, and NaN in one of them."""
     if launches == 2:
-        monkeypatch.setattr(exact, "FORWARD_TILE", rule.GROUP)
-        monkeypatch.setattr(exact, "BACKWARD_TILE", rule.GROUP)
+        two_launches(monkeypatch)
     for columns, dtype in ((rule.GROUP + 8, BF16), (rule.GROUP + 1, BF16), (3 * rule.GROUP, FP32)):
         x = normal(4, columns, dtype=dtype) + torch.linspace(0, 12, columns).to(dtype)
         x[1, : rule.GROUP] = -INF
@@ -87,6 +87,9 @@ def test_rows_of_several_groups(launches: int, log: bool, monkeypatch: pytest.Mo
         x[3] = -INF
         y, dx = check(Case(x, log=log))
         assert y[2].isnan().all() and dx[3].eq(0).all()
+        fast = Case(x, log=log, precision="fast")
+        mine, _ = results(fast, "triton", x)
+        assert_within(mine, *oracle(fast), (columns, "fast"))
 
 
 @LOG
@@ -98,6 +101,28 @@ def test_masks_scales_and_special_values(log: bool) -> None:
     for mask, scale, causal, dtype in product(masks, (1.0, -0.7, 0.0), (False, True), (FP32, BF16)):
         if (scale, dtype) != (0.0, BF16):
             check(Case(x.to(dtype), mask=mask, scale=scale, causal=causal, log=log))
+
+
+@LOG
+@pytest.mark.parametrize("pair", [(BF16, BF16), (BF16, FP32), (FP32, BF16)], ids=str)
+def test_rows_and_masks_that_begin_off_a_boundary(pair: tuple[torch.dtype, torch.dtype], log: bool) -> None:
+    """Rows of odd length, views at odd addresses, and masks and results that begin elsewhere than x does."""
+    wide = normal(1, 2, 330, dtype=pair[0])
+    wide[0, 1, 40:] = -INF
+    masks = normal(1, 2, 303), normal(303).to(BF16), normal(1, 2, 303).half(), normal(2, 1), normal(330)[3:306] > 0
+    views = wide[..., :303], wide[..., 5:308], wide[..., 3:306], normal(4, 303)[1:3]
+    for x, mask in zip(views, masks[1:], strict=True):
+        check(Case(x.to(pair[0]), log=log, dtype=pair[1], scale=0.5, mask=mask, causal=mask.ndim == 1))
+    for mask in masks:
+        check(Case(normal(1, 2, 303, dtype=pair[0]), log=log, dtype=pair[1], mask=mask))
+
+
+@LOG
+def test_ends_that_pass_a_block_of_columns(log: bool) -> None:
+    """They stand in front of the row, where nothing is kept of a row that ends before, nor of what was not loaded."""
+    check(Case(normal(129, 127, dtype=BF16), causal=True, log=log))
+    for scale in (-0.7, 0.0):
+        check(Case(normal(3, 255, dtype=BF16), scale=scale, log=log))
 
 
 @LOG

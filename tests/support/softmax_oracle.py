@@ -35,7 +35,7 @@ class Case:
     causal: bool = False
     dtype: torch.dtype | None = None
     log: bool = False
-    precision: str = "fast"
+    precision: str = "exact"
 
     @property
     def out(self) -> torch.dtype:

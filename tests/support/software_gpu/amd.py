@@ -301,6 +301,18 @@ def settings(text: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"^\s*\.amdhsa_(\w+) (\d+)$", text, re.MULTILINE)}
 
 
+def _unified(line: str, offset: int) -> str:
+    """A line with accumulation registers as the vector registers from `offset` on, which they are on gfx90a and later.
+
+    Compilers keep numbers there for which the others do not suffice.
+    """
+    line = re.sub(r"^v_accvgpr_(?:read|write|mov)_b32", "v_mov_b32", line)
+    line = re.sub(r"(?<![\w.$])a(\d+)(?!\w)", lambda found: f"v{int(found[1]) + offset}", line)
+    return re.sub(
+        r"(?<![\w.$])a\[(\d+):(\d+)\]", lambda found: f"v[{int(found[1]) + offset}:{int(found[2]) + offset}]", line
+    )
+
+
 def read(text: str, find: Find) -> Program:
     """Parse the assembly of one kernel.
 
@@ -320,7 +332,7 @@ def read(text: str, find: Find) -> Program:
     labels: dict[str, int] = {}
     source, start, inside = "?", 0, False
     for number, line in enumerate(text.splitlines(), 1):
-        line = line.partition(";")[0].strip()
+        line = _unified(line.partition(";")[0].strip(), asked.get("accum_offset", 0))
         if line == f"{name}:":
             inside = True
         elif not inside or not line:

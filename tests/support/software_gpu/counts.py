@@ -195,7 +195,7 @@ def cases() -> dict[str, Callable[[], Made]]:
     unscale = partial(_on_values, "foreach_unscale_")
     cast, many = (partial(_on_values, name) for name in ("cast", "foreach_cast"))
     forward, backward = _softmax, partial(_softmax, backward=True)
-    exact: dict[str, Any] = {"precision": "exact"}
+    fast = partial(_softmax, precision="fast")
     e4m3 = torch.float8_e4m3fn
     return {
         "foreach_check bf16": partial(_on_values, "foreach_check", BF16),
@@ -280,27 +280,33 @@ def cases() -> dict[str, Callable[[], Made]]:
         "log_probabilities bf16 backward, 65,536 columns": partial(_log_probabilities, BF16, True),
         "log_probabilities bf16 backward, 65,536 columns, exact": partial(_log_probabilities, BF16, True, exact=True),
         "softmax bf16, 64 columns": partial(forward, BF16, 16384, 64),
+        "softmax bf16, 64 columns, fast": partial(fast, BF16, 16384, 64),
         "softmax bf16, 333 columns": partial(forward, BF16, 3000, 333),
+        "softmax bf16, 333 columns, fast": partial(fast, BF16, 3000, 333),
         "softmax bf16, 1,024 columns": partial(forward, BF16, 1024, 1024),
-        "softmax bf16, 4,096 columns": partial(forward, BF16, 256, 4096),
-        "softmax fp32, 4,096 columns": partial(forward, FP32, 256, 4096),
+        "softmax bf16, 1,024 columns, fast": partial(fast, BF16, 1024, 1024),
         "softmax bf16, 1,024 columns, causal": partial(forward, BF16, 1024, 1024, causal=True),
+        "softmax bf16, 1,024 columns, causal, fast": partial(fast, BF16, 1024, 1024, causal=True),
+        "softmax bf16, 4,095 columns": partial(forward, BF16, 256, 4095),
+        "softmax bf16, 4,096 columns": partial(forward, BF16, 256, 4096),
+        "softmax bf16, 4,096 columns, fast": partial(fast, BF16, 256, 4096),
+        "softmax fp32, 4,096 columns": partial(forward, FP32, 256, 4096),
+        "softmax fp32, 4,096 columns, fast": partial(fast, FP32, 256, 4096),
         "log_softmax bf16, 4,096 columns": partial(forward, BF16, 256, 4096, log=True),
-        "softmax bf16, 16,384 columns": partial(forward, BF16, 64, 16384),
+        "log_softmax bf16, 4,096 columns, fast": partial(fast, BF16, 256, 4096, log=True),
+        "softmax bf16, 32,768 columns": partial(forward, BF16, 32, 32768),
+        "softmax bf16, 32,768 columns, fast": partial(fast, BF16, 32, 32768),
         "softmax bf16, 50,257 columns": partial(forward, BF16, 20, 50_257),
-        "softmax bf16, 65,536 columns": partial(forward, BF16, 132, 65536),
+        "softmax bf16, 50,257 columns, fast": partial(fast, BF16, 20, 50_257),
         "softmax bf16, 16 rows of 262,144": partial(forward, BF16, 16, 262_144),
-        "softmax bf16 over rows, 512 of 4,096": partial(forward, BF16, 512, 4096, 0),
-        "softmax bf16, 1,024 columns, exact": partial(forward, BF16, 1024, 1024, **exact),
-        "softmax bf16, 4,096 columns, exact": partial(forward, BF16, 256, 4096, **exact),
-        "softmax bf16, 32,768 columns, exact": partial(forward, BF16, 32, 32768, **exact),
-        "softmax fp32, 4,096 columns, exact": partial(forward, FP32, 256, 4096, **exact),
+        "softmax bf16, 16 rows of 262,144, fast": partial(fast, BF16, 16, 262_144),
+        "softmax bf16 over rows, 512 of 4,096, fast": partial(fast, BF16, 512, 4096, 0),
         "softmax bf16 backward, 64 columns": partial(backward, BF16, 16384, 64),
         "softmax bf16 backward, 333 columns": partial(backward, BF16, 3000, 333),
         "softmax bf16 backward, 4,096 columns": partial(backward, BF16, 256, 4096),
-        "softmax bf16 backward, 4,096 columns, exact": partial(backward, BF16, 256, 4096, **exact),
+        "softmax bf16 backward, 4,096 columns, fast": partial(backward, BF16, 256, 4096, precision="fast"),
         "softmax bf16 backward, 50,257 columns": partial(backward, BF16, 20, 50_257),
-        "softmax bf16 backward over rows, 512 of 4,096": partial(backward, BF16, 512, 4096, 0),
+        "softmax bf16 backward over rows, 512 of 4,096, fast": partial(backward, BF16, 512, 4096, 0, precision="fast"),
     }
 
 
