@@ -112,7 +112,8 @@ def softmax(
     results.
 
     Args:
-        x: fp32, fp16 or bf16, any shape and strides. fp64 is computed in fp64 by the plain torch reference.
+        x: fp32, fp16 or bf16, any shape and strides. fp64, and on a GPU rows of over 2^23 columns, are computed by the
+            plain torch reference.
         dim: the dimension along which the result sums to 1.
         scale: a finite number; `x` is multiplied by it in fp32.
         mask: a tensor that broadcasts to ``x.shape``. A boolean mask keeps elements that are True. A floating-point
