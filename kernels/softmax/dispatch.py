@@ -26,11 +26,11 @@ LONGEST_OF_TORCH = 2**14
 
 
 def _implementation(x: torch.Tensor, dim: int, exact: bool, *dtypes: torch.dtype) -> str:
-    """``"torch"``, on a CPU, ``"native"``, exact rows there, ``"triton"`` or ``"reference"``."""
+    """``"torch"``, on a CPU, ``"native"``, exact or long rows there, ``"triton"`` or ``"reference"``."""
     columns, longest = x.shape[dim], min(LONGEST, rows.LONGEST) if exact or dim == -1 else LONGEST
     if torch.float64 in (x.dtype, *dtypes) or columns > longest or x.numel() > LONGEST * columns:
         return "reference"
-    if x.device.type == "cpu" and chosen() == "auto" and not exact:
+    if x.device.type == "cpu" and chosen() == "auto" and not exact and (dim != -1 or columns <= LONGEST_OF_TORCH):
         return "torch"
     return resolve(x.device, "softmax")
 
@@ -51,6 +51,7 @@ def forward(
         return rule.forward(x, mask, dim, scale, causal, log, exact, dtype)
     if implementation == "torch":
         return _forward_of_torch(x, mask, dim, scale, causal, log, dtype)
+    exact = exact or implementation == "native"
     # The memory of a lazy negation (``x.conj().imag``) holds the opposite numbers.
     x = x.resolve_neg()
     if mask is not None:
@@ -100,6 +101,7 @@ def backward(
         if log or causal or scale != 1.0 or y.shape[dim] > LONGEST_OF_TORCH or not grad.dtype == y.dtype == dtype:
             return rule.backward(grad, y, dim, scale, causal, log, False, dtype)
         return torch._softmax_backward_data(grad, y, dim, dtype).contiguous()
+    exact = exact or implementation == "native"
     grad, y = grad.resolve_neg(), y.resolve_neg()
     dx = torch.empty_like(y, dtype=dtype, memory_format=torch.contiguous_format)
     if y.numel() == 0:
