@@ -236,6 +236,27 @@ def test_tiled_scales(rows: int, columns: int) -> None:
     assert tiled.dtype == torch.float8_e8m0fnu and torch.equal(tiled.view(torch.uint8), expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # those of torchao
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_torchao_agrees(rule: str) -> None:
+    """Codes and scales of its casts of normal numbers, and the order of scales, where torchao is installed."""
+    pytest.importorskip("torchao")
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    x = torch.from_numpy(some_blocks(4096, 32, 3))
+    x = x[x.isfinite().all(1) & (x.abs().amax(1) > 2.0**-100)].view(-1, 32)
+    for name, dtype in (("mxfp8_e4m3", torch.float8_e4m3fn), ("mxfp8_e5m2", torch.float8_e5m2)):
+        scales, codes = to_mx(x.contiguous(), dtype, 32, ScaleCalculationMode[rule.upper()])
+        ours = halfstep.cast(x.contiguous(), f"{name}_{rule}")
+        assert torch.equal(ours.scales.view(torch.uint8), scales.view(torch.uint8).view(ours.scales.shape))
+        assert torch.equal(ours.codes.view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(
+            tiled_scales(ours.scales).view(torch.uint8).flatten(), to_blocked(ours.scales.view(torch.uint8)).flatten()
+        )
+
+
 def test_refusals() -> None:
     x = torch.ones(4, 6)
     for call, error, message in (
