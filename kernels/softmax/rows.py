@@ -108,8 +108,8 @@ def _halvings(width: Any) -> int:
 
 
 @constexpr_function
-def _block(tile: Any) -> int:
-    return int(tile.LANES * tile.VECTOR) << (int(tile.PARTS) - 1).bit_length()
+def _block(parts: Any, lanes: Any, vector: Any) -> int:  # the interpreter of Triton 3.6 would make a tuple of a tile
+    return int(lanes * vector) << (int(parts) - 1).bit_length()
 
 
 @jit
@@ -217,8 +217,10 @@ def _at_ends(PART: tl.constexpr, limit, lines, form: tl.constexpr, tile: tl.cons
 @jit
 def _wrapped(limit, lines, tile: tl.constexpr):
     """Which elements of part 0 stand for those that pass the end of the block."""
-    first = (_vectors(0, tile) == 0) & (limit > _block(tile))
-    return tl.arange(0, tile.VECTOR)[None, None, :] < tl.where(first, lines.end - _block(tile), 0)
+    first = (_vectors(0, tile) == 0) & (limit > _block(tile.PARTS, tile.LANES, tile.VECTOR))
+    return tl.arange(0, tile.VECTOR)[None, None, :] < tl.where(
+        first, lines.end - _block(tile.PARTS, tile.LANES, tile.VECTOR), 0
+    )
 
 
 @jit
@@ -238,7 +240,11 @@ def _with_ends(values, line, step, PART: tl.constexpr, lines, form: tl.constexpr
     if form.ENDS and (PART == 0 or PART == form.TAIL or PART == form.NEXT):
         values = tl.load(at, mask=_at_ends(PART, lines.read, lines, form, tile), other=values)
         if form.WRAPS and PART == 0:
-            values = tl.load(at + _block(tile) * step, mask=_wrapped(lines.read, lines, tile), other=values)
+            values = tl.load(
+                at + _block(tile.PARTS, tile.LANES, tile.VECTOR) * step,
+                mask=_wrapped(lines.read, lines, tile),
+                other=values,
+            )
     return values
 
 
@@ -266,7 +272,9 @@ def _store(line, values, PART: tl.constexpr, lines, form: tl.constexpr, tile: tl
         if PART == 0:
             tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
             if form.WRAPS:
-                tl.store(at + _block(tile), values, mask=_wrapped(lines.end, lines, tile))
+                tl.store(
+                    at + _block(tile.PARTS, tile.LANES, tile.VECTOR), values, mask=_wrapped(lines.end, lines, tile)
+                )
         elif PART == form.TAIL or PART == form.NEXT:
             tl.store(at, values, mask=_at_ends(PART, lines.end, lines, form, tile))
 
@@ -276,7 +284,7 @@ def _kept(values, other, PART: tl.constexpr, STORED: tl.constexpr, lines, form: 
     """A part with `other` in what was not read."""
     at = _elements(PART, tile)
     if form.ENDS and PART == 0:
-        at = tl.where(at < lines.head, at + _block(tile), at)
+        at = tl.where(at < lines.head, at + _block(tile.PARTS, tile.LANES, tile.VECTOR), at)
     return tl.where((lines.read - at > 0) if STORED else (at < lines.read), values, other)
 
 

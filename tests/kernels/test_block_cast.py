@@ -21,6 +21,7 @@ from halfstep.kernels.block_cast import dispatch, tiled_scales
 from halfstep.kernels.formats import BLOCKS, SCALE_RULES, Blocks
 
 NAMES = [row.name for row in BLOCKS] + [f"{row.name}_{rule}" for row in BLOCKS[:-1] for rule in SCALE_RULES[1:]]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -176,8 +177,9 @@ def test_launches_of_a_list() -> None:
 def test_tracing_takes_the_rule() -> None:
     """What looks at operations sees those of torch: fake tensors, vmap."""
     x = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(0))
-    mapped = torch.vmap(lambda each: halfstep.cast(each, "mxfp8").codes.view(torch.uint8))(x)
-    assert torch.equal(mapped, halfstep.cast(x, "mxfp8").codes.view(torch.uint8))
+    if TORCH >= (2, 12):  # torch 2.11 has no batching rule of view(dtype)
+        mapped = torch.vmap(lambda each: halfstep.cast(each, "mxfp8").codes.view(torch.uint8))(x)
+        assert torch.equal(mapped, halfstep.cast(x, "mxfp8").codes.view(torch.uint8))
     with FakeTensorMode():
         fake = halfstep.cast(torch.empty(4, 64), "mxfp4", axis=0)
     assert fake.codes.shape == (2, 64) and fake.scales.shape == (1, 64)
