@@ -48,6 +48,7 @@ from halfstep.numerics.scaling.wrappers import modules_of_fsdp2, watch_zero
 from halfstep.numerics.state_layout import CODE_KEYS, MOMENTS, REMAINDER, StateLayout
 
 Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
+Grads = list[torch.Tensor | None]
 
 _gradient = attrgetter("grad")
 # What dynamo does with the frames to come: None for nothing.
@@ -70,6 +71,7 @@ class Rule(NamedTuple):
         launch_group: what updates the parameters of a launch, if that is more than a launch.
         most: elements on a rank of parameters that are updated together, if that is limited.
         exchanging: the process group whose ranks have to update a parameter together; None if each does so alone.
+        complete: sets the gradients to zeros that this rank lacks but others have, where ranks update them together.
     """
 
     kernels: Any
@@ -84,6 +86,7 @@ class Rule(NamedTuple):
     launch_group: type[LaunchGroup] = LaunchGroup
     most: float = math.inf
     exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
+    complete: Callable[[LayoutOptimizer, list[torch.Tensor], Grads], None] | None = None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
         layout = self.kernels.Layout(torch.float32, torch.float32, torch.float32, 0, **self.variant(group))
@@ -246,6 +249,8 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
             settle_gradients(parameters)
             grads = gradients_of(parameters)
             types = set(map(type, grads))
+        if self._rule.complete is not None:
+            self._rule.complete(self, parameters, grads)
         if type(None) in types:
             parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
             grads = [grad for grad in grads if grad is not None]

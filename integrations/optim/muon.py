@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from halfstep.integrations.optim.adam import AdamW
-from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
+from halfstep.integrations.optim.classes import Grads, LayoutOptimizer, Rule
 from halfstep.integrations.optim.options import Group, check_number, check_options
 from halfstep.integrations.optim.sgd import translated
 from halfstep.integrations.optim.step_plan import LaunchGroup
@@ -87,6 +89,57 @@ def _exchanging(parameter: torch.Tensor, group: Group) -> Any:
         return None
     ranks, dim, ranges = cut
     return ranks if cuts_matrices(parameter.shape, dim, ranges, group["blocks"]) else None
+
+
+class Exchanged:
+    """The parameters whose matrices ranks exchange, so that each of these needs a gradient where any has one.
+
+    Attributes:
+        parameters, blocks: all parameters of the optimizer and the blocks of its groups, by which it is still valid.
+        indices: the parameters exchanged, by a process group for tensors on the host.
+    """
+
+    def __init__(self, optimizer: LayoutOptimizer, parameters: list[torch.Tensor]) -> None:
+        self.parameters, self.blocks = parameters, _blocks(optimizer)
+        of_ranks: dict[Any, list[int]] = {}
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for index, (parameter, group) in enumerate(zip(parameters, groups, strict=True)):
+            ranks = None
+            if is_sharded(parameter):
+                with suppress(ValueError):  # the step raises it if there is a gradient
+                    ranks = optimizer._rule_of(group).exchanging(parameter, group)
+            if ranks is not None:
+                of_ranks.setdefault(ranks, []).append(index)
+        self.indices = {_host_group(ranks): indices for ranks, indices in of_ranks.items()}
+
+    def complete(self, grads: Grads) -> None:
+        """Set gradients to zeros that are None here but not on another rank. The host waits for the other hosts."""
+        for group, indices in self.indices.items():
+            present = torch.tensor([grads[index] is not None for index in indices], dtype=torch.uint8, device="cpu")
+            dist.all_reduce(present, dist.ReduceOp.MAX, group=group)
+            for index, anywhere in zip(indices, present.tolist(), strict=True):
+                if anywhere and grads[index] is None:
+                    grads[index] = torch.zeros_like(self.parameters[index].detach())
+
+
+def _blocks(optimizer: LayoutOptimizer) -> list[int]:
+    return [group["blocks"] for group in optimizer.param_groups]
+
+
+def _host_group(ranks: Any) -> Any:
+    """A process group of the same ranks that reduces tensors on the host, without waiting for a GPU."""
+    if "cpu:" in dist.get_backend_config(ranks):
+        return ranks
+    return dist.new_group(dist.get_process_group_ranks(ranks), backend="gloo", use_local_synchronization=True)
+
+
+def _complete(optimizer: LayoutOptimizer, parameters: list[torch.Tensor], grads: Grads) -> None:
+    """Set gradients to zeros that only other ranks have, of parameters whose matrices they exchange with this one."""
+    last: Exchanged | None = optimizer._plans.exchanged
+    same = last is not None and len(last.parameters) == len(parameters) and last.blocks == _blocks(optimizer)
+    if last is None or not same or not all(map(is_, last.parameters, parameters)):
+        last = optimizer._plans.exchanged = Exchanged(optimizer, parameters)
+    last.complete(grads)
 
 
 class MatrixGroup(LaunchGroup):
@@ -221,7 +274,8 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
     Args:
         params: matrices. Three dimensions are a batch of matrices; with more, the first dimension is that of the rows.
             One mesh dimension may shard rows or columns of DTensors (FSDP2, HSDP, tensor parallelism): ranks then send
-            parts of matrices to their owners and receive the results, so all need gradients for the same parameters.
+            parts of matrices to their owners and receive the results. Where only some of them have a gradient, it is 0
+            on the others.
         lr: learning rate, which `adjust_lr_fn` adjusts to the shape of a matrix.
         weight_decay: decoupled decay: the weight shrinks by ``lr * weight_decay`` of itself per step.
         momentum: decay of the momentum buffer, from 0 to below 1.
@@ -266,6 +320,7 @@ class Muon(LayoutOptimizer, torch.optim.Muon):
         launch_group=MatrixGroup,
         most=MOST,
         exchanging=_exchanging,
+        complete=_complete,
     )
 
     def __init__(

@@ -94,6 +94,7 @@ class StepPlans:
         recorded: state tensors that CUDA graphs write to, by their id.
         stepped_without_gradients: whether a step found no gradient.
         scratch: memory that launches use one after another, by device and stream.
+        exchanged: what `Rule.complete` keeps.
     """
 
     of_part: dict[int, StepPlan] = field(default_factory=dict)
@@ -101,6 +102,7 @@ class StepPlans:
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)
     stepped_without_gradients: bool = False
     scratch: dict[Any, torch.Tensor] = field(default_factory=dict)
+    exchanged: Any = None
 
 
 class Member(NamedTuple):

@@ -145,6 +145,30 @@ def matrices_are_exchanged_in_rounds() -> None:
     assert all(torch.equal(first, second.full_tensor()) for first, second in zip(whole, cut, strict=True))
 
 
+def gradients_that_one_rank_lacks_are_zeros() -> None:
+    """In the first step rank 0 lacks all, then rank 1 the last two; no rank has one for the third matrix."""
+    shapes, absent = [(33, 96), (40, 40), (12, 9), (96, 17)], [{0: (0, 1, 3)}, {1: (1, 3)}, {}]
+    mesh, rank, generator = init_device_mesh("cpu", (2,)), dist.get_rank(), torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    whole = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
+    cut = [torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])) for matrix in matrices]
+    optimizers = [halfstep.Muon(parameters, lr=0.02, max_grad_norm=1.0) for parameters in (whole, cut)]
+    for lacking in absent:
+        for index in (0, 1, 3):
+            grad = torch.randn(shapes[index], generator=generator).bfloat16()
+            shards = list(grad.chunk(2))
+            for number, indices in lacking.items():
+                if index in indices:
+                    shards[number].zero_()
+            whole[index].grad = grad
+            sharded_grad = distribute_tensor(grad, mesh, [Shard(0)])
+            cut[index].grad = None if index in lacking.get(rank, ()) else sharded_grad
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(first, second.full_tensor()) for first, second in zip(whole, cut, strict=True))
+    assert torch.equal(whole[2], matrices[2]) and cut[2] not in optimizers[1].state
+
+
 def steps_in_the_backward_of_shards_are_refused() -> None:
     model = sharded("rows")
     text = "Expected unsharded parameters"
@@ -169,6 +193,7 @@ CASES: dict[str, Callable[[], None]] = {
     **_shards("rows", *PAIRS),
     **_shards("columns", ("Muon", "split")),
     "rounds": matrices_are_exchanged_in_rounds,
+    "gradients": gradients_that_one_rank_lacks_are_zeros,
     "steps in the backward": steps_in_the_backward_of_shards_are_refused,
 }
 ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
