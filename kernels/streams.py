@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -102,6 +103,26 @@ def all_to_device(
     for source in awaited:
         torch.cuda.current_stream(source).synchronize()
     return moved
+
+
+class Waiting(partial[Any]):
+    """A call that waits for a device. The host may do other work before it."""
+
+
+def on_device(
+    call: Callable[[], object], host: torch.Tensor, memory: torch.Tensor
+) -> tuple[partial[Any], partial[Any]]:
+    """Two calls: one that copies pinned memory to that of a device, makes a call that writes there, and copies it back,
+    on the current stream; and one that waits for all of it."""
+    ended = torch.cuda.Event()
+
+    def begin() -> None:
+        memory.copy_(host, non_blocking=True)
+        call()
+        host.copy_(memory, non_blocking=True)
+        ended.record(torch.cuda.current_stream(memory.device))
+
+    return partial(begin), Waiting(ended.synchronize)
 
 
 def _keep(pinned: torch.Tensor) -> None:
