@@ -166,9 +166,8 @@ def _stored(training: Training) -> Iterator[Part]:
         each = float(sum(form.per_parameter * share for form, _, share in of_rules))
         part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
-            unpadded = sum(
-                count * form.bytes(numel, length) for form, _, _ in of_rules for numel, count, length in shards.states
-            )
+            form = of_rules[0][0]  # that of all rules
+            unpadded = sum(count * form.bytes(numel, length) for numel, count, length in shards.states)
             yield replace(part, name=f"{name} on the host", bytes=unpadded, place=HOST)
         if name == "gradients" and training.mirrored and not strategy.buckets:
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + _largest(training))
