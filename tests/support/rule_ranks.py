@@ -55,15 +55,15 @@ def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
     return Net().to(dtype)
 
 
-def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
-    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four."""
+def optimizer_of(name: str, model: torch.nn.Module, cls: Any = None, **options: Any) -> Any:
+    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four. `cls`: if not that of the name."""
     groups: Any = model.parameters()
     if name == "Muon":
         matrices, others = halfstep.muon_groups(model, weight_decay=0.0)
         up = [named for named in matrices["params"] if named[0].endswith("up.weight")]
         single = [named for named in matrices["params"] if not named[0].endswith("up.weight")]
-        groups = [{**matrices, "params": single}, {**matrices, "params": up, "blocks": 2}, others]
-    return getattr(halfstep, name)(groups, **{**OPTIONS[name], **options})
+        groups = [{**matrices, "params": single}, *[{**matrices, "params": up, "blocks": 2}] * bool(up), others]
+    return (cls or getattr(halfstep, name))(groups, **{**OPTIONS[name], **options})
 
 
 def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
