@@ -357,7 +357,9 @@ def matrices_are_exchanged_on_the_device() -> None:
             for shape in ((33, 64), (96, 17), (40, 40), (5, 300)):
                 whole = distribute_tensor(torch.randn(shape, generator=random).bfloat16(), mesh, [Shard(0)])
                 parameters.append(torch.nn.Parameter(like(whole, local(whole).to(device))))
-            optimizer = cls(parameters, lr=0.02)
+            # The shards of rank 1, but not those of rank 0, would share a bucket.
+            sized = {} if model is None else {"bucket_bytes": 1500}
+            optimizer = cls([{"params": parameters[:2]}, {"params": parameters[2:], "ns_steps": 3}], lr=0.02, **sized)
             for _ in range(3):
                 for parameter in parameters:
                     whole = distribute_tensor(
@@ -366,6 +368,8 @@ def matrices_are_exchanged_on_the_device() -> None:
                     parameter.grad = like(whole, local(whole).to(device))
                 optimizer.step()
             weights.append([local(parameter.detach()).cpu() for parameter in parameters])
+            uses = {use for on, _, use in optimizer._plans.scratch if on == torch.device(device)}
+            assert uses == {"parts", "received"}
     assert same(weights[0], weights[1]) and same(weights[0], weights[2])
 
 
