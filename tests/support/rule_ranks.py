@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
+from halfstep.integrations.offload import OffloadedMuon
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics import owners
 
@@ -156,7 +157,11 @@ def matrices_that_two_dimensions_of_a_mesh_shard_are_refused() -> None:
     weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64, dtype=torch.bfloat16), mesh, [Shard(0), Shard(1)]))
     optimizer = halfstep.Muon([weight])
     weight.grad = torch.ones_like(weight)
-    refuses(ValueError, "one dimension of the mesh shards", optimizer.step)
+    text = "one dimension of the mesh shards"
+    refuses(ValueError, text, optimizer.step)
+    offloaded = OffloadedMuon([torch.nn.Parameter(torch.ones(2, 2))])
+    refuses(ValueError, text, lambda: offloaded.add_param_group({"params": [weight]}))
+    assert len(offloaded.param_groups) == len(offloaded._mirrors) == 1
 
 
 def _shards(cut: str, *pairs: tuple[str, str]) -> dict[str, Callable[[], None]]:
