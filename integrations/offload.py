@@ -569,7 +569,8 @@ class _Offloaded(LayoutOptimizer):
     def _commit(self, part: int, writes: Writes) -> None:
         """Step the weights on the host and start to copy them to the device, bucket by bucket.
 
-        The copies of a bucket are issued before waiting for the gradients of the next one.
+        The copies of a bucket are issued before waiting for the gradients of the next one. While matrices are
+        orthogonalized on a device, the next launches run first.
         """
         calls: list[partial[Any]] = []
         waiting: list[partial[Any]] = []  # for products on a device, and what follows them

@@ -20,7 +20,7 @@ or a slice, never a list, which would be copied from memory that is not pinned.
 **The host waits for what it reads.** ``tensor.to("cpu", non_blocking=True)`` returns before the numbers have arrived,
 and work on the CPU would read whatever was there before. Therefore only this module uses ``non_blocking``: copies to a
 GPU are asynchronous, copies to the CPU have ended when they are returned (`to_device`, `all_to_device`) or are read
-after their event (`HostCopy`).
+after their event (`HostCopy`, `on_device`).
 """
 
 from __future__ import annotations
