@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD that keep masters and moments in host memory, and step there.
+"""Adam, AdamW, SGD and Muon that keep masters and moments in host memory, and step there.
 
 The device has the weights and, during the backward, the gradients that are being copied. Each gradient is copied to the
 host as soon as it is complete, and freed. The C++ kernels step on the host, bucket by bucket in the order in which
@@ -14,8 +14,8 @@ the dtype of the gradient, as in autograd. Clipping, scaling and skipping theref
 with halfstep's scaler and torch's. The copy of a DTensor is a DTensor with the same placements and a local tensor on
 the host, as under FSDP2's ``CPUOffloadPolicy``: sharded gradients, states and checkpoints are those of `AdamW` there.
 
-Bytes per bf16 parameter with fp32 moments: 2 on the device; on the host 2 for the weight, 2 for the remainder, 8 for
-the moments and 2 for the gradient. Each step copies 2 to the host and 2 back.
+Muon's matrices are orthogonalized on the device of their parameters, in a copy of the scratch memory that one launch on
+the host writes and another reads. Between these two, the host launches what updates other parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -38,12 +38,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from halfstep.integrations.buckets import BUCKET_BYTES, BackwardSteps, call_if_alive, check_bucket_bytes
 from halfstep.integrations.optim.adam import Adam, AdamW
 from halfstep.integrations.optim.classes import LayoutOptimizer, Writes
+from halfstep.integrations.optim.muon import Muon
 from halfstep.integrations.optim.options import Group
 from halfstep.integrations.optim.sgd import SGD
 from halfstep.integrations.optim.state import like, moved, written_last
-from halfstep.integrations.optim.step_plan import WHOLE, apply
+from halfstep.integrations.optim.step_plan import WHOLE, apply, each
 from halfstep.integrations.release import is_wrapped_by_ddp
 from halfstep.kernels.multi_tensor import FLOATS
+from halfstep.kernels.streams import Waiting
 from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.sharding import is_flat, local, settled
 from halfstep.numerics.scaling.stand_ins import StandIn, is_freed, is_stand_in, is_zeroed, remove_stand_in
@@ -210,19 +212,14 @@ def _arrivals(mirrors: Iterable[_Mirror]) -> list[partial[Any]]:
         mirror.attach()
     later: list[Any] = [(mirror.host.grad, mirror.staging) for mirror in full if mirror.host.grad is not mirror.staging]
     return [
-        _each(methodcaller("synchronize"), [mirror.arriving for mirror in full if mirror.arriving is not None]),
-        _each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
-        _each(setattr, full, repeat("full"), repeat(False)),
+        each(methodcaller("synchronize"), [mirror.arriving for mirror in full if mirror.arriving is not None]),
+        each(torch.Tensor.add_, [local(grad) for grad, _ in later], [local(grad) for _, grad in later]),
+        each(setattr, full, repeat("full"), repeat(False)),
     ]
 
 
 def _gpus(mirrors: Iterable[_Mirror]) -> set[torch.device]:
     return {mirror.parameter.device for mirror in mirrors if mirror.parameter.device.type == "cuda"}
-
-
-def _each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
-    """A call that applies a function to each row of some columns without running Python bytecode in between."""
-    return partial(deque, map(function, *columns), 0)
 
 
 class _Streams(NamedTuple):
@@ -257,10 +254,14 @@ class _Offloaded(LayoutOptimizer):
         check_bucket_bytes(bucket_bytes)
         if in_backward == "step":
             _refuse_limit(options.get("max_grad_norm"))
+            if isinstance(self, Muon):
+                why = "products during the backward would change the bf16 reductions of torch there"
+                raise ValueError(f"Expected in_backward to be 'copy' or None for Muon, got 'step': {why}; {INSTEAD}")
         self.in_backward, self.bucket_bytes = in_backward, bucket_bytes
         self._mirrors: dict[int, _Mirror] = {}  # by the id of the parameter on the device
         self._of_bucket: list[list[_Mirror]] = []
         self._known: list[torch.Tensor] = []  # the parameters that have copies
+        self._exchanged: list[torch.Tensor] = []  # those of them that ranks update together
         self._arrived: dict[int, set[int]] = {}  # by bucket, the ids of parameters whose gradient is complete
         # Gradients that are being copied, each kept alive until the event that follows its copy.
         self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
@@ -285,7 +286,7 @@ class _Offloaded(LayoutOptimizer):
         super().add_param_group(param_group)
         try:
             self._follow_groups()
-        except TypeError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -323,6 +324,8 @@ class _Offloaded(LayoutOptimizer):
         fresh = [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in self._mirrors]
         for parameter in fresh:
             self._check_member(parameter)
+        groups = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        self._exchanged = [p for group, p in groups if self._rule_of(group).exchanging(p, group) is not None]
         for parameter in fresh:
             mirror = self._mirrors[id(parameter)] = _Mirror(parameter, weakref.ref(self))
             self._hook(mirror)
@@ -341,18 +344,21 @@ class _Offloaded(LayoutOptimizer):
             mirror.parameter.register_post_accumulate_grad_hook(hook)
 
     def _fill_buckets(self) -> None:
-        """Assign the parameters to buckets, in the order in which their gradients usually arrive."""
+        """Assign the parameters to buckets, in the order in which their gradients usually arrive. Those that ranks
+        exchange, whose shards differ in size, are in the last one."""
         self._forget()
         self._of_bucket = []
-        size = self.bucket_bytes
-        for parameter in reversed(dict.fromkeys(self._known)):
-            mirror = self._mirrors[id(parameter)]
-            if size >= self.bucket_bytes:
-                self._of_bucket.append([])
-                size = 0
-            mirror.bucket = len(self._of_bucket) - 1
-            self._of_bucket[-1].append(mirror)
-            size += mirror.weight.nbytes
+        exchanged = set(map(id, self._exchanged))
+        for together in (False, True):
+            chosen = [p for p in reversed(dict.fromkeys(self._known)) if (id(p) in exchanged) == together]
+            size = self.bucket_bytes
+            for mirror in map(self._mirrors.__getitem__, map(id, chosen)):
+                if size >= self.bucket_bytes:
+                    self._of_bucket.append([])
+                    size = 0
+                mirror.bucket = len(self._of_bucket) - 1
+                self._of_bucket[-1].append(mirror)
+                size += 0 if together else mirror.weight.nbytes
         self._arrived = {number: set() for number in range(len(self._of_bucket))}
 
     def _all(self) -> list[_Mirror]:
@@ -460,7 +466,7 @@ class _Offloaded(LayoutOptimizer):
             self._in_flight.append((mirror.arriving, grad))
         else:
             local(mirror.staging).copy_(grad)
-        _each(setattr, (mirror, parameter), ("full", "grad"), (True, mirror.stand_in()))()
+        each(setattr, (mirror, parameter), ("full", "grad"), (True, mirror.stand_in()))()
         # Limit the gradients that are being copied to two buckets.
         while self._in_flight and (
             sum(copied.nbytes for _, copied in self._in_flight) > 2 * self.bucket_bytes or self._in_flight[0][0].query()
@@ -528,7 +534,9 @@ class _Offloaded(LayoutOptimizer):
                 # The norm needs all gradients, and so does the decision whether to take a first step with lr 0.
                 apply(_arrivals(mirrors))
                 self._in_flight.clear()
-        stepped = [mirror for mirror in mirrors if mirror.host.grad is not None]
+        # Where ranks exchange a parameter, another one may have its gradient.
+        shared = {id(parameter) for parameter in self._exchanged if parameter.requires_grad}
+        stepped = [mirror for mirror in mirrors if mirror.host.grad is not None or id(mirror.parameter) in shared]
         self._read_weights(stepped)
         super()._update_parameters()
         self._in_flight.clear()
@@ -565,17 +573,22 @@ class _Offloaded(LayoutOptimizer):
     def _commit(self, part: int, writes: Writes) -> None:
         """Step the weights on the host and start to copy them to the device, bucket by bucket.
 
-        The copies of a bucket are issued before waiting for the gradients of the next one.
+        The copies of a bucket are issued before waiting for the gradients of the next one. While matrices are
+        orthogonalized on a device, the next launches run first.
         """
         calls: list[partial[Any]] = []
+        waiting: list[partial[Any]] = []  # for products on a device, and what follows them
         written: list[_Mirror] = []
-        for parameters, launches in sorted(writes, key=lambda pair: list(map(self._bucket, pair[0][:1]))):
+        for parameters, launches in writes:
             mirrors = [self._mirrors[id(parameter)] for parameter in parameters]
             arriving = self._weights_arriving.get(mirrors[0].bucket, []) if mirrors else []
-            calls += [_each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches]
-            weights = [mirror.weight for mirror in mirrors]
-            calls.append(_each(torch.Tensor.copy_, list(map(local, parameters)), weights, repeat(True)))
+            sent = each(torch.Tensor.copy_, list(map(local, parameters)), [one.weight for one in mirrors], repeat(True))
+            begun = next((n for n, call in enumerate(launches) if isinstance(call, Waiting)), None)
+            calls += [each(methodcaller("synchronize"), arriving), *_arrivals(mirrors), *launches[:begun]]
+            calls += waiting if begun is not None else [sent, *waiting]
+            waiting = [] if begun is None else [*launches[begun:], sent]
             written += mirrors
+        calls += waiting
         with ExitStack() as stack:
             for device in _gpus(written):
                 back, current = self._streams_of(device).back, torch.cuda.current_stream(device)
@@ -660,7 +673,7 @@ _DOCS = """
         TypeError: a parameter is on the meta device, on the host by ``CPUOffloadPolicy``, flattened by FSDP1, or not in
             fp32, fp16 or bf16.
         ValueError: `in_backward` or `bucket_bytes` is invalid, or ``in_backward="step"`` is combined with
-            ``max_grad_norm``; and as for `halfstep.{name}`.
+            ``max_grad_norm`` or Muon; and as for `halfstep.{name}`.
 
     Examples:
         >>> from halfstep.integrations.offload import Offloaded{name}
@@ -685,3 +698,7 @@ class OffloadedAdamW(_Offloaded, AdamW):
 
 class OffloadedSGD(_Offloaded, SGD):
     __doc__ = "SGD with masters, momentum and step on the host." + _DOCS.format(name="SGD")
+
+
+class OffloadedMuon(_Offloaded, Muon):
+    __doc__ = "Muon with masters, momentum and step on the host, products on the device." + _DOCS.format(name="Muon")

@@ -20,14 +20,15 @@ or a slice, never a list, which would be copied from memory that is not pinned.
 **The host waits for what it reads.** ``tensor.to("cpu", non_blocking=True)`` returns before the numbers have arrived,
 and work on the CPU would read whatever was there before. Therefore only this module uses ``non_blocking``: copies to a
 GPU are asynchronous, copies to the CPU have ended when they are returned (`to_device`, `all_to_device`) or are read
-after their event (`HostCopy`).
+after their event (`HostCopy`, `on_device`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -102,6 +103,26 @@ def all_to_device(
     for source in awaited:
         torch.cuda.current_stream(source).synchronize()
     return moved
+
+
+class Waiting(partial[Any]):
+    """A call that waits for a device. The host may do other work before it."""
+
+
+def on_device(
+    call: Callable[[], object], host: torch.Tensor, memory: torch.Tensor
+) -> tuple[partial[Any], partial[Any]]:
+    """Two calls: one that copies pinned memory to that of a device, makes a call that writes there, and copies it back,
+    on the current stream; and one that waits for all of it."""
+    ended = torch.cuda.Event()
+
+    def begin() -> None:
+        memory.copy_(host, non_blocking=True)
+        call()
+        host.copy_(memory, non_blocking=True)
+        ended.record(torch.cuda.current_stream(memory.device))
+
+    return partial(begin), Waiting(ended.synchronize)
 
 
 def _keep(pinned: torch.Tensor) -> None:

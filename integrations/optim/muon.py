@@ -23,10 +23,10 @@ from halfstep.integrations.optim.step_plan import LaunchGroup
 from halfstep.kernels import muon
 from halfstep.kernels.multi_tensor import TensorTable, checked_addresses
 from halfstep.kernels.muon import rule
-from halfstep.kernels.streams import current_stream
+from halfstep.kernels.streams import current_stream, on_device
 from halfstep.numerics.owners import FOR_ADAMW, MOST, Ownership, Round, cuts_matrices, is_matrix, padded
 from halfstep.numerics.scaling.decision import parameters_of
-from halfstep.numerics.scaling.sharding import Sharding, is_sharded
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
 _FOR_ADAMW = torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.Conv1d, torch.nn.ConvTranspose1d
 
@@ -143,7 +143,10 @@ def _complete(optimizer: LayoutOptimizer, parameters: list[torch.Tensor], grads:
 
 
 class MatrixGroup(LaunchGroup):
-    """Matrices stepped by two launches. In between, they are in bf16 scratch memory and orthogonalized one by one."""
+    """Matrices stepped by two launches. In between, they are in bf16 scratch memory and orthogonalized one by one.
+
+    If the launches are on the host and the parameters on a device, the matrices are orthogonalized in a copy there.
+    """
 
     _batches: tuple[muon.Batch, muon.Batch] | None = None
 
@@ -156,7 +159,7 @@ class MatrixGroup(LaunchGroup):
         momentum.lists[muon.GRAD] = grads
         return [
             muon.MOMENTUM.launch(momentum, groups, control),
-            self._products,
+            *self._products,
             muon.WEIGHT.launch(weight, groups, control),
         ]
 
@@ -180,32 +183,41 @@ class MatrixGroup(LaunchGroup):
         return batches[0], batches[1]
 
     def _scratch(self) -> list[torch.Tensor]:
-        """bf16 scratch memory shaped like the weights. Also sets `_products`, which orthogonalizes its matrices."""
+        """bf16 scratch memory shaped like the weights. Also sets `_products`, which orthogonalize its matrices."""
         products, shapes = self.batch.layout.products, [target.shape for target in self.targets]
-        exchange = None if self.ranks is None else Exchange(self.targets)
+        exchange, device = None if self.ranks is None else Exchange(self.targets), local(self.parameters[0]).device
         order = range(len(shapes)) if exchange is None else exchange.order
         sizes = [padded(self.weights[index].numel()) for index in order]
-        memory, views = self._memory("parts", sum(sizes)), {}
-        for index, start in zip(order, accumulate(sizes, initial=0), strict=False):
-            weight = self.weights[index]
-            views[index] = memory[start : start + weight.numel()].view(weight.shape)
-        scratch = [views[index] for index in range(len(shapes))]
+        starts = dict(zip(order, accumulate(sizes, initial=0), strict=False))
+
+        def views(memory: torch.Tensor) -> list[torch.Tensor]:
+            numbered = enumerate(self.weights)
+            return [memory[starts[index] :][: weight.numel()].view(weight.shape) for index, weight in numbered]
+
+        memory = self._memory("parts", sum(sizes), device)
         if exchange is None:
             sides = (rule.matrices(shape, products.blocks)[1:] for shape in shapes)
-            pairs = zip(scratch, sides, strict=True)
+            pairs = zip(views(memory), sides, strict=True)
             matrices = [view.view(-1, *side) if view.numel() else view for view, side in pairs]
-            self._products = partial(muon.orthogonalize, matrices, products)
+            orthogonalize = partial(muon.orthogonalize, matrices, products)
         else:
-            self._products = partial(exchange.run, memory, self._memory("received", exchange.received), products)
-        return scratch
+            received = self._memory("received", exchange.received, device)
+            orthogonalize = partial(exchange.run, memory, received, products)
+        if device == self.device:
+            self._products: Sequence[partial[Any]] = [orthogonalize]
+            return views(memory)
+        # The launch before the next products writes the other one of two while these are copied back.
+        host = self._memory(f"pinned, {next(self.plans.turns) % 2}", sum(sizes), self.device, pinned=True)
+        self._products = on_device(orthogonalize, host, memory)
+        return views(host)
 
-    def _memory(self, use: str, elements: int) -> torch.Tensor:
+    def _memory(self, use: str, elements: int, device: torch.device, pinned: bool = False) -> torch.Tensor:
         """bf16 scratch memory that all launches of an optimizer on the same stream share."""
-        stream = current_stream(self.device)
-        key = self.device, stream, use
+        stream = current_stream(device)
+        key = device, stream, use
         memory = self.plans.scratch.get(key)
         if memory is None or memory.numel() < elements:
-            memory = torch.empty(elements, dtype=torch.bfloat16, device=self.device)
+            memory = torch.empty(elements, dtype=torch.bfloat16, device=device, pin_memory=pinned)
             if stream is not None:  # while capturing, the memory belongs to the graph
                 self.plans.scratch[key] = memory
         return memory[:elements]

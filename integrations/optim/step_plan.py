@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,8 +41,6 @@ from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 from halfstep.numerics.state_layout import SCALE_KEYS, StateLayout, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from halfstep.integrations.optim.classes import LayoutOptimizer, Rule
     from halfstep.kernels import adam
 
@@ -67,6 +65,11 @@ def apply(calls: Sequence[partial[Any]]) -> None:
             deque(map(partial.__call__, calls), maxlen=0)
     else:
         deque(map(partial.__call__, calls), maxlen=0)
+
+
+def each(function: Callable[..., Any], *columns: Iterable[Any]) -> partial[Any]:
+    """A call that applies a function to each row of some columns without running Python bytecode in between."""
+    return partial(deque, map(function, *columns), 0)
 
 
 def dense(values: torch.Tensor, layout: adam.Layout) -> torch.Tensor:
@@ -95,6 +98,7 @@ class StepPlans:
         stepped_without_gradients: whether a step found no gradient.
         scratch: memory that launches use one after another, by device and stream.
         exchanged: what `Rule.complete` keeps.
+        turns: numbers of launches that use one of two such memories in turn.
     """
 
     of_part: dict[int, StepPlan] = field(default_factory=dict)
@@ -103,6 +107,7 @@ class StepPlans:
     stepped_without_gradients: bool = False
     scratch: dict[Any, torch.Tensor] = field(default_factory=dict)
     exchanged: Any = None
+    turns: Iterator[int] = field(default_factory=count)
 
 
 class Member(NamedTuple):
@@ -315,8 +320,8 @@ class StepPlan:
     def _members(
         self, optimizer: LayoutOptimizer, grads: list[torch.Tensor], recording: bool
     ) -> dict[tuple[Any, ...], list[Member]]:
-        """The parameters, after checking that they can be updated, by launch: bucket, device, whether kernels can read
-        the tensors, rule, layout, variant, and the ranks that exchange parts."""
+        """The parameters, after checking that they can be updated, by launch: bucket, devices, whether kernels can
+        read the tensors, rule, layout, variant, and the ranks that exchange parts."""
         launches: dict[tuple[Any, ...], list[Member]] = {}
         groups = optimizer.param_groups
         members = [(number, parameter) for number, group in enumerate(groups) for parameter in group["params"]]
@@ -368,7 +373,8 @@ class StepPlan:
             rows = self._rows.setdefault(rule.kernels, {})
             row = rows.setdefault((group_number, target.shape if rule.by_shape else None), len(rows))
             ranks = rule.exchanging(target, group)
-            launch = optimizer._bucket(parameter), local(target).device, addressable, rule, layout, variant, ranks
+            devices = local(target).device, local(parameter).device
+            launch = optimizer._bucket(parameter), devices, addressable, rule, layout, variant, ranks
             launches.setdefault(launch, []).append(Member(index, parameter, target, state, row, noise))
         return launches
 
@@ -439,9 +445,9 @@ def _compiled_options(optimizer: LayoutOptimizer) -> list[tuple[Any, ...]]:
 
 
 def _limited(launches: dict[tuple[Any, ...], list[Member]]) -> Iterator[tuple[tuple[Any, ...], list[Member]]]:
-    """The launches, in parts of as many elements as their rules allow, but of a parameter for each rank at least. All
-    ranks divide them alike."""
-    for launch, members in launches.items():
+    """The launches in the order of buckets, in parts of as many elements as their rules allow, but of a parameter for
+    each rank at least. All ranks divide them alike."""
+    for launch, members in sorted(launches.items(), key=lambda item: item[0][0]):
         rule, group = launch[3], launch[-1]
         ranks = 1 if group is None else group.size()
         sizes = [(member.target if group is not None else local(member.target)).numel() for member in members]

@@ -135,7 +135,9 @@ def _levers(before: Plan, arguments: dict[str, Any]) -> Iterator[Sequence[Change
         context = [f"{length:,} instead of {seq:,} tokens: shorter context" for length in shorter]
         yield [Change({"seq": shorter[i]}, context[i], 3 + i) for i in range(len(shorter))]
         yield [Change({"lora": 16}, "LoRA: {trained} trained, all weights frozen", 6)] * (settings["lora"] is None)
-    yield [Change({"offload": True}, "states and steps on the host: {host}", 3)] * (not settings["offload"])
+    hosted = {"offload": True}, {"offload": True, "keep_weights": True}  # the latter where Muon needs it
+    chosen = hosted if before.layout.adamw is not None else hosted[:1]
+    yield [Change(way, "states and steps on the host: {host}", 3) for way in chosen] * (not settings["offload"])
     yield [
         Change(
             {"gpus": count, "strategy": "fsdp", **no_view},

@@ -124,7 +124,7 @@ def plan(params: float | None = None, **settings: Any) -> Plan:
     widths = row.gradients.per_parameter, (row.compute if strategy.weights else row.weights).per_parameter
     messages = [*training.sharding.communication(training.trained, training.weights, widths)]
     if training.offload:
-        messages += sharding.over_the_bus(row, strategy, shards, training.mirrored)
+        messages += sharding.over_the_bus(row, strategy, shards, training.mirrored, training.scratch)
     if training.scratch is not None and training.scratch.sent:
         exchanged = Collective("all-to-all", "parts of matrices", training.scratch.sent, training.sharding.divisor)
         messages.append(exchanged)
@@ -166,9 +166,8 @@ def _stored(training: Training) -> Iterator[Part]:
         each = float(sum(form.per_parameter * share for form, _, share in of_rules))
         part = Part(name, size, each, divisor, ALWAYS, True, memory, of_rules[0][0].name)
         if name in ("weights", "gradients") and training.mirrored:
-            unpadded = sum(
-                count * form.bytes(numel, length) for form, _, _ in of_rules for numel, count, length in shards.states
-            )
+            form = of_rules[0][0]  # that of all rules
+            unpadded = sum(count * form.bytes(numel, length) for numel, count, length in shards.states)
             yield replace(part, name=f"{name} on the host", bytes=unpadded, place=HOST)
         if name == "gradients" and training.mirrored and not strategy.buckets:
             size = min(size, 2 * (training.step_in_backward or USUAL_BUCKET) + _largest(training))
@@ -181,9 +180,14 @@ def _stored(training: Training) -> Iterator[Part]:
         size = row.scalars * sum(count for _, count, _ in shards.states)
         yield Part("scalars", size, None, 1, ALWAYS, True, states_at, "step counts, scales")
     if training.scratch is not None:
-        size, exact = 2 * (training.scratch.parts + training.scratch.received), training.step_in_backward is None
-        note = "matrices of Muon in bf16, as they are orthogonalized"
-        yield Part("scratch", size, None, 1, ALWAYS, shaped and exact, note=note)
+        size, note = 2 * (training.scratch.parts + training.scratch.received), "matrices of Muon, in bf16"
+        # Steps bucket by bucket take less, unless ranks exchange the matrices.
+        in_buckets = training.step_in_backward is not None or (training.offload and not training.scratch.received)
+        exact = shaped and not in_buckets
+        yield Part("scratch", size, None, 1, ALWAYS, exact, note=f"{note}, as they are orthogonalized")
+        if training.offload:
+            size, note = 2 * training.scratch.host, f"{note}, copied to the GPU and back"
+            yield Part("scratch on the host", size, None, 1, ALWAYS, exact, HOST, note)
 
 
 def _bucket(training: Training, bucket_bytes: int, size: int) -> tuple[int, str]:

@@ -103,6 +103,8 @@ class Scratch(NamedTuple):
     received: int  # elements of scratch memory for parts of other ranks
     copies: int  # bytes of copies of the largest matrix; 0 if shapes are unknown
     sent: int  # bytes sent to other ranks per step
+    host: int  # with offloading: elements of scratch memory on the host
+    copied: int  # with offloading: elements copied to the GPU and back per step
 
 
 @dataclass(frozen=True)
@@ -231,11 +233,12 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
     if not shaped:
         shard = -(-parameters_of(units) // ranks)
         together = min(shard, MOST)
-        return Scratch(together, together if ranks > 1 else 0, 0, math.ceil(4 * ring(ranks) * shard))
-    matrices, parts, received, sent = list(each_tensor_of(units)), 0, 0, 0
+        sent = math.ceil(4 * ring(ranks) * shard)
+        return Scratch(together, together if ranks > 1 else 0, 0, sent, min(shard, 2 * MOST), shard)
+    matrices, parts, received, sent = list(each_tensor_of(units)), [], 0, 0
     ranks = min(ranks, max(len(matrices), *(matrix.shape[0] for matrix in matrices)))  # the others have no parts
     if rank >= ranks:
-        return Scratch(0, 0, 0, 0)
+        return Scratch(0, 0, 0, 0, 0, 0)
     copies = 0
     for matrix in matrices:
         exchanged = cuts_matrices(matrix.shape, 0, cut(matrix.shape[0], ranks))
@@ -243,7 +246,7 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
         # Two copies in bf16, a third one of exchanged matrices, and two square products of the short side.
         copies = max(copies, (4 + 2 * exchanged) * rows * columns + 4 * min(rows, columns) ** 2)
         launches[codes and matrix.elements >= LEAST_CODED, exchanged].append(matrix.shape)
-    for (_, exchanged), shapes in launches.items():
+    for (_, exchanged), shapes in sorted(launches.items(), key=lambda launch: launch[0][1]):
         cuts = [(0, cut(shape[0], ranks)) for shape in shapes]
         shards = [
             math.prod(shape[1:]) * (ranges[rank][1] - ranges[rank][0])
@@ -252,14 +255,17 @@ def scratch_of(units: tuple[Unit, ...], ranks: int, rank: int, shaped: bool, cod
         least = ranks if exchanged else 1
         for indices in in_parts([*map(math.prod, shapes)] if exchanged else shards, MOST * least, least):
             of_part = slice(indices.start, indices.stop)
-            parts = max(parts, sum(map(padded, shards[of_part])))
+            parts.append(sum(map(padded, shards[of_part])))
             if exchanged:
                 ownership = Ownership(shapes[of_part], cuts[of_part], rank)
                 received, sent = max(received, ownership.received), sent + ownership.bytes_sent
-    return Scratch(parts, received, copies, sent)
+    host = sum(max(parts[turn::2], default=0) for turn in (0, 1))
+    return Scratch(max(parts), received, copies, sent, host, sum(parts))
 
 
-def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool) -> tuple[Collective, ...]:
+def over_the_bus(
+    row: Layout, strategy: Strategy, shards: Shards, mirrored: bool, scratch: Scratch | None
+) -> tuple[Collective, ...]:
     """The copies between a GPU and its host with offloading."""
     # Strategies that shard weights gather them twice, from the host unless they stay on the GPU.
     padded = strategy.gradients and not mirrored
@@ -270,4 +276,8 @@ def over_the_bus(row: Layout, strategy: Strategy, shards: Shards, mirrored: bool
     if not mirrored:
         return to_host, from_host
     # `halfstep.integrations.offload` steps from the weights on the device, which other code may have written.
-    return to_host, replace(from_host, name="copy to the host"), from_host
+    copies = to_host, replace(from_host, name="copy to the host"), from_host
+    if scratch is None:
+        return copies
+    matrices = (Collective(copy.name, "matrices of Muon", 2 * scratch.copied, 1) for copy in copies[1:])
+    return *copies, *matrices

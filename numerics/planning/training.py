@@ -135,7 +135,9 @@ class Training:
         yield foreign, "optimizer", f"one of halfstep's with {mirrored}", pick
         yield self.bucket_view and no_views, "bucket_view", no_ddp, out
         yield stepping and not self.row.ours, "optimizer", "one of halfstep's with step_in_backward", pick
-        yield muon and self.offload, "offload", "False with Muon, which nothing offloads", pick
+        products = "True with offload=True and Muon, whose matrix products need a GPU"
+        yield muon and self.offload and not self.mirrored, "keep_weights", products, "pass keep_weights=True"
+        yield muon and self.offload and stepping, "step_in_backward", "None with offload=True and Muon", pick
         yield lora and no_model, "model", "a Transformer with lora, whose adapters adapt its matrices", shape
         yield lora and self.offload, "offload", "False with lora", pick
         yield lora and stepping, "step_in_backward", "None with lora", pick

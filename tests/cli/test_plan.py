@@ -140,6 +140,11 @@ def test_what_a_strategy_cannot_do_is_left_out_of_its_plan() -> None:
     common = "--params 7e9 --gpus 8 --compare"
     hosted = {one["label"] for one in told(f"{common} strategies --offload")["plans"] if one["totals"]["host"]}
     assert hosted == {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp1", "hsdp, groups of 4"}
+    plans = told(f"{common} strategies --offload --optimizer halfstep-muon")["plans"]
+    plans += told(f"{common} layouts --offload --step-in-backward --strategy fsdp")["plans"]
+    kept = {one["label"] for one in plans if one["settings"]["keep_weights"] and one["totals"]["host"]}
+    muon = {name for name in OPTIMIZERS if name.startswith("halfstep-muon-")}
+    assert kept == muon | {"ddp", "fsdp", "hsdp, groups of 4"}
     crossing = r"[\d.]+ GiB cross the bus: [\d,]+ ms at 25 GB/s and [\d,]+ ms at 55 GB/s"
     assert re.search(crossing, printed("--params 7e9 --offload"))
     plans = told(f"{common} strategies --step-in-backward")["plans"]

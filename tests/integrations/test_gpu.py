@@ -19,6 +19,7 @@ from layouts import BF16, FP16, FP32
 from tolerances import MUON_ACROSS_DEVICES
 
 import halfstep
+from halfstep.integrations.offload import OffloadedMuon
 
 pytestmark = [
     pytest.mark.sample(6),
@@ -214,6 +215,22 @@ def test_momentum_of_muon_has_the_bits_of_the_reference(state: Any) -> None:
                 assert_same_bits(left[index][key], right[index][key], f"{key} of parameter {index}")
         update = 3 * 1e-2 * min(parameter.shape) ** 0.5
         assert (mine.masters()[parameter].cpu() - theirs.masters()[other]).norm() < MUON_ACROSS_DEVICES * update
+
+
+@gpu
+@pytest.mark.parametrize("state", [FP32, "8bit"])
+def test_offloaded_muon_has_the_bits_of_muon_on_the_gpu(state: Any) -> None:
+    """Products are on the GPU, and those of a bucket run while the host steps another."""
+    trained = []
+    for cls, options in ((halfstep.Muon, {}), (OffloadedMuon, {"bucket_bytes": 2**16})):
+        parameters = model(BF16, torch.device("cuda"), [(300, 500), (17, 33), (64, 64), (500, 96)], (0, 1, 0, 3))
+        optimizer = cls(parameters, lr=1e-2, state_dtype=state, max_grad_norm=100.0, **options)
+        for step in range(4):
+            give(parameters, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(optimizer)
+    assert_same_training(*trained)
 
 
 # ----------------------------------------------------------------------------------------------------------- the host

@@ -14,7 +14,10 @@ from halfstep.integrations.optim.step_plan import apply
 
 @pytest.mark.parametrize(
     ("backend", "options"),
-    [("auto", ""), ("auto", "--offloaded"), ("auto", "--offloaded --sharded"), ("reference", ""), ("auto", "--muon")],
+    [
+        *(("auto", ""), ("auto", "--offloaded"), ("auto", "--offloaded --sharded"), ("reference", "")),
+        *(("auto", "--muon"), ("auto", "--offloaded-muon"), ("auto", "--offloaded-muon --sharded")),
+    ],
 )
 def test_an_interrupted_step_or_load_is_complete_or_not_begun(backend: str, options: str) -> None:
     tries = "15"

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import halfstep
-from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdam, OffloadedAdamW, OffloadedMuon
 from halfstep.integrations.release import step_in_backward
-from halfstep.kernels import adam
+from halfstep.kernels import adam, muon
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
 
@@ -43,11 +43,13 @@ Run = tuple[Net, Any]
 
 def _pair(layout: str, mode: Any, bucket_bytes: int = 400) -> tuple[Run, Run]:
     """A run on the device, and one whose optimizer is offloaded."""
-    dtype, options = LAYOUTS[layout]
+    (dtype, options), muon = LAYOUTS[layout.removeprefix("Muon, ")], layout.startswith("Muon")
     device, host = made(dtype), made(dtype)
-    return (device, halfstep.AdamW(device.parameters(), lr=0.01, **options)), (
+    on_device, on_host = (halfstep.Muon, OffloadedMuon) if muon else (halfstep.AdamW, OffloadedAdamW)
+    groups: Any = halfstep.muon_groups if muon else Net.parameters
+    return (device, on_device(groups(device), lr=0.01, **options)), (
         host,
-        OffloadedAdamW(host.parameters(), lr=0.01, in_backward=mode, bucket_bytes=bucket_bytes, **options),
+        on_host(groups(host), lr=0.01, in_backward=mode, bucket_bytes=bucket_bytes, **options),
     )
 
 
@@ -56,6 +58,7 @@ def _combined(layout: str, mode: Any) -> bool:
 
 
 CASES = [(layout, mode) for layout in LAYOUTS for mode in MODES if _combined(layout, mode)]
+CASES += [(f"Muon, {layout}", "copy") for layout in LAYOUTS if "amsgrad" not in layout] + [("Muon, split", None)]
 cases = pytest.mark.parametrize(("layout", "mode"), CASES)
 
 
@@ -299,6 +302,92 @@ def test_any_order_of_streams_gives_the_same_weights(
         assert model.pageable == [] or set(model.pageable) == {"a copy from the device"}  # tolist
 
 
+MATRICES = ((33, 64), (17,), (96, 20), (48, 48), (2, 40, 72))
+
+
+def _trained_by_muon(cls: Any, device: torch.device, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    """Weights and states after steps of which the second one overflows, with the first matrix on the CPU."""
+    random = torch.Generator().manual_seed(0)
+    devices = [torch.device("cpu"), *[device] * 4]
+    values = [(torch.randn(shape, generator=random) * 0.1).bfloat16() for shape in MATRICES]
+    parameters = [torch.nn.Parameter(value.to(on)) for value, on in zip(values, devices, strict=True)]
+    vectors = [parameter for parameter in parameters if parameter.dim() == 1]
+    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
+    optimizer = cls([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.02, **options)
+    scaler = halfstep.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
+    scaler.scale(torch.zeros(()))
+    for step in range(4):
+        for parameter in reversed(parameters):
+            grad = torch.randn(parameter.shape, generator=random).bfloat16() * (torch.inf if step == 1 else 1)
+            parameter.grad = grad.to(parameter.device)
+            if options.get("in_backward"):
+                optimizer._take(parameter)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch.full((5000,), 7.0, device=device)  # in memory that was freed too early
+    states = optimizer.canonical_state_dict()["state"]
+    values = [*parameters, *(states[number][key] for number in sorted(states) for key in sorted(states[number]))]
+    return [value.detach().cpu() for value in values], optimizer
+
+
+@orders
+@pytest.mark.parametrize("mode", ["copy", None])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "8bit", "max_grad_norm": 30.0}], ids=["fp32", "8 bits"])
+def test_matrices_are_orthogonalized_on_the_device(
+    options: dict[str, Any], bucket_bytes: int, mode: Any, order: str
+) -> None:
+    """And have the bits of a step there, whatever streams are executed in between."""
+    expected, _ = _trained_by_muon(halfstep.Muon, torch.device("cpu"), **options)
+    offloaded = partial(OffloadedMuon, in_backward=mode, bucket_bytes=bucket_bytes)
+    with Model(order) as model:
+        tensors, optimizer = _trained_by_muon(offloaded, model.device, **options)
+        scratch = optimizer._plans.scratch
+        assert {use for on, _, use in scratch if on == model.device} == {"parts"}
+        pinned = {use for (_, _, use), memory in scratch.items() if model.pinned.holds(memory)}
+        assert pinned == {"pinned, 0", "pinned, 1"} if bucket_bytes == 1 else {"pinned, 0"} <= pinned
+    assert all(map(torch.equal, tensors, expected))
+
+
+def test_muon_holds_and_copies_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Model("late") as model:
+        parameters = [torch.nn.Parameter(torch.ones(shape, dtype=BF16, device=model.device)) for shape in MATRICES]
+        vectors = {"params": parameters[1:2], "algorithm": "adamw"}
+        optimizer = OffloadedMuon([{"params": parameters[:1] + parameters[2:]}, vectors])
+        copied, copy = [], model._copy
+
+        def counted(target: torch.Tensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
+            copied.append(source.nbytes * (model.is_here(target) != model.is_here(source)))
+            return copy(target, source, *rest)
+
+        monkeypatch.setattr(model, "_copy", counted)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer._take(parameter)
+        optimizer.step()
+        hosts = [mirror.host for mirror in optimizer._mirrors.values()]
+        scratch = list(optimizer._plans.scratch.values())
+        on_host = [*hosts, *(host.grad for host in hosts), *filter(model.pinned.holds, scratch)]
+        on_host += [value for state in optimizer.state.values() for value in state.values()]
+        on_device = sum(memory.nbytes for memory in scratch if model.is_here(memory))
+    planned = plan(units=[unit("all", MATRICES)], optimizer="halfstep-muon", offload=True)
+    assert sum(tensor.nbytes for tensor in on_host) == planned.totals.host
+    assert on_device == planned.part("scratch").bytes
+    assert sum(copied) == sum(message.bytes for message in planned.communication)
+
+
+def test_the_host_launches_other_matrices_while_some_are_orthogonalized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three on the GPU, and one whose parameter is on the CPU."""
+    events: list[str] = []
+    for family, event in ((muon.MOMENTUM, "M"), (muon.WEIGHT, "W")):
+        monkeypatch.setattr(family, "launch", lambda *arguments, event=event: partial(events.append, event))
+    monkeypatch.setattr(muon, "orthogonalize", lambda *_: events.append("P"))
+    with Model("late") as model:
+        _trained_by_muon(partial(OffloadedMuon, bucket_bytes=1), model.device)
+    assert "".join(events) == "MP MP W MP W MPW W".replace(" ", "") * 4
+
+
 class _Watched:
     """The order of events in the steps of an offloaded optimizer on a model of a GPU."""
 
@@ -504,6 +593,8 @@ def test_errors_name_the_argument_and_the_remedy(mesh: Any) -> None:
     )
     refuses(TypeError, on_host, new(_sharded(torch.ones(6), mesh)))
     refuses(TypeError, "but got a flat parameter of FullyShardedDataParallel of shape (6,), which replaces", new(flat))
+    stepping = partial(OffloadedMuon, [torch.nn.Parameter(torch.ones(2, 2))], in_backward="step")
+    refuses(ValueError, "in_backward to be 'copy' or None for Muon, got 'step': products during the backward", stepping)
     refuses(KeyError, "not a parameter of this optimizer", lambda: optimizer.masters()[torch.ones(1)])
     for call in (lambda: copy.deepcopy(optimizer), lambda: pickle.dumps(optimizer)):
         refuses(TypeError, "save state_dict(), and load it into an optimizer of the copied model", call)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedMuon
 
 BF16 = torch.bfloat16
 LAYOUTS = some("fp32", "fp16", "split", "split24, 8 bits")
@@ -32,7 +32,10 @@ CLASSES: dict[str, Any] = {
     "device": halfstep.AdamW,
     "host": OffloadedAdamW,
     "host, step": partial(OffloadedAdamW, in_backward="step", bucket_bytes=256),
+    "Muon on the device": halfstep.Muon,
+    "Muon on the host": OffloadedMuon,
 }
+MUON = [("Muon on the host", "Muon on the device"), ("Muon on the device", "Muon on the host")]
 PAIRS = [("host", "device"), ("device", "host"), ("host", "host")]
 pairs = pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 
@@ -71,10 +74,14 @@ def _run(where: str, layout: str, lr: float = 0.01, steps: int = 0, seed: int = 
     dtype, options = LAYOUTS[layout]
     torch.manual_seed(seed)
     net = Net().to(dtype)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [net.embedding.weight, *net.inner.parameters()]},
         {"params": list(net.norm.parameters()), "weight_decay": 0.0, "lr": 3 * lr},
     ]
+    if "Muon" in where:
+        groups[0] |= {"params": [net.embedding.weight, net.inner.bias], "algorithm": "adamw"}
+        groups[1] |= {"algorithm": "adamw"}
+        groups.append({"params": [net.inner.weight]})
     run = Run(net, CLASSES[where](groups, lr=lr, **options))
     for number in range(steps):
         run.step(number)
@@ -119,7 +126,8 @@ def _through_ours(source: Run, target: Run, folder: Path) -> None:
         (layout, *pair, (_through_torch, _through_ours)[(number + place) % 2])
         for number, layout in enumerate(LAYOUTS)
         for place, pair in enumerate(PAIRS)
-    ],
+    ]
+    + [(layout, *pair, _through_ours) for layout in LAYOUTS for pair in MUON],
 )
 def test_a_checkpoint_continues_with_the_same_bits(
     layout: str, saved: str, loaded: str, through: Any, tmp_path: Path

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.offload import OffloadedSGD
+from halfstep.integrations.offload import OffloadedMuon, OffloadedSGD
 from halfstep.integrations.release import step_in_backward
 from halfstep.kernels.muon import rule
 
@@ -127,17 +127,18 @@ def test_a_scheduler_moves_the_rates_and_momentum_of_all_groups(name: str) -> No
 
 @cases
 def test_scalers_release_and_offload_have_the_bits_of_plain_steps(name: str, layout: str) -> None:
-    models = [net() for _ in range(4)]
-    plain, scaled, released, offloaded = models
+    models = [net() for _ in range(5)]
+    plain, scaled, released, offloaded, by_torch = models
     plain_steps(plain, optimizer_of(name, plain, **LAYOUTS[layout]), range(2))
     train(scaled, optimizer_of(name, scaled, **LAYOUTS[layout]), range(2))
     optimizer = optimizer_of(name, released, **LAYOUTS[layout])
     step_in_backward(released, optimizer)
     plain_steps(released, optimizer, range(2))
-    if name == "SGD":
-        plain_steps(offloaded, OffloadedSGD(offloaded.parameters(), **OPTIONS[name], **LAYOUTS[layout]), range(2))
-    else:
-        scaled_steps(offloaded, optimizer_of(name, offloaded, **LAYOUTS[layout]), range(2))
+    on_host = {"SGD": OffloadedSGD, "Muon": OffloadedMuon}[name]
+    plain_steps(offloaded, optimizer_of(name, offloaded, on_host, **LAYOUTS[layout]), range(2))
+    scaled_steps(
+        by_torch, optimizer_of(name, by_torch, on_host if name == "Muon" else None, **LAYOUTS[layout]), range(2)
+    )
     assert_same(*models)
 
 

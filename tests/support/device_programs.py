@@ -23,7 +23,7 @@ from stream_model import Model
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedMuon
 from halfstep.integrations.release import step_in_backward
 
 CPU = torch.device("cpu")
@@ -43,6 +43,17 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"master_weights": "full", "state_dtype": BF16, "rounding": "stochastic", "seed": 5},
     {"state_dtype": "8bit", "seed": 5},
 )
+
+
+def muon(parameters: Any, amsgrad: bool = False, **options: Any) -> OffloadedMuon:
+    """The options of AdamW, of which Muon has no `amsgrad`."""
+    groups: list[list[torch.Tensor]] = [[], []]
+    for parameter in parameters:
+        groups[parameter.dim() == 1].append(parameter)
+    named = [{"params": groups[0]}, {"params": groups[1], "algorithm": "adamw"}]
+    return OffloadedMuon(named, bucket_bytes=700, **options)
+
+
 # By the name of an optimizer: whether a parameter is on the GPU, by its index; and the class.
 OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "AdamW on both": (lambda index: index % 2 == 0, halfstep.AdamW),
@@ -52,6 +63,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[int], bool], Callable[..., Any]]] = {
     "OffloadedAdamW, copy": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700)),
     "OffloadedAdamW, step": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward="step")),
     "OffloadedAdamW, None": (lambda index: True, partial(OffloadedAdamW, bucket_bytes=700, in_backward=None)),
+    "OffloadedMuon, copy": (lambda index: True, muon),
+    "OffloadedMuon, None": (lambda index: True, partial(muon, in_backward=None)),
     "torch's AdamW on both": (lambda index: index % 2 == 0, torch.optim.AdamW),
     "torch's fused AdamW on the GPU": (lambda index: True, partial(torch.optim.AdamW, fused=True)),
 }

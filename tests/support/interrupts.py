@@ -7,7 +7,8 @@ Two ways of interrupting:
 - ``signal``: a real SIGINT at a random time, on any backend.
 
 As a program it is the campaign: ``python tests/support/interrupts.py --tries 2000 --seed 0``. With ``--offloaded`` the
-optimizer is `OffloadedAdamW`, in three buckets; with ``--muon`` it is `Muon`, whose step has Python code in the middle.
+optimizer is `OffloadedAdamW`, in three buckets; with ``--muon`` it is `Muon`, whose step has Python code in the middle,
+and with ``--offloaded-muon`` `OffloadedMuon`.
 With ``--sharded`` the parameters are DTensors of this rank alone.
 """
 
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import halfstep
 from halfstep.integrations import optim
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedMuon
 from halfstep.integrations.optim.state import like
 from halfstep.numerics.scaling.sharding import local
 
@@ -58,10 +59,11 @@ class Training:
         self.optimizer: Any
         if optimizer == "OffloadedAdamW":
             self.optimizer = OffloadedAdamW(self.parameters, lr=0.1, bucket_bytes=400)
-        elif optimizer == "Muon":
+        elif optimizer.endswith("Muon"):
             vectors = [parameter for parameter in self.parameters if parameter.dim() == 1]
             matrices = [parameter for parameter in self.parameters if parameter.dim() == 2]
-            self.optimizer = halfstep.Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.1)
+            muon = halfstep.Muon if optimizer == "Muon" else partial(OffloadedMuon, bucket_bytes=400)
+            self.optimizer = muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], lr=0.1)
         else:
             self.optimizer = halfstep.AdamW(self.parameters, lr=0.1)
 
@@ -230,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tries", type=int, default=2000, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="for the signals")
-    for name, optimizer in (("--offloaded", "OffloadedAdamW"), ("--muon", "Muon")):
+    optimizers = {"--offloaded": "OffloadedAdamW", "--muon": "Muon", "--offloaded-muon": "OffloadedMuon"}
+    for name, optimizer in optimizers.items():
         parser.add_argument(name, dest="optimizer", action="store_const", const=optimizer, default="AdamW")
     parser.add_argument("--sharded", action="store_true")
     given = parser.parse_args(argv)
@@ -238,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have it ignored in the background
     divided = 0
-    for how in ("bytecode", "signal") if given.backend == "auto" and given.optimizer != "Muon" else ("signal",):
+    for how in ("bytecode", "signal") if given.backend == "auto" and "Muon" not in given.optimizer else ("signal",):
         campaign = Campaign(how, given.seed, given.optimizer, given.sharded)
         with halfstep.backend(given.backend):
             campaign.steps(given.tries)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from rule_ranks import loss_of, net, optimizer_of, sharded
+from stream_model import Model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -27,7 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import halfstep
 from halfstep.integrations import checkpoint
 from halfstep.integrations.fsdp import keep_reduced_gradients
-from halfstep.integrations.offload import OffloadedAdamW, OffloadedSGD
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedMuon, OffloadedSGD
+from halfstep.integrations.optim.state import like
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import local
 
@@ -40,14 +43,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.01}
 
 
-def adamw(model: torch.nn.Module, layout: str = "split", where: Any = "device", **options: Any) -> Any:
+def optimizer_for(
+    model: torch.nn.Module, layout: str = "split", where: Any = "device", muon: bool = False, **options: Any
+) -> Any:
+    """AdamW, or Muon, on the device, or on the host with `where` as `in_backward`."""
     options = {**OPTIONS, **LAYOUTS[layout], **options}
-    if where == "Muon":
-        return optimizer_of("Muon", model, **options)
-    if where == "device":
-        return halfstep.AdamW(model.parameters(), **options)
-    size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
-    return OffloadedAdamW(model.parameters(), in_backward=where, bucket_bytes=2 * size // 3, **options)
+    if where != "device":
+        size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
+        options |= {"in_backward": where, "bucket_bytes": 2 * size // 3}
+    if muon:
+        return optimizer_of("Muon", model, None if where == "device" else OffloadedMuon, **options)
+    return (halfstep.AdamW if where == "device" else OffloadedAdamW)(model.parameters(), **options)
 
 
 def backward(model: torch.nn.Module, scaler: Any, step: int, last: bool = True) -> None:
@@ -86,7 +92,7 @@ def whole(model: torch.nn.Module, optimizer: Any) -> list[torch.Tensor]:
     return [getattr(tensor, "full_tensor", tensor.clone)().detach() for tensor in shards(model, optimizer)]
 
 
-def shards_have_the_bits_of_the_device_and_of_one_process(cut: str, layouts: Iterable[str]) -> None:
+def shards_have_the_bits_of_the_device_and_of_one_process(cut: str, layouts: Iterable[str], muon: bool = False) -> None:
     """Without and with clipping: the sum of squares is rounded to fp32 in each chunk, and chunks depend on shards, so
     that norms of one process differ in the last bit."""
     different = []
@@ -94,7 +100,7 @@ def shards_have_the_bits_of_the_device_and_of_one_process(cut: str, layouts: Ite
         for limit in (None, 0.5):
             results = []
             for model, where in ((net(), "device"), (sharded(cut), "device"), (sharded(cut), "copy")):
-                optimizer = adamw(model, layout, where, max_grad_norm=limit)
+                optimizer = optimizer_for(model, layout, where, muon, max_grad_norm=limit)
                 train(model, optimizer)
                 results.append(whole(model, optimizer))
             expected = results[:2] if limit is None else results[1:2]
@@ -210,15 +216,17 @@ PROGRAMS: dict[str, tuple[Callable[[Any, Any], None], dict[str, Any], dict[str, 
 }
 
 
-def what_users_do_has_the_bits_of_the_device(name: str) -> None:
+def what_users_do_has_the_bits_of_the_device(name: str, muon: bool = False) -> None:
     program, options, of_optimizer, modes = PROGRAMS[name]
     results = []
     for where in ("device", *modes):
+        if muon and where == "step":
+            continue
         model = made(**options)
-        optimizer = adamw(model, "split", where, **of_optimizer)
+        optimizer = optimizer_for(model, "split", where, muon, **of_optimizer)
         program(model, optimizer)
         results.append(whole(model, optimizer))
-    assert [mode for mode, other in zip(modes, results[1:], strict=True) if not same(results[0], other)] == []
+    assert [number for number, other in enumerate(results) if not same(results[0], other)] == []
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -244,10 +252,10 @@ def partial_sums_of_gradients_are_added_before_they_leave() -> None:
     assert not torch.equal(weights[0], torch.ones(4, 4)) and same([weights[0]] * 3, [weights[1], *of_ranks])
 
 
-def saved(rank: int, where: str, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
+def saved(rank: int, where: str, muon: bool, folder: Path) -> tuple[list[str], list[torch.Tensor]]:
     """Checkpoints after three steps, as held and canonical, and weights and states after two more steps."""
     model = sharded("rows")
-    optimizer = adamw(model, "split24, 8 bits", where)
+    optimizer = optimizer_for(model, "split24, 8 bits", where, muon)
     train(model, optimizer, range(3))
     forms: tuple[Any, ...] = ("held", "canonical")
     paths = [
@@ -257,12 +265,12 @@ def saved(rank: int, where: str, folder: Path) -> tuple[list[str], list[torch.Te
     return list(map(str, paths)), whole(model, optimizer)
 
 
-def continued(rank: int, ranks: int, paths: list[str], wheres: list[str]) -> list[list[torch.Tensor]]:
+def continued(rank: int, ranks: int, paths: list[str], wheres: list[str], muon: bool) -> list[list[torch.Tensor]]:
     """Weights and states after two more steps from each checkpoint, which replaces another state."""
     results = []
     for path, where in product(paths, wheres):
         model = sharded("rows") if ranks > 1 else net(1)
-        optimizer = adamw(model, "split24, 8 bits", where, lr=0.5)
+        optimizer = optimizer_for(model, "split24, 8 bits", where, muon, lr=0.5)
         train(model, optimizer, range(1))
         checkpoint.load(path, model=model, optimizer=optimizer)
         train(model, optimizer, range(3, 5))
@@ -275,7 +283,7 @@ def a_state_is_saved_while_a_first_backward_is_stepped() -> None:
     results = []
     for where in ("device", "step"):
         model = made()
-        optimizer = adamw(model, "split24, 8 bits", where)
+        optimizer = optimizer_for(model, "split24, 8 bits", where)
         if where == "step":
             submit = optimizer._submit
             optimizer._submit = lambda call, submit=submit: submit(partial(_later, call))
@@ -287,7 +295,7 @@ def a_state_is_saved_while_a_first_backward_is_stepped() -> None:
             state = get_optimizer_state_dict(model, optimizer)
             weights = get_model_state_dict(model)
             model = made()
-            optimizer = adamw(model, "split24, 8 bits", "copy")
+            optimizer = optimizer_for(model, "split24, 8 bits", "copy")
             set_model_state_dict(model, weights)
             set_optimizer_state_dict(model, optimizer, state)
         results.append(whole(model, optimizer))
@@ -299,10 +307,10 @@ def _later(call: Callable[[], None]) -> None:
     call()
 
 
-def the_bytes_are_those_planned() -> None:
+def the_bytes_are_those_planned(muon: bool) -> None:
     """After a step of two ranks: on the host, of weights and gradients on the device, and copied in a step."""
     model = made()
-    optimizer = adamw(model, "split", "copy")
+    optimizer = optimizer_for(model, "split", "copy", muon)
     loss(model, 1).backward()
     optimizer.step()
     mirrors = list(optimizer._mirrors.values())
@@ -315,12 +323,54 @@ def the_bytes_are_those_planned() -> None:
         "copied": 3 * sum(mirror.weight.nbytes for mirror in mirrors),
     }
     inner = (model.block, model.sometimes)
-    root = [shape for shape in map(_shape, model.parameters()) if shape not in {(64, 64), (64,)}]
+    root = {"embed": _shape(model.embedding.weight), "head": _shape(model.head.weight), "bias": _shape(model.head.bias)}
     units = [unit("block", [*map(_shape, module.parameters())]) for module in inner] + [unit("root", root, root=True)]
-    result = plan(units=units, gpus=2, strategy="fsdp", offload=True, keep_weights=True, rank=dist.get_rank())
+    name = "halfstep-muon" if muon else "halfstep"
+    settings: dict[str, Any] = {"strategy": "fsdp", "offload": True, "keep_weights": True, "optimizer": name}
+    result = plan(units=units, gpus=2, rank=dist.get_rank(), **settings)
     copied = sum(message.bytes for message in result.communication if message.ranks == 1)
-    weights = result.part("weights").bytes
-    assert counted == {"host": result.totals.host, "weights": weights, "gradients": 0, "copied": copied}
+    weights, host = result.part("weights").bytes, result.totals.host
+    if muon:  # the host is the device: the matrices are in one memory, and not copied
+        matrices = result.part("scratch on the host").bytes
+        host, copied = host - matrices, copied - 2 * matrices
+        memory = optimizer._plans.scratch[torch.device("cpu"), 0, "parts"]
+        assert memory.nbytes == matrices
+    assert counted == {"host": host, "weights": weights, "gradients": 0, "copied": copied}
+
+
+def matrices_are_exchanged_on_the_device() -> None:
+    """On models of two GPUs, of which the ranks send copies on the host, in the order of the streams."""
+
+    def all_to_all(into: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        received = torch.empty(into.shape, dtype=into.dtype)
+        collective(received, source.cpu(), *rest, **(options | {"async_op": False}))
+        into.copy_(received)
+        return mock.Mock()
+
+    collective, mesh, weights = dist.all_to_all_single, init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for order in (None, "late", "random"):
+        random = torch.Generator().manual_seed(0)
+        gpu = nullcontext(None) if order is None else Model(order)
+        with gpu as model, mock.patch.object(dist, "all_to_all_single", collective if model is None else all_to_all):
+            device, cls = ("cpu", halfstep.Muon) if model is None else (model.device, OffloadedMuon)
+            parameters = []
+            for shape in ((33, 64), (96, 17), (40, 40), (5, 300)):
+                whole = distribute_tensor(torch.randn(shape, generator=random).bfloat16(), mesh, [Shard(0)])
+                parameters.append(torch.nn.Parameter(like(whole, local(whole).to(device))))
+            # The shards of rank 1, but not those of rank 0, would share a bucket.
+            sized = {} if model is None else {"bucket_bytes": 1500}
+            optimizer = cls([{"params": parameters[:2]}, {"params": parameters[2:], "ns_steps": 3}], lr=0.02, **sized)
+            for _ in range(3):
+                for parameter in parameters:
+                    whole = distribute_tensor(
+                        torch.randn(parameter.shape, generator=random).bfloat16(), mesh, [Shard(0)]
+                    )
+                    parameter.grad = like(whole, local(whole).to(device))
+                optimizer.step()
+            weights.append([local(parameter.detach()).cpu() for parameter in parameters])
+            uses = {use for on, _, use in optimizer._plans.scratch if on == torch.device(device)}
+            assert uses == {"parts", "received"}
+    assert same(weights[0], weights[1]) and same(weights[0], weights[2])
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -332,20 +382,32 @@ def _storages(tensors: list[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+ROWS = partial(shards_have_the_bits_of_the_device_and_of_one_process, "rows")
+COLUMNS = partial(shards_have_the_bits_of_the_device_and_of_one_process, "columns")
+HSDP = partial(shards_have_the_bits_of_the_device_and_of_one_process, "hsdp", ["split24, 8 bits"])
 CASES: dict[str, Callable[[], None]] = {
-    "shards by rows": partial(shards_have_the_bits_of_the_device_and_of_one_process, "rows", LAYOUTS),
-    "shards by columns": partial(shards_have_the_bits_of_the_device_and_of_one_process, "columns", ["split24, 8 bits"]),
+    "shards by rows": partial(ROWS, LAYOUTS),
+    "shards by columns": partial(COLUMNS, ["split24, 8 bits"]),
     **{f"what users do: {name}": partial(what_users_do_has_the_bits_of_the_device, name) for name in PROGRAMS},
     **{
         case.__name__: case
         for case in (
             partial_sums_of_gradients_are_added_before_they_leave,
             a_state_is_saved_while_a_first_backward_is_stepped,
-            the_bytes_are_those_planned,
+            matrices_are_exchanged_on_the_device,
         )
     },
+    "Muon, shards by rows": partial(ROWS, ["split", "split24, 8 bits"], muon=True),
+    "Muon, shards by columns": partial(COLUMNS, ["split"], muon=True),
+    **{
+        f"Muon, what users do: {name}": partial(what_users_do_has_the_bits_of_the_device, name, muon=True)
+        for name in ("recomputed", "fp32", "kept fp32 gradients", "clipped by torch")
+    },
+    "planned": partial(the_bytes_are_those_planned, muon=False),
+    "Muon, planned": partial(the_bytes_are_those_planned, muon=True),
 }
-ON_FOUR_RANKS = {"HSDP": partial(shards_have_the_bits_of_the_device_and_of_one_process, "hsdp", ["split24, 8 bits"])}
+ON_FOUR_RANKS = {"HSDP": HSDP, "Muon, HSDP": partial(HSDP, muon=True)}
 EVERY_CASE_ON_FOUR_RANKS = {
-    "shards by rows": partial(shards_have_the_bits_of_the_device_and_of_one_process, "rows", ["split24, 8 bits"])
+    "shards by rows": partial(ROWS, ["split24, 8 bits"]),
+    "Muon, shards by rows": partial(ROWS, ["split24, 8 bits"], muon=True),
 }

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep.integrations.fsdp import keep_reduced_gradients, send_gradients_in_16_bits
-from halfstep.integrations.offload import OffloadedAdamW
+from halfstep.integrations.offload import OffloadedAdamW, OffloadedMuon
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics.planning import plan, unit
 from halfstep.numerics.scaling.sharding import local
@@ -351,17 +351,19 @@ def what_replicas_refuse() -> None:
 def an_offloaded_optimizer_under_ddp() -> None:
     """Its gradients are copied at the step, when they are reduced."""
     states = []
-    for cls, options in ((halfstep.AdamW, {}), (OffloadedAdamW, {"in_backward": None})):
+    for cls in (halfstep.AdamW, OffloadedAdamW, halfstep.Muon, OffloadedMuon):
         model = model_of()
         wrapped = DistributedDataParallel(model)
-        optimizer = cls(model.parameters(), lr=0.01, max_grad_norm=0.02, **options)
+        groups = halfstep.muon_groups(model) if issubclass(cls, halfstep.Muon) else model.parameters()
+        options: dict[str, Any] = {"in_backward": None} if cls in (OffloadedAdamW, OffloadedMuon) else {}
+        optimizer = cls(groups, lr=0.01, max_grad_norm=0.02, **options)
         for step in range(3):
             optimizer.zero_grad()
             inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             wrapped(inputs.bfloat16()).float().square().mean().backward()
             optimizer.step()
         states.append(_whole_state(optimizer))
-    assert same_bits(*states)
+    assert same_bits(*states[:2]) and same_bits(*states[2:])
     optimizer = OffloadedAdamW(model.parameters())
     backward = wrapped(torch.ones(3, 6, dtype=torch.bfloat16)).sum().backward
     refuses(RuntimeError, "are reduced after they are complete: use in_backward=None, which copies them", backward)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import halfstep
+from halfstep.integrations.offload import OffloadedMuon
 from halfstep.integrations.release import step_in_backward
 from halfstep.numerics import owners
 
@@ -55,15 +56,15 @@ def net(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Net:
     return Net().to(dtype)
 
 
-def optimizer_of(name: str, model: torch.nn.Module, **options: Any) -> Any:
-    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four."""
+def optimizer_of(name: str, model: torch.nn.Module, cls: Any = None, **options: Any) -> Any:
+    """For Muon `up` is two matrices, which are whole on two ranks, and cut on four. `cls`: if not that of the name."""
     groups: Any = model.parameters()
     if name == "Muon":
         matrices, others = halfstep.muon_groups(model, weight_decay=0.0)
         up = [named for named in matrices["params"] if named[0].endswith("up.weight")]
         single = [named for named in matrices["params"] if not named[0].endswith("up.weight")]
-        groups = [{**matrices, "params": single}, {**matrices, "params": up, "blocks": 2}, others]
-    return getattr(halfstep, name)(groups, **{**OPTIONS[name], **options})
+        groups = [{**matrices, "params": single}, *[{**matrices, "params": up, "blocks": 2}] * bool(up), others]
+    return (cls or getattr(halfstep, name))(groups, **{**OPTIONS[name], **options})
 
 
 def assert_same(first: torch.nn.Module, *models: torch.nn.Module) -> None:
@@ -151,9 +152,14 @@ def gradients_that_one_rank_lacks_are_zeros() -> None:
     mesh, rank, generator = init_device_mesh("cpu", (2,)), dist.get_rank(), torch.Generator().manual_seed(0)
     matrices = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     whole = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
-    cut = [torch.nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])) for matrix in matrices]
-    optimizers = [halfstep.Muon(parameters, lr=0.02, max_grad_norm=1.0) for parameters in (whole, cut)]
+    sharded = [distribute_tensor(matrix, mesh, [Shard(0)]) for matrix in matrices]
+    cut, offloaded = ([torch.nn.Parameter(shard.clone()) for shard in sharded] for _ in range(2))
+    pairs = (halfstep.Muon, whole), (halfstep.Muon, cut), (OffloadedMuon, offloaded)
+    optimizers = [cls(parameters, lr=0.02, max_grad_norm=1.0) for cls, parameters in pairs]
     for lacking in absent:
+        with torch.no_grad():
+            for parameter in (*whole, *cut, *offloaded):  # other code writes the weights between steps
+                parameter.mul_(0.5)
         for index in (0, 1, 3):
             grad = torch.randn(shapes[index], generator=generator).bfloat16()
             shards = list(grad.chunk(2))
@@ -161,12 +167,15 @@ def gradients_that_one_rank_lacks_are_zeros() -> None:
                 if index in indices:
                     shards[number].zero_()
             whole[index].grad = grad
-            sharded_grad = distribute_tensor(grad, mesh, [Shard(0)])
-            cut[index].grad = None if index in lacking.get(rank, ()) else sharded_grad
+            shard = distribute_tensor(grad, mesh, [Shard(0)])
+            for parameters in (cut, offloaded):
+                parameters[index].grad = None if index in lacking.get(rank, ()) else shard.clone()
         for optimizer in optimizers:
             optimizer.step()
-    assert all(torch.equal(first, second.full_tensor()) for first, second in zip(whole, cut, strict=True))
-    assert torch.equal(whole[2], matrices[2]) and cut[2] not in optimizers[1].state
+            optimizer.zero_grad()
+    for first, *others in zip(whole, cut, offloaded, strict=True):
+        assert all(torch.equal(first, other.full_tensor()) for other in others)
+    assert torch.equal(whole[2], matrices[2] / 8) and all(len(optimizer.state) == 3 for optimizer in optimizers)
 
 
 def steps_in_the_backward_of_shards_are_refused() -> None:
@@ -180,7 +189,11 @@ def matrices_that_two_dimensions_of_a_mesh_shard_are_refused() -> None:
     weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, 64, dtype=torch.bfloat16), mesh, [Shard(0), Shard(1)]))
     optimizer = halfstep.Muon([weight])
     weight.grad = torch.ones_like(weight)
-    refuses(ValueError, "one dimension of the mesh shards", optimizer.step)
+    text = "one dimension of the mesh shards"
+    refuses(ValueError, text, optimizer.step)
+    offloaded = OffloadedMuon([torch.nn.Parameter(torch.ones(2, 2))])
+    refuses(ValueError, text, lambda: offloaded.add_param_group({"params": [weight]}))
+    assert len(offloaded.param_groups) == len(offloaded._mirrors) == 1
 
 
 def _shards(cut: str, *pairs: tuple[str, str]) -> dict[str, Callable[[], None]]:

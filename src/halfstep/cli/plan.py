@@ -76,7 +76,8 @@ def compared_strategies(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         changes = {"strategy": name, "shard": shard, "step_in_backward": released}
         changes["bucket_view"] = arguments["bucket_view"] and strategy.buckets and released is None
         changes["offload"] = arguments["offload"] and bool(able)
-        changes["keep_weights"] = arguments["keep_weights"] and changes["offload"] and strategy.by_rows
+        kept = (arguments["keep_weights"] and strategy.by_rows) or row.adamw is not None
+        changes["keep_weights"] = kept and changes["offload"]
         label = name + (f", groups of {shard}" if shard else "")
         plans.append((label, plan(**{**arguments, **changes})))
     return plans
@@ -93,14 +94,15 @@ def compared_layouts(arguments: dict[str, Any]) -> list[tuple[str, Plan]]:
         for row in LAYOUTS
         if (row.precision == precision or (row.optimizer == "torch" and row.precision in of_torch))
         and STRATEGIES[strategy].holds(row)
-        and not (row.adamw is not None and arguments["offload"])
         and (row.optimizer, row.precision) not in (("halfstep", "bf16"), ("halfstep-muon", "bf16"))  # as "-split"
     ]
     plans = []
     for row in sorted(rows, key=lambda row: (*of_torch, precision).index(row.precision)):
-        keeps = not row.ours or (row.adamw is not None and not STRATEGIES[strategy].releases(row))
+        muon = row.adamw is not None
+        keeps = not row.ours or (muon and (arguments["offload"] or not STRATEGIES[strategy].releases(row)))
         released = None if keeps else arguments["step_in_backward"]
         changes = {"optimizer": row.optimizer, "precision": row.precision, "step_in_backward": released}
+        changes["keep_weights"] = arguments["keep_weights"] or (muon and arguments["offload"])
         label = row.optimizer if row.precision == precision != "fp32" else row.name
         plans.append((label, plan(**{**arguments, **changes})))
     return plans

@@ -80,6 +80,8 @@ def test_ways_differ_in_more_than_what_costs_nothing() -> None:
 def test_muon_stays_muon() -> None:
     (way, *_) = _ways("80GiB", **LLAMA | {"seq": 2048}, optimizer="halfstep-muon")
     assert way.options["optimizer"].startswith("halfstep-muon-split")
+    (way, *_) = _ways("24GiB", **LLAMA | {"gpus": 4, "strategy": "fsdp", "seq": 2048}, optimizer="halfstep-muon")
+    assert way.options == {"offload": True, "keep_weights": True}
 
 
 def test_what_a_way_costs() -> None:

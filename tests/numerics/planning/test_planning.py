@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from halfstep.numerics.owners import assigned
+from halfstep.numerics.owners import MOST, assigned
 from halfstep.numerics.planning import (
     CARDS,
     LAYOUTS,
@@ -181,6 +181,9 @@ def test_ranks_exchange_parts_of_the_matrices_of_muon() -> None:
     assert exchange.bytes == 2 * 2 * 64  # two rows of the router, whose owner is rank 0
     options = {"units": units, "gpus": 2**40, "strategy": "fsdp", "optimizer": "halfstep-muon"}
     assert [plan(**options, rank=rank).part("scratch").bytes for rank in (1, 7, 2**39)] == [8192, 8192, 0]
+    # Launches use two memories of the host in turn: two experts, and two rows of the router.
+    scratch = scratch_of((units[0].of_muon(True),), 4, 1, True, False)
+    assert (scratch.host, scratch.copied) == (2 * 64 * 64 + 2 * 64,) * 2
     assert plan(24 * BILLION, gpus=8, strategy="fsdp", optimizer="halfstep-muon").communication[-1].bytes == (
         4 * 24 * BILLION // 8 * 7 // 8
     )
@@ -244,6 +247,9 @@ def test_offloading_leaves_states_or_everything_on_the_host() -> None:
     assert kept.totals.state == 2 * BILLION // 8 and kept.totals.host == 14 * BILLION // 8
     assert kept.totals.backward == kept.part("gradients").bytes == 2 * 25 * 2**20
     assert [c.bytes for c in kept.communication[-3:]] == [2 * BILLION // 8] * 3
+    muon = plan(BILLION, gpus=8, strategy="fsdp", offload=True, keep_weights=True, optimizer="halfstep-muon")
+    assert muon.part("scratch on the host").bytes == 2 * 2 * MOST
+    assert [c.bytes for c in muon.communication[-6:-1]] == [2 * BILLION // 8] * 5  # matrices go to the GPU and return
     replicas = plan(BILLION, gpus=2, offload=True)
     assert replicas.totals.state == (2 + 2 + 2) * BILLION and replicas.totals.host == 14 * BILLION
 
@@ -349,7 +355,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
       for name in ("zero1", "zero1-torch", "zero2", "zero3", "fsdp1")),
     (ONE | {"step_in_backward": 0}, "Expected step_in_backward to be an integer of at least 1, but got 0"),
     (TWO | MUON | {"strategy": "zero1"}, "single, ddp, fsdp, hsdp with Muon, which needs whole"),
-    (ONE | MUON | {"offload": True}, "Expected offload to be False with Muon, which"),
+    (TWO | MUON | {"offload": True, "strategy": "fsdp"}, "Expected keep_weights to be True with offload=True and Muon"),
+    (ONE | MUON | {"offload": True, "step_in_backward": 1}, "Expected step_in_backward to be None with offload=True"),
     (TWO | MUON | STEPPING | {"strategy": "fsdp"}, "single, ddp with step_in_backward and Muon, whose matrices must"),
     (ONE | STEPPING | {"optimizer": "torch"}, "one of halfstep's with step_in_backward, but got 'torch': leave one"),
     (ONE | {"lora": 4}, "Expected model to be a Transformer with lora, whose adapters adapt its matrices"),
