@@ -18,7 +18,6 @@ from halfstep.kernels.multi_tensor import ADDRESSES, TensorTable, alignments, lo
 from halfstep.kernels.rounding import to_float32
 from halfstep.kernels.unscale import (
     CHUNK,
-    UNSCALE_WARPS,
     Factor,
     PartialCheck,
     check_block,
@@ -28,6 +27,7 @@ from halfstep.kernels.unscale import (
 )
 
 BLOCK = 1024  # elements of a program of 256 threads: four per thread, which are 16 bytes of the result
+CHECK_WARPS = 8  # with 4, which check alone in fewer instructions, a thread would need more than 190 registers
 
 
 def reference(parts: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
@@ -72,11 +72,12 @@ def rank_sum_check_kernel(
     first = tl.load(column + _START_ROW * tensors) + start
     offsets = tl.arange(0, CHUNK)
     part, result = parts + first, out + first
+    HINT: tl.constexpr = parts.dtype.element_ty.primitive_bitwidth // 2  # four elements, as of the result
     if ALIGNED & (first % 16 == 0) & (left == CHUNK):
-        total = to_float32(tl.load(tl.multiple_of(part, 16) + offsets))
+        total = to_float32(tl.load(tl.multiple_of(part, HINT) + offsets))
         for _ in range(1, ranks):
             part += elements
-            total += to_float32(tl.load(tl.multiple_of(part, 16) + offsets))
+            total += to_float32(tl.load(tl.multiple_of(part, HINT) + offsets))
         total = tl.div_rn(total, divisor)
         tl.store(tl.multiple_of(result, 16) + offsets, total)
     else:
@@ -139,7 +140,7 @@ def sum_and_check(
     operands = *table.operands, by_address(parts), by_address(out), elements, ranks, float(divisor), value, flags, sums
     misaligned = alignments((parts, out, *([value] if isinstance(value, torch.Tensor) else [])))
     aligned = not any(misaligned[:2]) and elements % 16 == 0
-    constants = {"SCALED": scaled, "CHUNK": CHUNK, "ALIGNED": aligned, "num_warps": UNSCALE_WARPS, **EXACT}
+    constants = {"SCALED": scaled, "CHUNK": CHUNK, "ALIGNED": aligned, "num_warps": CHECK_WARPS, **EXACT}
     form = parts.dtype, misaligned, elements % 16 == 0, elements == 1, elements < 2**31
     launch_kernel(rank_sum_check_kernel, device, table.chunks, operands, constants, *form)
     torch.autograd.graph.increment_version(out)

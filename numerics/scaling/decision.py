@@ -26,6 +26,7 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory, are_usua
 from halfstep.kernels.optimizer.layout import Control
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
+from halfstep.numerics.scaling.early_checks import early_checks
 from halfstep.numerics.scaling.options import MAX_NORM
 from halfstep.numerics.scaling.sharding import NOWHERE, Topology, in_process_group, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_freed, is_stand_in, refuse_freed
@@ -57,6 +58,20 @@ def _on_device(device: torch.device, factor: Factor, step: torch.Tensor | None) 
     """The factor and the number of steps on a device. The host waits once if the CPU needs numbers of a GPU."""
     numbers: list[Any] = all_to_device([factor.value, step], device)
     return Factor(numbers[0], factor.inverted), numbers[1]
+
+
+def _completed(
+    values: list[torch.Tensor],
+    early: list[PartialCheck | None],
+    factor: Factor | None,
+    slots: Sequence[int],
+    out: Verdict,
+    tally: Tally | None,
+) -> Verdict:
+    """`check`, of which some tensors have been checked before: only the others are read."""
+    rest = [value for value, part in zip(values, early, strict=True) if part is None]
+    checked = iter(check_part(rest, factor) if rest else [])
+    return finish_parts([next(checked) if part is None else part for part in early], slots, out, tally)
 
 
 class Combination:
@@ -156,6 +171,11 @@ class Checker:
                 kept[key] = Verdict.empty(count, device)
             factor, step = numbers[device]
             tally = None if step is None else self._tally(count, device, step, recording)
+            if in_memory and not (write or recording):
+                early = early_checks(parameters, of_values, factor)
+                if any(early):
+                    verdicts[key] = _completed(values, early, factor, of_values, kept[key], tally)
+                    continue
             verdicts[key] = check(
                 values, factor, write=write, out=kept[key], tally=tally, slots=of_values, in_memory=in_memory
             )
