@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from halfstep.kernels.rank_sum import Ranges, sum_and_check, sum_of_ranks
 from halfstep.kernels.unscale import PartialCheck
-from halfstep.numerics.scaling.early_checks import EarlyCheck, Request, hand_over
+from halfstep.numerics.scaling.early_checks import Request, hand_over
 from halfstep.numerics.scaling.sharding import shard_of
 
 
@@ -150,7 +150,7 @@ class _Reduce(ReduceScatter):
         checks = dict(zip(self.shards.ranges, self.checks or (), strict=False))
         for grad, shard in grads:
             check = checks.get((shard.storage_offset(), shard.numel()))
-            hand_over(grad, EarlyCheck.of(self.request, shard, check))
+            hand_over(grad, shard, self.request, check)
             if check is not None:
                 grad.__class__ = _Unread
         ranges = sorted((shard.storage_offset(), shard.numel()) for _, shard in grads)

@@ -459,6 +459,7 @@ def check(
     tally: Tally | None = None,
     slots: Sequence[int] | None = None,
     in_memory: bool = True,
+    parts: Sequence[PartialCheck | None] = (),
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -472,6 +473,7 @@ def check(
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses. Otherwise operations of torch are used,
             which support other dtypes too.
+        parts: of all tensors, those that `check_part` would return and None for tensors to be read; empty to read all.
     """
     device = tensors[0].device
     slots = range(len(tensors)) if slots is None else slots
@@ -485,6 +487,10 @@ def check(
             _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
+    if any(parts):
+        rest = [tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]
+        read = iter(check_part(rest, factor) if rest else [])
+        return finish_parts([next(read) if part is None else part for part in parts], slots, out, tally)
     flat = tensors if all_contiguous(tensors) else list(map(multi_tensor.flattened, tensors))
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)

@@ -60,20 +60,6 @@ def _on_device(device: torch.device, factor: Factor, step: torch.Tensor | None) 
     return Factor(numbers[0], factor.inverted), numbers[1]
 
 
-def _completed(
-    values: list[torch.Tensor],
-    early: list[PartialCheck | None],
-    factor: Factor | None,
-    slots: Sequence[int],
-    out: Verdict,
-    tally: Tally | None,
-) -> Verdict:
-    """`check`, of which some tensors have been checked before: only the others are read."""
-    rest = [value for value, part in zip(values, early, strict=True) if part is None]
-    checked = iter(check_part(rest, factor) if rest else [])
-    return finish_parts([next(checked) if part is None else part for part in early], slots, out, tally)
-
-
 class Combination:
     """Combines the verdicts on several batches of gradients and of several ranks. It reuses its memory."""
 
@@ -171,14 +157,16 @@ class Checker:
                 kept[key] = Verdict.empty(count, device)
             factor, step = numbers[device]
             tally = None if step is None else self._tally(count, device, step, recording)
+            options: Any = {
+                "write": write,
+                "out": kept[key],
+                "tally": tally,
+                "slots": of_values,
+                "in_memory": in_memory,
+            }
             if in_memory and not (write or recording):
-                early = early_checks(parameters, of_values, factor)
-                if any(early):
-                    verdicts[key] = _completed(values, early, factor, of_values, kept[key], tally)
-                    continue
-            verdicts[key] = check(
-                values, factor, write=write, out=kept[key], tally=tally, slots=of_values, in_memory=in_memory
-            )
+                options["parts"] = early_checks(parameters, of_values, factor)
+            verdicts[key] = check(values, factor, **options)
         if len(verdicts) == 1 and not self.topology.groups:
             return verdicts[key]
         return self._combined(verdicts, self._combination if keep else Combination())

@@ -14,7 +14,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep.kernels.unscale import Factor, PartialCheck
-from halfstep.numerics.scaling.sharding import shard_of
 
 
 class Request:
@@ -24,39 +23,28 @@ class Request:
     factor: Factor | None = None
 
 
-class EarlyCheck(NamedTuple):
-    """The check of a gradient, and the versions that its shard and the factor have had since."""
-
+class _Early(NamedTuple):
     request: Request
     shard: torch.Tensor
-    check: PartialCheck | None  # None: not yet asked for
+    version: int  # of the shard
+    check: PartialCheck | None
     factor: Factor | None
-    versions: tuple[int, int]
-
-    @classmethod
-    def of(cls, request: Request, shard: torch.Tensor, check: PartialCheck | None) -> EarlyCheck:
-        return cls(request, shard, check, request.factor, (shard._version, _version(request.factor)))
+    state: object  # of the factor
 
 
-_early: MutableMapping[torch.Tensor, EarlyCheck] = WeakTensorKeyDictionary()
+_early: MutableMapping[torch.Tensor, _Early] = WeakTensorKeyDictionary()
 
 
-def _version(factor: Factor | None) -> int:
-    return factor.value._version if factor is not None and isinstance(factor.value, torch.Tensor) else 0
+def _state(factor: Factor | None) -> object:
+    return factor and (id(factor.value), getattr(factor.value, "_version", 0), factor.inverted)
 
 
-def _equal(factor: Factor | None, other: Factor | None) -> bool:
-    if factor is None or other is None:
-        return factor is other
-    return factor.value is other.value and factor.inverted == other.inverted
+def hand_over(grad: torch.Tensor, shard: torch.Tensor, request: Request, check: PartialCheck | None) -> None:
+    """Keep a gradient's check as requested for `early_checks`; None to receive requests only.
 
-
-def hand_over(grad: torch.Tensor, early: EarlyCheck) -> None:
-    """Keep what is known about a gradient for `early_checks`.
-
-    With a check, `grad` must be a DTensor of a class with `unread_shard`, which it loses when its shard is accessed.
+    With a check, the class of `grad` must have `unread_shard` and lose it when anything else accesses the shard.
     """
-    _early[grad] = early
+    _early[grad] = _Early(request, shard, shard._version, check, request.factor, _state(request.factor))
 
 
 def early_checks(
@@ -68,10 +56,9 @@ def early_checks(
     for slot in slots if _early else ():
         grad: Any = parameters[slot].grad
         early, check = _early.get(grad), None
-        if early is not None and early.shard is shard_of(grad) and early.shard._version == early.versions[0]:
-            early.request.made, early.request.factor = True, factor
-            unread = hasattr(type(grad), "unread_shard")
-            if unread and _equal(early.factor, factor) and _version(factor) == early.versions[1]:
+        if early is not None and early.shard._version == early.version:
+            if hasattr(type(grad), "unread_shard") and early.state == _state(factor):
                 check = early.check
+            early.request.made, early.request.factor = early.check is check, factor  # one in vain is not repeated
         checks.append(check)
     return checks

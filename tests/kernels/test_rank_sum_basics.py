@@ -53,7 +53,7 @@ def test_the_kernel_runs_where_it_was_chosen(monkeypatch: pytest.MonkeyPatch) ->
     assert launched == [rank_sum.rank_sum_kernel, rank_sum.rank_sum_check_kernel]
 
 
-# (start, elements), padded up to the next: the fourth lies at multiples of 16 but for its end, the last fills two chunks
+# (start, elements), padded up to the next: the fourth starts at a multiple of 16, the last has padding in a new chunk
 RANGES = [(0, 1), (3, 4096), (4100, 0), (4112, 8200), (12_320, 4090)]
 
 
