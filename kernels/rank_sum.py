@@ -124,8 +124,9 @@ class Ranges:
 def sum_and_check(
     parts: torch.Tensor, out: torch.Tensor, divisor: float, ranges: Ranges, factor: Factor | None
 ) -> list[PartialCheck]:
-    """`sum_of_ranks` and `check_part` of the ranges of `out`, which must begin with the first. One launch on GPUs."""
+    """`sum_of_ranks`, and `check_part` of ranges that with their padding are all of `out`; on GPUs in one launch."""
     device, (ranks, elements) = parts.device, parts.shape
+    assert sum(ranges.padded) == elements
     on_gpu = parts.is_cuda or chosen() == "triton"
     if not (elements and on_gpu and resolve(device, "rank_sum") == "triton"):
         reference(parts, out, divisor)

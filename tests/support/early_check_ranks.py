@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import halfstep
 from halfstep.integrations import fsdp
-from halfstep.kernels import unscale
+from halfstep.kernels import backend, unscale
 from halfstep.numerics.scaling import decision, early_checks
 
 STEPS = 4
@@ -91,6 +91,7 @@ def trained(loop: Loop, early: bool, *options: Any) -> tuple[dict[str, Any], lis
             norm = run.optimizer.grad_norm
             results[f"norm {step}"] = torch.zeros(()) if norm is None else norm.clone()
             results[f"scale {step}"] = torch.tensor(run.scaler.get_scale())
+            results[f"squares {step}"] = run.optimizer.last_verdict.sum_of_squares.clone()
             read.append(0)
     results |= {name: whole(parameter) for name, parameter in run.model.named_parameters()}
     checker = run.scaler.checker(run.optimizer)
@@ -238,8 +239,8 @@ def spoiled_on_a_rank(run: Run) -> None:
 
 
 def shard_assigned(run: Run) -> None:
-    for grad in run.grads:
-        grad._local_tensor = grad._local_tensor * 0.5
+    for parameter in run.model.parameters():
+        parameter.grad._local_tensor = parameter.to_local().detach() * 0.5
 
 
 WRITERS: dict[str, Callable[[Run], object]] = {
@@ -286,6 +287,14 @@ def early_checks_have_the_bits_of_late_ones(loop: Loop, reads: bool | None, *opt
         assert (sum(read[1:]) > 0) is reads, read
 
 
+def the_kernel_has_the_same_bits(loop: Loop) -> None:
+    if backend.TAKES_CPU_TENSORS:
+        in_torch, _, _ = trained(loop, True, True, torch.float32)
+        with halfstep.backend("triton"):
+            by_kernels, read, made = trained(loop, True, True, torch.float32)
+        assert differences(in_torch, by_kernels) == [] and made > 0 and (sum(read[1:]) > 0) is (loop is without_a_layer)
+
+
 def the_class_of_a_checked_gradient_is_unnoticed() -> None:
     run = Run(False, torch.float32)
     for _ in range(2):
@@ -307,6 +316,7 @@ def a_saved_gradient_is_a_usual_dtensor() -> None:
         plain(run)
     values = run.grads[0].unread_shard().clone()
     torch.save(run.grads[0], file)
+    assert b"halfstep" not in file.getvalue()
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert type(loaded) is DTensor and same_bits(loaded.to_local(), values)
@@ -344,6 +354,7 @@ def _cases() -> dict[str, Callable[[], None]]:
 
 CASES: dict[str, Callable[[], None]] = {
     **_cases(),
+    **{f"kernel, {loop.__name__}": partial(the_kernel_has_the_same_bits, loop) for loop in (plain, without_a_layer)},
     "the class": the_class_of_a_checked_gradient_is_unnoticed,
     "saving": a_saved_gradient_is_a_usual_dtensor,
     "the end": early_checks_end_with_their_gradients,
@@ -353,7 +364,7 @@ CASES: dict[str, Callable[[], None]] = {
 def replicas_reduce_the_sums_again() -> None:
     """HSDP all-reduces them, which increments no version."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    early_checks_have_the_bits_of_late_ones(plain, None, True, torch.float32, mesh)
+    early_checks_have_the_bits_of_late_ones(divided_by_four, None, True, torch.float32, mesh)
 
 
 ON_FOUR_RANKS: dict[str, Callable[[], None]] = {"HSDP": replicas_reduce_the_sums_again}
