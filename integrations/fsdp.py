@@ -76,6 +76,10 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
     fp32 sums, and are sent in fp32, so that none of their bits is lost. Under HSDP, shards are all-reduced over the
     replicas in fp32 as before.
 
+    If a scaler or ``max_grad_norm`` of halfstep checks gradients that are unchanged sums, later sums are checked as
+    they are computed, with the same bits, and not read again. Until then these gradients are DTensors of a derived
+    class. An access to their shards by other code makes them usual ones, which are checked after the backward.
+
     Args:
         model: a model that ``fully_shard`` was applied to, as a whole or in parts, with
             ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` and, unless its parameters have 16 bits, a 16-bit
@@ -199,10 +203,6 @@ class _Unread(DTensor):
     def _local_tensor(self, shard: torch.Tensor) -> None:
         self.__class__ = DTensor  # type: ignore[assignment]
         self._local_tensor = shard
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.__class__ = DTensor  # type: ignore[assignment]
-        return self.__reduce_ex__(protocol)
 
 
 _SHARD: Any = vars(DTensor)["_local_tensor"]
