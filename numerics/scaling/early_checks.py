@@ -7,7 +7,7 @@ where the scale was changed in between, or where no verdict asks.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class _Early(NamedTuple):
     state: object  # of the factor
 
 
-_early: MutableMapping[torch.Tensor, _Early] = WeakTensorKeyDictionary()
+handed_over: Any = WeakTensorKeyDictionary()  # `_Early` by gradient
 
 
 def _state(factor: Factor | None) -> object:
@@ -44,18 +44,18 @@ def hand_over(grad: torch.Tensor, shard: torch.Tensor, request: Request, check: 
 
     With a check, the class of `grad` must have `unread_shard` and lose it when anything else accesses the shard.
     """
-    _early[grad] = _Early(request, shard, shard._version, check, request.factor, _state(request.factor))
+    handed_over[grad] = _Early(request, shard, shard._version, check, request.factor, _state(request.factor))
 
 
 def early_checks(
     parameters: list[torch.Tensor], slots: Sequence[int], factor: Factor | None
 ) -> list[PartialCheck | None]:
-    """For each slot, the check of the gradient of this parameter times a factor, which is on its device. None stands
-    for a gradient to be checked now. Empty if there are no early checks at all."""
+    """For each slot, the check of the gradient of this parameter times a factor, which is on its device; None stands
+    for a gradient to be checked now."""
     checks: list[PartialCheck | None] = []
-    for slot in slots if _early else ():
+    for slot in slots:
         grad: Any = parameters[slot].grad
-        early, check = _early.get(grad), None
+        early, check = handed_over.get(grad), None
         if early is not None and early.shard._version == early.version:
             if hasattr(type(grad), "unread_shard") and early.state == _state(factor):
                 check = early.check

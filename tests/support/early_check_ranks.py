@@ -234,8 +234,9 @@ def averaged(run: Run) -> None:
 
 
 def spoiled_on_a_rank(run: Run) -> None:
+    shard = run.grads[0].data.to_local()
     if dist.get_rank() == 0:
-        run.grads[0].data.to_local()[0, 3] = float("inf")
+        shard[0, 3] = float("inf")
 
 
 def shard_assigned(run: Run) -> None:
@@ -324,14 +325,14 @@ def a_saved_gradient_is_a_usual_dtensor() -> None:
 
 def early_checks_end_with_their_gradients() -> None:
     gc.collect()
-    others = len(early_checks._early)
+    others = len(early_checks.handed_over)
     run = Run(False, torch.float32)
     for _ in range(3):
         run.optimizer.zero_grad()
         plain(run)
-    assert len(early_checks._early) == others + 4
+    assert len(early_checks.handed_over) == others + 4
     run.optimizer.zero_grad()
-    assert len(early_checks._early) == others
+    assert len(early_checks.handed_over) == others
 
 
 def _cases() -> dict[str, Callable[[], None]]:
