@@ -150,7 +150,7 @@ class _Reduce(ReduceScatter):
         if hooks or group._all_reduce_hook is not None or isinstance(group.mesh_info, DDPMeshInfo):
             return  # they may have written, as HSDP does
         grads = [(grad, shard_of(grad)) for parameter in parameters if (grad := parameter.grad) is not None]
-        grads = [(grad, shard) for grad, shard in grads if shard._base is total and shard.is_contiguous()]
+        grads = [(grad, shard) for grad, shard in grads if shard._base is total]
         checks = dict(zip(self.shards.ranges, self.checks or (), strict=False))
         for grad, shard in grads:
             check = checks.get((shard.storage_offset(), shard.numel()))
@@ -181,31 +181,27 @@ class _Reduce(ReduceScatter):
         self.sum, self.version = output_tensor, output_tensor._version
 
 
-class _Unread(DTensor):
-    """A gradient that was checked, until something accesses its shard: then it is a usual DTensor again.
-
-    The shard's version does not tell whether it was changed: functions on lists of DTensors, among them
-    ``torch.nn.utils.clip_grad_norm_``, assignments through ``.data`` and collectives leave it as it is.
-    """
-
-    __slots__ = ()
-
-    def unread_shard(self) -> torch.Tensor:
-        """The shard, for code that will not change it without incrementing its version."""
-        return _SHARD.__get__(self)
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        self.__class__ = DTensor  # type: ignore[assignment]
-        return self._local_tensor
-
-    @_local_tensor.setter
-    def _local_tensor(self, shard: torch.Tensor) -> None:
-        self.__class__ = DTensor  # type: ignore[assignment]
-        self._local_tensor = shard
-
-
 _SHARD: Any = vars(DTensor)["_local_tensor"]
+
+
+def _read(grad: Any) -> torch.Tensor:
+    grad.__class__ = DTensor
+    return _SHARD.__get__(grad)
+
+
+def _assign(grad: Any, shard: torch.Tensor) -> None:
+    grad.__class__ = DTensor
+    _SHARD.__set__(grad, shard)
+
+
+# A gradient that was checked, until something accesses its shard: then it is a usual DTensor again. The version of the
+# shard does not tell whether it was changed: functions on lists of DTensors, among them torch's `clip_grad_norm_`,
+# writes through `.data` and collectives leave it as it is. halfstep's own code increments it, and uses `unread_shard`.
+_Unread: Any = type(
+    "_Unread",
+    (DTensor,),
+    {"__slots__": (), "unread_shard": _SHARD, "_local_tensor": property(_read, _assign)},
+)
 
 
 def parameter_groups(module: torch.nn.Module) -> list[Any]:

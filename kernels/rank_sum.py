@@ -115,9 +115,8 @@ class Ranges:
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]], elements: int) -> None:
-        self.ranges, self.elements = ranges, elements
-        starts = [start for start, _ in ranges]
-        self.padded = [end - start for start, end in pairwise([*starts, elements])]
+        self.ranges = ranges
+        self.padded = [end - start for start, end in pairwise([*(start for start, _ in ranges), elements])]
         self.table: TensorTable | None = None
 
 
@@ -145,7 +144,6 @@ def sum_and_check(
     form = parts.dtype, misaligned, elements % 16 == 0, elements == 1, elements < 2**31
     launch_kernel(rank_sum_check_kernel, device, table.chunks, operands, constants, *form)
     torch.autograd.graph.increment_version(out)
-    # A range of which padding fills the last chunk has one chunk less on its own.
     chunks = zip(sums.split([-(-size // CHUNK) for size in ranges.padded]), ranges.ranges, strict=True)
-    mine = [of_range[: -(-size // CHUNK)] for of_range, (_, size) in chunks]
-    return list(map(PartialCheck, repeat(torch.float32), mine, flags.split(1), repeat(True)))
+    chunks_of = [of_range[: -(-size // CHUNK)] for of_range, (_, size) in chunks]  # the last may be of padding alone
+    return list(map(PartialCheck, repeat(torch.float32), chunks_of, flags.split(1), repeat(True)))

@@ -1,8 +1,7 @@
-"""Checks of gradients by the launch that computes them, which spare a verdict after the backward a reading of them.
+"""Checks of gradients by the launch that computes them, so that a verdict after the backward need not read them again.
 
-Who computes a gradient hands over its check by `hand_over`; `early_checks` returns it as long as the gradient has not
-changed. Its factor is that of the last verdict, so the first step has no early checks, and the next ones have none
-where the scale was changed in between, or where no verdict asks.
+`hand_over` keeps the check of a gradient, and `early_checks` returns it while the gradient and the factor of its check
+have not changed. That factor is the one of the last verdict, so gradients of the first step have no early checks.
 """
 
 from __future__ import annotations

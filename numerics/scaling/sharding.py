@@ -42,8 +42,8 @@ def is_flat(tensor: torch.Tensor) -> bool:
 def shard_of(tensor: Any) -> Any:
     """The local tensor of a DTensor, even if a collective may still be filling it; anything else itself."""
     # An access to `_local_tensor` of a gradient counts as one that may change it (early_checks.py).
-    unread = getattr(type(tensor), "unread_shard", None)
-    return getattr(tensor, "_local_tensor", tensor) if unread is None else unread(tensor)
+    unread = hasattr(type(tensor), "unread_shard")
+    return tensor.unread_shard if unread else getattr(tensor, "_local_tensor", tensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

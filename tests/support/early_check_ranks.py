@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shard_ranks import IN_FP32, whole
 from states import differences, same_bits
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import halfstep
 from halfstep.integrations import fsdp
@@ -32,13 +32,13 @@ Loop = Callable[["Run"], None]
 class Run:
     """A training loop of some steps, of which a case is the middle."""
 
-    def __init__(self, scaled: bool, dtype: torch.dtype, mesh: Any = None) -> None:
+    def __init__(self, scaled: bool, dtype: torch.dtype, **sharding: Any) -> None:
         torch.manual_seed(0)
         # A shard of the first weight has two chunks, and shards of rank 1 are smaller, or empty.
         layers = torch.nn.Linear(70, 131), torch.nn.Tanh(), torch.nn.Linear(131, 1)
         self.model: Any = torch.nn.Sequential(*layers).to(dtype)
-        fully_shard(self.model[0], mp_policy=IN_FP32, mesh=mesh)
-        fully_shard(self.model, mp_policy=IN_FP32, mesh=mesh)
+        fully_shard(self.model[0], mp_policy=IN_FP32, **sharding)
+        fully_shard(self.model, mp_policy=IN_FP32, **sharding)
         if dtype != torch.float32:
             fsdp.keep_reduced_gradients(self.model)
         fsdp.send_gradients_in_16_bits(self.model)
@@ -63,9 +63,9 @@ class Run:
         self.scaler.update()
 
 
-def trained(loop: Loop, early: bool, *options: Any) -> tuple[dict[str, Any], list[int], int]:
+def trained(loop: Loop, early: bool, *options: Any, **sharding: Any) -> tuple[dict[str, Any], list[int], int]:
     """Weights, norms, scales and overflows; the gradients that each step has read to check them; the early checks."""
-    run, read, made, results = Run(*options), [0], [0], {}
+    run, read, made, results = Run(*options, **sharding), [0], [0], {}
     check_groups, sum_and_check = unscale._check_groups, fsdp.sum_and_check
 
     def counted(implementation: str, groups: list[Any], *arguments: Any) -> None:
@@ -277,11 +277,11 @@ NEVER_EARLY = (with_hooks, with_an_all_reduce_hook, divided_afterwards)
 # ------------------------------------------------------------------------------------------------------------- cases
 
 
-def early_checks_have_the_bits_of_late_ones(loop: Loop, reads: bool | None, *options: Any) -> None:
+def early_checks_have_the_bits_of_late_ones(loop: Loop, reads: bool | None, *options: Any, **sharding: Any) -> None:
     """`reads`: whether steps after the first read gradients to check them; None if they have no early checks."""
-    expected, read, _ = trained(loop, False, *options)
+    expected, read, _ = trained(loop, False, *options, **sharding)
     assert min(read) >= 3
-    found, read, made = trained(loop, True, *options)
+    found, read, made = trained(loop, True, *options, **sharding)
     assert differences(expected, found) == []
     assert (made > 0) is (reads is not None)
     if reads is not None:
@@ -294,6 +294,13 @@ def the_kernel_has_the_same_bits(loop: Loop) -> None:
         with halfstep.backend("triton"):
             by_kernels, read, made = trained(loop, True, True, torch.float32)
         assert differences(in_torch, by_kernels) == [] and made > 0 and (sum(read[1:]) > 0) is (loop is without_a_layer)
+
+
+def no_check_is_made_in_vain_twice() -> None:
+    """Nor for gradients that will be added to others."""
+    for loop, expected in ((plain, 12), (writing(WRITERS["nothing, but reading"]), 8), (accumulated, 12)):
+        _, _, made = trained(loop, True, False, torch.float32)
+        assert made == expected
 
 
 def the_class_of_a_checked_gradient_is_unnoticed() -> None:
@@ -315,7 +322,7 @@ def a_saved_gradient_is_a_usual_dtensor() -> None:
     for _ in range(2):
         run.optimizer.zero_grad()
         plain(run)
-    values = run.grads[0].unread_shard().clone()
+    values = run.grads[0].unread_shard.clone()
     torch.save(run.grads[0], file)
     assert b"halfstep" not in file.getvalue()
     file.seek(0)
@@ -356,6 +363,11 @@ def _cases() -> dict[str, Callable[[], None]]:
 CASES: dict[str, Callable[[], None]] = {
     **_cases(),
     **{f"kernel, {loop.__name__}": partial(the_kernel_has_the_same_bits, loop) for loop in (plain, without_a_layer)},
+    "columns": partial(
+        *(early_checks_have_the_bits_of_late_ones, plain, False, False, torch.float32),
+        shard_placement_fn=lambda parameter: Shard(int(parameter.shape[-1] == 70)),
+    ),
+    "in vain": no_check_is_made_in_vain_twice,
     "the class": the_class_of_a_checked_gradient_is_unnoticed,
     "saving": a_saved_gradient_is_a_usual_dtensor,
     "the end": early_checks_end_with_their_gradients,
@@ -365,7 +377,7 @@ CASES: dict[str, Callable[[], None]] = {
 def replicas_reduce_the_sums_again() -> None:
     """HSDP all-reduces them, which increments no version."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    early_checks_have_the_bits_of_late_ones(divided_by_four, None, True, torch.float32, mesh)
+    early_checks_have_the_bits_of_late_ones(divided_by_four, None, True, torch.float32, mesh=mesh)
 
 
 ON_FOUR_RANKS: dict[str, Callable[[], None]] = {"HSDP": replicas_reduce_the_sums_again}

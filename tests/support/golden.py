@@ -274,12 +274,13 @@ def rank_sum(name: str, device: torch.device = CPU) -> Results:
     from halfstep.kernels.unscale import Factor, Verdict, finish_parts
 
     dtype_name, spoiled = name.split(" ")
-    ranges = Ranges([(0, 17), (32, 5000), (5040, 4096), (9152, 4096), (13_264, 0), (13_280, 9000)], 22_288)
-    parts = torch.stack([moderate((ranges.elements,), rank, FORMATS[dtype_name]) for rank in range(3)])
+    elements = 22_288
+    ranges = Ranges([(0, 17), (32, 5000), (5040, 4096), (9152, 4096), (13_264, 0), (13_280, 9000)], elements)
+    parts = torch.stack([moderate((elements,), rank, FORMATS[dtype_name]) for rank in range(3)])
     parts[0, 20], parts[1, 13_250] = math.nan, math.inf  # padding
     if spoiled == "overflow":
         parts[0, 5031], parts[1, 9152], parts[2, 22_279] = math.inf, math.nan, -math.inf
-    out = torch.empty(ranges.elements, device=device)
+    out = torch.empty(elements, dtype=FP32, device=device)
     factor = Factor(torch.tensor(5.0, dtype=FP32, device=device), inverted=True)
     checks = sum_and_check(parts.to(device), out, 3.0, ranges, factor)
     verdict = finish_parts(checks, range(len(checks)), Verdict.empty(len(checks), device))
