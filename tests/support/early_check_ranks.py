@@ -263,14 +263,8 @@ WRITERS: dict[str, Callable[[Run], object]] = {
     "ours": lambda run: halfstep.foreach_unscale_([grad.to_local() for grad in run.grads], 0.5),
 }
 READ_NOTHING = (plain, without_communication, clipped_by_ours, divided_by_four, overflow_on_a_rank)
-READ_AGAIN = (
-    accumulated,
-    partly_accumulated,
-    without_a_layer,
-    with_another_scale,
-    unscaled_in_place,
-    unscaled_and_clipped_by_the_step,
-)
+ONLY_SCALED = (with_another_scale, unscaled_in_place, unscaled_and_clipped_by_the_step)
+READ_AGAIN = (accumulated, partly_accumulated, without_a_layer, *ONLY_SCALED)
 NEVER_EARLY = (with_hooks, with_an_all_reduce_hook, divided_afterwards)
 
 
@@ -343,25 +337,27 @@ def early_checks_end_with_their_gradients() -> None:
 
 
 def _cases() -> dict[str, Callable[[], None]]:
-    cases: dict[str, Callable[[], None]] = {}
-    loops: list[tuple[str, Loop, bool | None]] = [
-        *((loop.__name__, loop, False) for loop in READ_NOTHING),
-        *((loop.__name__, loop, True) for loop in READ_AGAIN),
-        *((loop.__name__, loop, None) for loop in NEVER_EARLY),
-        *((f"written by {name}", writing(write), True) for name, write in WRITERS.items()),
+    """Where all is read again, one loop has a scaler and the next one `max_grad_norm`."""
+    again = {loop.__name__: loop for loop in READ_AGAIN} | {f"written by {k}": writing(w) for k, w in WRITERS.items()}
+    loops: list[tuple[str, Loop, bool | None, bool]] = [
+        *((loop.__name__, loop, False, scaled) for loop in READ_NOTHING for scaled in (True, False)),
+        *(
+            (name, loop, True, loop in ONLY_SCALED or number % 2 == 0)
+            for number, (name, loop) in enumerate(again.items())
+        ),
+        *((loop.__name__, loop, None, True) for loop in NEVER_EARLY),
     ]
-    for name, loop, reads in loops:
-        for scaled in (True, False):
-            always_read = loop in READ_AGAIN[3:]
-            if not (always_read and not scaled):
-                case = partial(early_checks_have_the_bits_of_late_ones, loop, reads, scaled, torch.float32)
-                cases[f"{name}, {'a scaler' if scaled else 'max_grad_norm'}"] = case
-    cases["kept bf16"] = partial(early_checks_have_the_bits_of_late_ones, plain, False, True, torch.bfloat16)
-    return cases
+    return {
+        f"{name}, {'a scaler' if scaled else 'max_grad_norm'}": partial(
+            early_checks_have_the_bits_of_late_ones, loop, reads, scaled, torch.float32
+        )
+        for name, loop, reads, scaled in loops
+    }
 
 
 CASES: dict[str, Callable[[], None]] = {
     **_cases(),
+    "kept bf16": partial(early_checks_have_the_bits_of_late_ones, plain, False, True, torch.bfloat16),
     **{f"kernel, {loop.__name__}": partial(the_kernel_has_the_same_bits, loop) for loop in (plain, without_a_layer)},
     "columns": partial(
         *(early_checks_have_the_bits_of_late_ones, plain, False, False, torch.float32),
