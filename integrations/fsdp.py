@@ -64,7 +64,9 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
         _keep(group)
 
 
-def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool = False) -> None:
+def send_gradients_in_16_bits(
+    model: torch.nn.Module, *, round_accumulated: bool = False, check_sums: bool = False
+) -> None:
     """Make FSDP2's reduce-scatter send gradients in the dtype of the backward, and sum them in fp32.
 
     Call this after ``fully_shard``. Each rank sends the parts of its 16-bit gradients to the ranks that have their
@@ -76,15 +78,14 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
     fp32 sums, and are sent in fp32, so that none of their bits is lost. Under HSDP, shards are all-reduced over the
     replicas in fp32 as before.
 
-    If a scaler or ``max_grad_norm`` of halfstep checks gradients that are unchanged sums, later sums are checked as
-    they are computed, with the same bits, and not read again. Until then these gradients are DTensors of a derived
-    class. An access to their shards by other code makes them usual ones, which are checked after the backward.
-
     Args:
         model: a model that ``fully_shard`` was applied to, as a whole or in parts, with
             ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` and, unless its parameters have 16 bits, a 16-bit
             ``param_dtype``.
         round_accumulated: also send accumulated gradients in 16 bits, rounded to nearest.
+        check_sums: if a scaler or ``max_grad_norm`` of halfstep checks gradients that are unchanged sums, check those
+            of later steps as they are computed, with the same bits, so that they are not read again. These gradients
+            are DTensors of a derived class until other code accesses their shards.
 
     Raises:
         ValueError: FSDP2 shards no part of the model, or reduces 16-bit gradients of a part in another dtype, or there
@@ -108,7 +109,7 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
         dtype = _policy(group, param).param_dtype or param.sharded_param.dtype
         _check(name, group, param, dtype)
         if dtype != torch.float32:
-            reduces.append(_Reduce(group, dtype, round_accumulated))
+            reduces.append(_Reduce(group, dtype, round_accumulated, check_sums))
     if not reduces:
         raise ValueError(
             "Expected 16-bit gradients in a part of model, but got none: shard it with "
@@ -121,8 +122,9 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
 class _Reduce(ReduceScatter):
     """The reduce-scatter of a group of parameters."""
 
-    def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool) -> None:
-        self.group, self.dtype, self.round_accumulated = group, dtype, round_accumulated
+    def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool, check_sums: bool) -> None:
+        self.group, self.dtype = group, dtype
+        self.round_accumulated, self.check_sums = round_accumulated, check_sums
         self.reduce = group.post_backward
         self.sent: torch.dtype | None = None  # the dtype of the next buffer, if it differs from FSDP2's
         self.request = Request()  # of a check by the optimizer of these parameters
@@ -140,7 +142,7 @@ class _Reduce(ReduceScatter):
         self.checks = None if accumulates else []
         self.reduce(*unused)
         total, self.sum = self.sum, None
-        if total is not None and total._version == self.version:
+        if self.check_sums and total is not None and total._version == self.version:
             self._hand_over(total)
 
     def _hand_over(self, total: torch.Tensor) -> None:

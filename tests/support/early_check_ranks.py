@@ -41,7 +41,7 @@ class Run:
         fully_shard(self.model, mp_policy=IN_FP32, **sharding)
         if dtype != torch.float32:
             fsdp.keep_reduced_gradients(self.model)
-        fsdp.send_gradients_in_16_bits(self.model)
+        fsdp.send_gradients_in_16_bits(self.model, check_sums=True)
         self.optimizer = halfstep.AdamW(self.model.parameters(), lr=1e-2, max_grad_norm=None if scaled else 1e-3)
         self.scaler = halfstep.GradScaler("cpu", init_scale=3.0, growth_interval=2, enabled=scaled)
         self.number = 0
