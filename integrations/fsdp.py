@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+from torch.distributed.tensor import DTensor
 
-from halfstep.kernels.rank_sum import sum_of_ranks
+from halfstep.kernels.rank_sum import Ranges, sum_and_check, sum_of_ranks
+from halfstep.kernels.unscale import PartialCheck
+from halfstep.numerics.scaling.early_checks import Request, hand_over
+from halfstep.numerics.scaling.sharding import shard_of
 
 
 def keep_reduced_gradients(model: torch.nn.Module) -> None:
@@ -59,7 +64,9 @@ def keep_reduced_gradients(model: torch.nn.Module) -> None:
         _keep(group)
 
 
-def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool = False) -> None:
+def send_gradients_in_16_bits(
+    model: torch.nn.Module, *, round_accumulated: bool = False, check_sums: bool = False
+) -> None:
     """Make FSDP2's reduce-scatter send gradients in the dtype of the backward, and sum them in fp32.
 
     Call this after ``fully_shard``. Each rank sends the parts of its 16-bit gradients to the ranks that have their
@@ -76,6 +83,9 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
             ``MixedPrecisionPolicy(reduce_dtype=torch.float32)`` and, unless its parameters have 16 bits, a 16-bit
             ``param_dtype``.
         round_accumulated: also send accumulated gradients in 16 bits, rounded to nearest.
+        check_sums: if a scaler or ``max_grad_norm`` of halfstep checks gradients that are unchanged sums, check those
+            of later steps as they are computed, with the same bits, so that they are not read again. These gradients
+            are DTensors of a derived class until other code accesses their shards.
 
     Raises:
         ValueError: FSDP2 shards no part of the model, or reduces 16-bit gradients of a part in another dtype, or there
@@ -99,7 +109,7 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
         dtype = _policy(group, param).param_dtype or param.sharded_param.dtype
         _check(name, group, param, dtype)
         if dtype != torch.float32:
-            reduces.append(_Reduce(group, dtype, round_accumulated))
+            reduces.append(_Reduce(group, dtype, round_accumulated, check_sums))
     if not reduces:
         raise ValueError(
             "Expected 16-bit gradients in a part of model, but got none: shard it with "
@@ -112,17 +122,46 @@ def send_gradients_in_16_bits(model: torch.nn.Module, *, round_accumulated: bool
 class _Reduce(ReduceScatter):
     """The reduce-scatter of a group of parameters."""
 
-    def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool) -> None:
-        self.group, self.dtype, self.round_accumulated = group, dtype, round_accumulated
+    def __init__(self, group: Any, dtype: torch.dtype, round_accumulated: bool, check_sums: bool) -> None:
+        self.group, self.dtype = group, dtype
+        self.round_accumulated, self.check_sums = round_accumulated, check_sums
         self.reduce = group.post_backward
         self.sent: torch.dtype | None = None  # the dtype of the next buffer, if it differs from FSDP2's
+        self.request = Request()  # of a check by the optimizer of these parameters
+        self.shards = Ranges([], 0)  # where they were in the last sum
+        self.sum: torch.Tensor | None = None  # that of the present reduction
+        self.version = 0  # which it had then
+        self.checks: list[PartialCheck] | None = []  # of its shards; None if they will be added to other gradients
 
     def post_backward(self, *unused: Any) -> None:
         """Set the dtype, then call FSDP2's method, which allocates a buffer without telling the gradients' dtype."""
         grads = [unsharded_grad(param) for param in self.group.fsdp_params]
         wide = any(grad.dtype.itemsize > 2 for grad in grads if grad is not None)  # accumulated gradients
         self.sent = None if wide and not self.round_accumulated else self.dtype
+        accumulates = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
+        self.checks = None if accumulates else []
         self.reduce(*unused)
+        total, self.sum = self.sum, None
+        if self.check_sums and total is not None and total._version == self.version:
+            self._hand_over(total)
+
+    def _hand_over(self, total: torch.Tensor) -> None:
+        """Let the next verdict use the checks of the gradients that are views of the sum."""
+        group, parameters = self.group, [param.sharded_param for param in self.group.fsdp_params]
+        hooks = any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+        if hooks or group._all_reduce_hook is not None or isinstance(group.mesh_info, DDPMeshInfo):
+            return  # they may have written, as HSDP does
+        grads = [(grad, shard_of(grad)) for parameter in parameters if (grad := parameter.grad) is not None]
+        grads = [(grad, shard) for grad, shard in grads if shard._base is total]
+        checks = dict(zip(self.shards.ranges, self.checks or (), strict=False))
+        for grad, shard in grads:
+            check = checks.get((shard.storage_offset(), shard.numel()))
+            hand_over(grad, shard, self.request, check)
+            if check is not None:
+                grad.__class__ = _Unread
+        ranges = sorted((shard.storage_offset(), shard.numel()) for _, shard in grads)
+        if ranges and ranges != self.shards.ranges:
+            self.shards = Ranges(ranges, total.numel())
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         dtype, self.sent = self.sent or dtype, None
@@ -136,7 +175,35 @@ class _Reduce(ReduceScatter):
         dist.all_to_all_single(received.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
         mean, divided = op == dist.ReduceOp.AVG, op == dist.ReduceOp.PREMUL_SUM
         divisor = group.size() if mean else self.group.gradient_divide_factor if divided else 1.0
-        sum_of_ranks(received.view(group.size(), -1), output_tensor, divisor)
+        parts = received.view(group.size(), -1)
+        if self.request.made and self.checks is not None and sum(self.shards.padded) == output_tensor.numel():
+            self.checks = sum_and_check(parts, output_tensor, divisor, self.shards, self.request.factor)
+        else:
+            sum_of_ranks(parts, output_tensor, divisor)
+        self.sum, self.version = output_tensor, output_tensor._version
+
+
+_SHARD: Any = vars(DTensor)["_local_tensor"]
+
+
+def _read(grad: Any) -> torch.Tensor:
+    grad.__class__ = DTensor
+    return _SHARD.__get__(grad)
+
+
+def _assign(grad: Any, shard: torch.Tensor) -> None:
+    grad.__class__ = DTensor
+    _SHARD.__set__(grad, shard)
+
+
+# A gradient that was checked, until something accesses its shard: then it is a usual DTensor again. The version of the
+# shard does not tell whether it was changed: functions on lists of DTensors, among them torch's `clip_grad_norm_`,
+# writes through `.data` and collectives leave it as it is. halfstep's own code increments it, and uses `unread_shard`.
+_Unread: Any = type(
+    "_Unread",
+    (DTensor,),
+    {"__slots__": (), "unread_shard": _SHARD, "_local_tensor": property(_read, _assign)},
+)
 
 
 def parameter_groups(module: torch.nn.Module) -> list[Any]:

@@ -221,7 +221,7 @@ def _finish_by_operations(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 if tl is not None:
-    _GRAD_ROW, _FLAG_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
+    GRAD_ROW, FLAG_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
 
 
 @jit
@@ -236,7 +236,7 @@ def _tree_sum_block(values, LENGTH: tl.constexpr):
 
 
 @jit
-def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
+def check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
     magnitude = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     biggest = tl.max(magnitude, axis=0)
     if biggest >= 0x7F800000:
@@ -249,7 +249,7 @@ def _check_block(y, flag_ptr, sum_ptr, CHUNK: tl.constexpr):
 
 
 @jit
-def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
+def scaled_block(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
     """The products of a block in fp32, and as they are stored; with WRITE both have been rounded."""
     stored = x
     y = to_float32(x)
@@ -264,6 +264,18 @@ def _scaled(x, factor, SCALED: tl.constexpr, WRITE: tl.constexpr):
     return y, stored
 
 
+@jit
+def factor_block(inv_scale, SCALED: tl.constexpr):
+    factor = 1.0
+    if SCALED == 1:
+        factor = tl.load(inv_scale)
+    elif SCALED == 2:
+        factor = (tl.full((), 1.0, tl.float32) * inv_scale).to(tl.float32)
+    elif SCALED == 3:
+        factor = inverse_block(tl.load(inv_scale))
+    return factor
+
+
 @functools.partial(jit, do_not_specialize=["tensors", "flags", "sums"])
 def check_kernel(
     rows, chunk_tensor, tensors,  # of a table whose operands are the address and the tensor's place in `flags`
@@ -276,32 +288,26 @@ def check_kernel(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     column, start, left = locate(rows, chunk_tensor, tensors, CHUNK)
-    address = tl.load(column + _GRAD_ROW * tensors)
+    address = tl.load(column + GRAD_ROW * tensors)
     offsets = tl.arange(0, CHUNK)
-    factor = 1.0
-    if SCALED == 1:
-        factor = tl.load(inv_scale)
-    elif SCALED == 2:
-        factor = (tl.full((), 1.0, tl.float32) * inv_scale).to(tl.float32)
-    elif SCALED == 3:
-        factor = inverse_block(tl.load(inv_scale))
+    factor = factor_block(inv_scale, SCALED)
     if (address % 16 == 0) & (left == CHUNK):
         # A full, aligned chunk is read 16 bytes at a time. Triton keeps the hint only if it follows the cast of the
         # pointer, and uses it only in accesses without a mask.
         at = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start + offsets
-        y, stored = _scaled(tl.load(at), factor, SCALED, WRITE)
+        y, stored = scaled_block(tl.load(at), factor, SCALED, WRITE)
         if WRITE:
             tl.store(at, stored)
     else:
         # Other chunks are read one element per thread, neighbouring threads reading neighbouring elements. Reading most
         # of a short chunk in vectors was tried: it takes up to 40 more registers, for at most one chunk per tensor.
         at = address.to(tl.pointer_type(DTYPE)) + start + offsets
-        y, stored = _scaled(tl.load(at, mask=offsets < left, other=0.0), factor, SCALED, WRITE)
+        y, stored = scaled_block(tl.load(at, mask=offsets < left, other=0.0), factor, SCALED, WRITE)
         if WRITE:
             tl.store(at, stored, mask=offsets < left)
         # Lanes beyond the end hold 0 * factor, which is NaN if the factor is infinite.
         y = tl.where(offsets < left, y, 0.0)
-    _check_block(y, flags + tl.load(column + _FLAG_ROW * tensors), sums + tl.program_id(0), CHUNK)
+    check_block(y, flags + tl.load(column + FLAG_ROW * tensors), sums + tl.program_id(0), CHUNK)
 
 
 @functools.partial(jit, do_not_specialize=["chunks", "tensors"])
@@ -453,6 +459,7 @@ def check(
     tally: Tally | None = None,
     slots: Sequence[int] | None = None,
     in_memory: bool = True,
+    parts: Sequence[PartialCheck | None] = (),
 ) -> Verdict:
     """Check, and with `write` unscale, a list of tensors that were validated before.
 
@@ -466,6 +473,7 @@ def check(
             `tensors`.
         in_memory: whether kernels may read the tensors at their addresses. Otherwise operations of torch are used,
             which support other dtypes too.
+        parts: of all tensors, those that `check_part` would return and None for tensors to be read; empty to read all.
     """
     device = tensors[0].device
     slots = range(len(tensors)) if slots is None else slots
@@ -479,6 +487,10 @@ def check(
             _finish_by_operations(total, out, norm, tally)
         return out
     out = Verdict.empty(len(tensors), device) if out is None else out
+    if any(parts):
+        rest = [tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]
+        read = iter(check_part(rest, factor) if rest else [])
+        return finish_parts([next(read) if part is None else part for part in parts], slots, out, tally)
     flat = tensors if all_contiguous(tensors) else list(map(multi_tensor.flattened, tensors))
     implementation = resolve(device, "unscale")
     groups = _grouped(flat, slots)

@@ -26,6 +26,7 @@ from halfstep.kernels.multi_tensor import DTYPE_CODES, all_have_memory, are_usua
 from halfstep.kernels.optimizer.layout import Control
 from halfstep.kernels.streams import all_to_device, capturing, to_device
 from halfstep.kernels.unscale import Factor, PartialCheck, Tally, Verdict, check, check_part, finish_parts
+from halfstep.numerics.scaling.early_checks import early_checks, handed_over
 from halfstep.numerics.scaling.options import MAX_NORM
 from halfstep.numerics.scaling.sharding import NOWHERE, Topology, in_process_group, local, settle_gradients, topology_of
 from halfstep.numerics.scaling.stand_ins import is_freed, is_stand_in, refuse_freed
@@ -156,9 +157,16 @@ class Checker:
                 kept[key] = Verdict.empty(count, device)
             factor, step = numbers[device]
             tally = None if step is None else self._tally(count, device, step, recording)
-            verdicts[key] = check(
-                values, factor, write=write, out=kept[key], tally=tally, slots=of_values, in_memory=in_memory
-            )
+            options: Any = {
+                "write": write,
+                "out": kept[key],
+                "tally": tally,
+                "slots": of_values,
+                "in_memory": in_memory,
+            }
+            if handed_over.data and in_memory and not (write or recording):
+                options["parts"] = early_checks(parameters, of_values, factor)
+            verdicts[key] = check(values, factor, **options)
         if len(verdicts) == 1 and not self.topology.groups:
             return verdicts[key]
         return self._combined(verdicts, self._combination if keep else Combination())

@@ -31,7 +31,7 @@ from halfstep.numerics.scaling.wrappers import wrapped_by, zero_group_of
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a DTensor."""
-    return hasattr(tensor, "_local_tensor")
+    return hasattr(type(tensor), "_local_tensor")
 
 
 def is_flat(tensor: torch.Tensor) -> bool:
@@ -39,9 +39,16 @@ def is_flat(tensor: torch.Tensor) -> bool:
     return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
+def shard_of(tensor: Any) -> Any:
+    """The local tensor of a DTensor, even if a collective may still be filling it; anything else itself."""
+    # An access to `_local_tensor` of a gradient counts as one that may change it (early_checks.py).
+    unread = hasattr(type(tensor), "unread_shard")
+    return tensor.unread_shard if unread else getattr(tensor, "_local_tensor", tensor)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor; a plain tensor itself."""
-    shard: Any = getattr(tensor, "_local_tensor", tensor)
+    shard = shard_of(tensor)
     # A collective may still be filling the shard.
     return shard.wait() if hasattr(shard, "wait") else shard
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
+from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local, shard_of
 
 aten = torch.ops.aten
 
@@ -142,23 +142,19 @@ def freed_gradient(parameter: torch.Tensor, remedy: str) -> torch.Tensor:
 
 def is_stand_in(grad: torch.Tensor | None) -> bool:
     """Whether a gradient is a stand-in, or a DTensor of one."""
-    return isinstance(_shard_of(grad), StandIn)
-
-
-def _shard_of(grad: torch.Tensor | None) -> Any:
-    return getattr(grad, "_local_tensor", grad)
+    return isinstance(shard_of(grad), StandIn)
 
 
 def is_freed(grad: torch.Tensor | None) -> bool:
     """Whether the backward has used and freed a gradient."""
-    return isinstance(_shard_of(grad), FreedGradient)
+    return isinstance(shard_of(grad), FreedGradient)
 
 
 def refuse_freed(parameters: list[torch.Tensor], reader: str) -> None:
     """Raise a RuntimeError that names the remedy if the backward has used and freed a gradient."""
     for parameter in parameters:
         if is_freed(parameter.grad):
-            _shard_of(parameter.grad)._numbers(reader)
+            shard_of(parameter.grad)._numbers(reader)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +165,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def is_zeroed(grad: torch.Tensor | None) -> bool:
     """Whether a gradient was used and freed, and then set to zero."""
-    return bool(getattr(_shard_of(grad), "zeroed", False))
+    return bool(getattr(shard_of(grad), "zeroed", False))
 
 
 def remove_stand_in(parameter: torch.Tensor) -> None:

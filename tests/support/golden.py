@@ -268,6 +268,25 @@ def check(name: str, device: torch.device = CPU) -> Results:
     return results | {f"unscaled {index}": grad for index, grad in enumerate(grads)}
 
 
+def rank_sum(name: str, device: torch.device = CPU) -> Results:
+    """Means of three ranks and the checks of their ranges: empty, misaligned, padded, and with chunks not full."""
+    from halfstep.kernels.rank_sum import Ranges, sum_and_check
+    from halfstep.kernels.unscale import Factor, Verdict, finish_parts
+
+    dtype_name, spoiled = name.split(" ")
+    elements = 22_288
+    ranges = Ranges([(0, 17), (32, 5000), (5040, 4096), (9152, 4096), (13_264, 0), (13_280, 9000)], elements)
+    parts = torch.stack([moderate((elements,), rank, FORMATS[dtype_name]) for rank in range(3)])
+    parts[0, 20], parts[1, 13_250] = math.nan, math.inf  # padding
+    if spoiled == "overflow":
+        parts[0, 5031], parts[1, 9152], parts[2, 22_279] = math.inf, math.nan, -math.inf
+    out = torch.empty(elements, dtype=FP32, device=device)
+    factor = Factor(torch.tensor(5.0, dtype=FP32, device=device), inverted=True)
+    checks = sum_and_check(parts.to(device), out, 3.0, ranges, factor)
+    verdict = finish_parts(checks, range(len(checks)), Verdict.empty(len(checks), device))
+    return {"out": out, "found": verdict.found_inf, "flags": verdict.flags, "squares": verdict.sum_of_squares}
+
+
 def statistics(name: str, device: torch.device = CPU) -> Results:
     from halfstep.kernels.cells import Grid, width
     from halfstep.kernels.statistics import foreach_count_
@@ -344,6 +363,7 @@ CASES: dict[str, tuple[Callable[..., Results], list[str], str]] = {
     "check": (check, _names(WIDE, ("finite", "overflow")), "unscale"),
     "log_probabilities": (log_probabilities, _names(WIDE, ("rows", "long")), "softmax"),
     "statistics": (statistics, _names(WIDE, ("plain", "errors")), "statistics"),
+    "rank_sum": (rank_sum, _names(WIDE, ("finite", "overflow")), "unscale"),
     "softmax": (softmax, _SOFTMAX, "softmax"),
     "softmax_exact": (partial(softmax, precision="exact"), _SOFTMAX, "softmax"),
 }

@@ -157,6 +157,8 @@ CASES = {
     "unscale bf16": Case(_unscale(BF16)),
     "unscale fp16": Case(_unscale(FP16)),
     "check fp16 with overflow": _golden("check", "fp16 overflow"),
+    "rank sum with check": _golden("rank_sum", "bf16 finite"),
+    "rank sum with overflow": _golden("rank_sum", "fp32 overflow"),
     "adam split": Case(_adam),
     "adam full fp16": _golden("adam", "AdamW fp16 full fp32 nearest plain"),
     "adam fp32 L2 amsgrad": _golden("adam", "Adam fp32 none fp32 nearest amsgrad"),

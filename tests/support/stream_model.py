@@ -46,7 +46,7 @@ from halfstep.numerics.scaling.stand_ins import StandIn
 aten = torch.ops.aten
 LAUNCHERS = (block_cast, cast, dispatch, launch, loss_scale, rank_sum, statistics, unscale)
 # Of the launches that read a table: how many of its rows are addresses.
-ADDRESS_ROWS = {"adam": adam.OPERANDS, "block_cast": 3, "check": 1, "cast": 2}
+ADDRESS_ROWS = {"adam": adam.OPERANDS, "block_cast": 3, "check": 1, "cast": 2, "rank_sum_check": 0}
 # Operations that tell the host something about the elements.
 TELLING = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.is_nonzero, aten._unique2)
 # Those that an index of garbage would have fail while it is only recorded.

@@ -15,6 +15,7 @@ import rank_processes
 
 TWO = [
     "shard_ranks",
+    "early_check_ranks",
     "release_ranks",
     "ddp_hook_ranks",
     "pairing_ranks",
@@ -22,7 +23,7 @@ TWO = [
     "rule_ranks",
     "vocabulary_ranks",
 ]
-FOUR = ["sharded_noise", "offload_ranks", "rule_ranks", "topology_ranks", "vocabulary_ranks"]
+FOUR = ["early_check_ranks", "sharded_noise", "offload_ranks", "rule_ranks", "topology_ranks", "vocabulary_ranks"]
 try:
     import state_dict_ranks
 except ImportError:  # another torch
