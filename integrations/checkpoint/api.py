@@ -310,7 +310,7 @@ def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None,
                 storage.write_manifest(folder, content, tree, shards)
                 atomic.put_in_place(folder, path)
                 if keep is not None:
-                    atomic.prune(path.parent, step, keep)
+                    atomic.prune(folder, step, keep)
 
         folder: Any = ranks.together(begin)[0]
         shards = ranks.together(write_shards)

@@ -494,7 +494,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     _save(tmp_path, 1)
     place = order.index("rename to step-00000001")
     assert {*FILES} < set(order[:place])
-    assert order[place - 1].startswith(".halfstep-")  # the folder's list of files
+    assert order[place - 1] == "new"  # the folder's list of files
     assert order[place + 1 :] == [tmp_path.name]
 
 
