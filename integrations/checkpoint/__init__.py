@@ -13,9 +13,8 @@ Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power 
 a checkpoint is complete, and earlier checkpoints still exist (atomic.py). See docs/checkpoints.md.
 """
 
-from halfstep.integrations.checkpoint.api import PendingSave, load, save
+from halfstep.integrations.checkpoint.api import PendingSave, convert, export, load, save
 from halfstep.integrations.checkpoint.atomic import CheckpointError, checkpoints, newest
-from halfstep.integrations.checkpoint.conversion import convert, export
 from halfstep.integrations.checkpoint.whole import gather, load_model, load_optimizer, scatter, with_masters
 
 __all__ = [

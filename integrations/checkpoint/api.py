@@ -1,4 +1,4 @@
-"""`save` and `load`: all ranks write and read their shards in parallel, whatever the topology.
+"""`save` and `load`: all ranks write and read their shards in parallel, whatever the topology. `convert` and `export`.
 
 A shard is identified by the name of its parameter and its offsets in the full parameter. The optimizer state is read
 into new tensors with the dtype of the file, and loaded only after all ranks have read everything.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,7 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict as torch_state
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,13 +28,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic, storage
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
-from halfstep.integrations.checkpoint.importing import open_checkpoint
+from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
 from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_write
 from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
 from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state, restoring
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.options import check_format
 from halfstep.integrations.optim.state import empty_entry
+from halfstep.integrations.pickles import PickleError
 from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
 from halfstep.numerics.state_layout import HELD
 
@@ -494,7 +498,11 @@ class _Load:
                 undo.callback(local(tensor).copy_, local(tensor).clone())
         else:
             for name in self.tensors:
-                _exchange(local(self.current[name]), local(fresh[name]), undo)
+                live, new = local(self.current[name]), local(fresh[name])
+                old = live.clone()
+                live.copy_(new)
+                new.copy_(old)
+                undo.callback(live.copy_, new)
                 fresh[name] = self.current[name]
         torch_state.set_model_state_dict(self.model, fresh)
         if self.optimizer is not None:
@@ -510,15 +518,81 @@ class _Load:
         return self.targets[name] if name in self.targets else self.reader.copy(name)
 
 
-def _exchange(live: torch.Tensor, new: torch.Tensor, undo: ExitStack) -> None:
-    old = live.clone()
-    live.copy_(new)
-    new.copy_(old)
-    undo.callback(live.copy_, new)
-
-
 def _on_cpu(value: Any) -> Any:
     """An empty tensor on the CPU, sharded like `value`."""
     if isinstance(value, ShardedTensor):
         return value  # FSDP1 allocated it for loading
     return Sharding(value).like(torch.empty_like(local(value), device="cpu"))
+
+
+# -------------------------------------------------------------------------------------------------------- conversion
+
+
+def convert(old: str | Path, new: str | Path) -> Path:
+    """Convert a checkpoint of an earlier version, or of torch.distributed.checkpoint, to the current format.
+
+    Args:
+        old: a file such as ``step-00000120.pt``, or a folder of shards. It is not modified.
+        new: the folder to create, such as ``run/step-00000120``.
+
+    Returns:
+        `new`.
+
+    Raises:
+        CheckpointError: `old` is damaged or is not a checkpoint, or `new` exists or cannot be written.
+    """
+    old, new = Path(old), Path(new)
+    if not old.exists():
+        raise CheckpointError(
+            f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint's folder"
+        )
+    if new.exists():
+        raise CheckpointError(f"{new} exists: pass a folder that does not")
+    tensors: dict[str, torch.Tensor] = {}
+    try:
+        if old.is_dir():
+            reader = open_checkpoint(old)
+            reader.verify()
+            tree = reader.tree
+            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)))
+        else:
+            tree = {"state": pack(read_file(old), tensors, "state")}
+    except (OSError, PickleError, CheckpointError) as error:
+        raise CheckpointError(f"{old} cannot be converted: {error}") from error
+    numbers = re.findall(r"\d+", new.name) or re.findall(r"\d+", old.stem)
+    tree["step"] = int(numbers[-1]) if numbers else 0
+    return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
+
+
+def export(path: str | Path, out: str | Path) -> Path:
+    """Write the model of a checkpoint to one file, ``model.safetensors``, for safetensors and transformers.
+
+    With the model's ``config.json`` next to it, ``from_pretrained(out)`` loads it. The full model must fit in memory.
+
+    Args:
+        path: a checkpoint that was saved with ``model=``, by any number of ranks.
+        out: the folder to write to, created if missing.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or contains no model.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 40, model=torch.nn.Linear(3, 1))
+        >>> checkpoint.export(path, "exported").name
+        'model.safetensors'
+    """
+    path, out = Path(path), Path(out)
+    reader = open_verified(path, Ranks(alone=True))
+    if "model" not in reader.tree:
+        raise CheckpointError(f"checkpoint {path} holds no model: save it with model=")
+    names = unpack(reader.tree["model"])
+    tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / ".model.safetensors.unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, out / "model.safetensors")
+    return out / "model.safetensors"
