@@ -17,14 +17,7 @@ from torch.utils.hooks import unserializable_hook
 
 from halfstep.integrations.optim.options import option_values
 from halfstep.numerics.scaling.sharding import local
-from halfstep.numerics.scaling.stand_ins import (
-    FreedGradient,
-    freed_gradient,
-    gradient_of,
-    is_stand_in,
-    is_zeroed,
-    remove_stand_in,
-)
+from halfstep.numerics.scaling.stand_ins import FreedGradient, freed_gradient, gradient_of, is_stand_in, is_zeroed
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -51,8 +44,8 @@ def before_accumulation(
     alive = parameter()
     if alive is not None:
         call_if_alive(method, alive)
-        if method() is None:
-            remove_stand_in(alive)
+        if method() is None and is_stand_in(alive.grad):
+            alive.grad = None
 
 
 # If a compiled function runs the backward, dynamo would trace these hooks and everything that they call.

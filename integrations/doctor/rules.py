@@ -11,18 +11,7 @@ from typing import Any
 import torch
 
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
-from halfstep.integrations.doctor.setup import (
-    BF16,
-    FP16,
-    HALF,
-    Entry,
-    Setup,
-    distinct,
-    holds_bf16_only,
-    nonfinite,
-    sample,
-    size_of,
-)
+from halfstep.integrations.doctor.setup import HALF, Entry, Setup, distinct, holds_bf16_only, nonfinite, sample, size_of
 from halfstep.integrations.tensor_files import TensorFiles
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.kernels.muon.rule import matrices, ratio
@@ -146,10 +135,10 @@ _OF_A_PARAMETER: dict[str, Callable[[Entry], bool]] = {
     "frozen-with-state": lambda e: e.frozen and bool(e.state),
     "quantized-in-optimizer": lambda e: not e.parameter.is_floating_point() and not e.parameter.is_complex(),
     # Below half of the smallest relative spacing, rounding to nearest returns w (1 - decay) to w for all w.
-    "decay-lost": lambda e: e.loses_updates and 0 < e.decay < (2.0**-9 if e.parameter.dtype == BF16 else 2.0**-12),
+    "decay-lost": lambda e: e.loses_updates and 0 < e.decay < torch.finfo(e.parameter.dtype).eps / 4,
     # Values up to half of fp16's smallest subnormal round to 0.
     "eps-is-zero": lambda e: (
-        e.parameter.dtype == FP16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
+        e.parameter.dtype == torch.float16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
     ),
     "step-in-16-bits": lambda e: isinstance(e.step, torch.Tensor) and e.step.dtype in HALF,
     "state-not-sharded": lambda e: (

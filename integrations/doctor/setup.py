@@ -19,7 +19,7 @@ from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.state_layout import rounds_stochastically
 
-BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
+HALF = torch.bfloat16, torch.float16
 # Attribute names of module wrappers, which are dropped from parameter names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Names that libraries give to optimizer state that keeps what rounding a 16-bit weight loses.

@@ -27,15 +27,7 @@ from halfstep.integrations.optim.options import (
     matched_groups,
     plain_number,
 )
-from halfstep.integrations.optim.state import (
-    Masters,
-    fitted_state,
-    full_master,
-    is_remainder,
-    like,
-    loaded_state,
-    saved_state,
-)
+from halfstep.integrations.optim.state import Masters, fitted_state, full_master, like, loaded_state, saved_state
 from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, apply
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
@@ -413,7 +405,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
             if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
-                master.zero_() if is_remainder(master) else master.copy_(local(target.detach()))
+                master.zero_() if full_master(state) is None else master.copy_(local(target.detach()))
         self._plans.agreed.note(self._targets(chosen))
 
     # --------------------------------------------------------------------------------------------------------- state

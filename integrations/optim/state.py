@@ -20,19 +20,11 @@ from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.options import Option
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
-from halfstep.numerics.state_layout import (
-    CODE_KEYS,
-    HELD,
-    MOMENTS,
-    REMAINDER,
-    REMAINDERS,
-    SCALE_KEYS,
-    StateLayout,
-    shape_of,
-)
+from halfstep.numerics.state_layout import CODE_KEYS, HELD, MOMENTS, REMAINDER, REMAINDERS, SCALE_KEYS, shape_of
 
 if TYPE_CHECKING:
     from halfstep.integrations.optim.classes import LayoutOptimizer
+    from halfstep.numerics.state_layout import StateLayout
 
 PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
