@@ -164,8 +164,11 @@ class BackwardSteps:
         with self._lock:
             if self._running.pop(number, None) is None:
                 return
-            if not self._running:
-                self._restore()
+            if not self._running:  # restore stand-ins for which no gradient was stored, as with `torch.autograd.grad`
+                removed, self._removed = self._removed, {}
+                for parameter, stand_in in removed.values():
+                    if parameter.grad is None:
+                        parameter.grad = stand_in
         self._failed |= failed and number in self._stepping
         if number in self._taking:
             call_if_alive(self._finish, failed)
@@ -184,13 +187,6 @@ class BackwardSteps:
                 self.begin(takes=False)
                 self._removed[id(parameter)] = parameter, grad
                 parameter.grad = None
-
-    def _restore(self) -> None:
-        """Restore the stand-ins for which no gradient was stored, as with `torch.autograd.grad`."""
-        removed, self._removed = self._removed, {}
-        for parameter, stand_in in removed.values():
-            if parameter.grad is None:
-                parameter.grad = stand_in
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -317,10 +313,10 @@ class BucketReduction:
         work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
         self._running = bucket, averages, marks, missing, work
 
-    def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the running reduction, if any. Returns its bucket, and the parameters that got a gradient."""
+    def end(self) -> tuple[int, list[torch.Tensor]]:
+        """Wait for the running reduction, if any. Returns its bucket's part, and the parameters that got a gradient."""
         if self._running is None:
-            return None
+            return 0, []
         (bucket, averages, marks, missing, work), self._running = self._running, None
         work.wait()
         if missing:  # only this makes the host wait for the device
@@ -330,7 +326,7 @@ class BucketReduction:
             if index not in missing:
                 member.grad = average
                 ready.append(member)
-        return bucket, ready
+        return bucket.part, ready
 
     def restart(self) -> None:
         """Discard what a failed backward has left, and restart from the first bucket."""

@@ -46,14 +46,10 @@ class TensorFiles(NamedTuple):
 
 
 def read_all(paths: Sequence[str | Path]) -> TensorFiles:
-    """All tensors of the parts of one checkpoint.
+    """All tensors of the parts of one checkpoint: of anything that `read_tensors` reads, and of other folders of tensor
+    files, such as Hugging Face's, whose index lists the files.
 
-    Args:
-        paths: anything that `read_tensors` reads, and other folders of tensor files, such as Hugging Face's, whose
-            index lists the files.
-
-    Raises:
-        TensorFileError: a file cannot be read or is damaged, or two of `paths` have a tensor of the same name.
+    Raises TensorFileError if a file cannot be read or is damaged, or two of `paths` have a tensor of the same name.
     """
     result = TensorFiles({}, [], {})
     for path in map(Path, paths):

@@ -43,11 +43,10 @@ def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
     for moment, maximum in (("exp_avg", 127), ("exp_avg_sq", 255)):
         if (codes := state.pop(f"{moment}::quantized", None)) is not None:
             state[moment] = _of_flashoptim(codes, state.pop(f"{moment}::scales"), maximum, f"{moment!r} in the {where}")
-    return {key: value.dequantize().float() if _is_of_torchao(value) else value for key, value in state.items()}
-
-
-def _is_of_torchao(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale"):  # of torchao
+            state[key] = value.dequantize().float()
+    return state
 
 
 def _in_groups(codes: torch.Tensor, scales: torch.Tensor, sizes: tuple[int, ...], where: str) -> torch.Tensor:

@@ -194,16 +194,8 @@ def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
-    if not is_sharded(values):
-        return pairs
     strides = (*(2 * stride for stride in values.stride()), 1)
     return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
-
-
-def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_in_bytes` for 16-bit integers."""
-    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
-    return Sharding(pairs).like(values, pairs.shape[:-1]) if is_sharded(pairs) else values
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -362,7 +354,8 @@ def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: t
     """An entry of a saved state, which must exist and have a shape and one of some dtypes; without, a floating one."""
     value = saved.get(key)
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
-        value = _of_bytes(value)
+        integers = local(value).contiguous().view(torch.int16).squeeze(-1)  # the inverse of `_in_bytes`
+        value = Sharding(value).like(integers, torch.Size(shape))
     if not isinstance(value, torch.Tensor) or value.shape != shape or (dtypes and value.dtype not in dtypes):
         dtype = f" and dtype {' or '.join(map(str, dtypes))}" if dtypes else ""
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
