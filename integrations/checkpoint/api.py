@@ -410,7 +410,9 @@ class _Load:
     """One call of `load`: the checkpoint, the objects to load, and the tensors that are read."""
 
     def __init__(self, reader: Reader, model: Any, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
-        self.reader, self.model, self.optimizer, self.scaler = reader, model, optimizer, scaler
+        self.reader, self.model, self.optimizer = reader, model, optimizer
+        objects = {"model": model, "scaler": scaler, "optimizer": optimizer}
+        self.objects: dict[str, Any] = {name: value for name, value in objects.items() if value is not None}
         modules = () if model is None else model.modules()
         self.flat = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # FSDP1's flat parameters
         self.targets: dict[str, Any] = {}
@@ -423,9 +425,8 @@ class _Load:
             raise CheckpointError(f"its state is a {type(self.state).__name__}")
         if self.model is None:
             return
-        for name, target in (("model", self.model), ("scaler", self.scaler), ("optimizer", self.optimizer)):
-            if target is not None and tree.get(name) is None:
-                raise CheckpointError(f"it holds no {_ABSENT[name]}")
+        if missing := [name for name in self.objects if tree.get(name) is None]:
+            raise CheckpointError(f"it holds no {_ABSENT[missing[0]]}")
         self.current: dict[str, Any] = dict(torch_state.get_model_state_dict(self.model))
         check_model(unpack(tree["model"], self.reader.empty), self.current)
         names = unpack(tree["model"])
@@ -484,10 +485,7 @@ class _Load:
         """
         if self.model is None:
             return
-        targets = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        saved: dict[str, Any] = {
-            name: unpack(self.reader.tree[name], self._read) for name, target in targets.items() if target is not None
-        }
+        saved = {name: unpack(self.reader.tree[name], self._read) for name in self.objects}
         fresh = saved["model"]
         not_strict = torch_state.StateDictOptions(strict=False)
         objects = {name: value for name, value in self.current.items() if name not in self.tensors}
@@ -510,8 +508,8 @@ class _Load:
             torch_state.set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=not_strict)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        if "scaler" in saved:
+            self.objects["scaler"].load_state_dict(saved["scaler"])
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor that `prepare` allocated and `read_into` filled, or an unsharded copy from the file."""

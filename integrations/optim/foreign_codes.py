@@ -87,13 +87,10 @@ def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, wher
 
 
 def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight and its ``error_bits``.
+    """The fp32 master of a 16-bit weight, at the time of saving, and the `rest` of the master, its ``error_bits``.
 
-    Args:
-        weight: the weight at the time of saving.
-        rest: int8 or int16, or as saved: int8 converted to, or int16 viewed as, the dtype of the weight.
-        width: bytes of weight and rest together, 3 or 4, as saved in the group.
-        where: names the state in messages.
+    The rest is int8 or int16, or as saved: int8 converted to, or int16 viewed as, the dtype of the weight. `width` is
+    the bytes of both together, 3 or 4, as saved in the group. Messages call the state `where`.
     """
     if rest.is_floating_point() and width in (3, 4):
         rest = rest.to(torch.int8) if width == 3 else rest.view(torch.int16)

@@ -219,16 +219,10 @@ def loaded_state(
 ) -> tuple[dict[str, Any], torch.Tensor | None]:
     """One parameter's saved state as copies in a layout, and the new weight (None: unchanged).
 
-    Args:
-        saved: a state as `saved_state` returns it, or of another optimizer with the names of a canonical one.
-        parameter: the parameter, with the weight that belongs to a remainder.
-        layout: the layout of the parameter in the optimizer that loads.
-        where: the name of the state in messages.
-        final: whether the master becomes that of the layout now. Otherwise a remainder stays as it was saved until the
-            first step, since the weight that belongs to it may be loaded later.
-
-    Raises:
-        ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
+    `saved` is what `saved_state` returns, or a state of another optimizer with the names of a canonical one; messages
+    call it `where`. The parameter has the weight that belongs to a remainder, or gets it later: unless the load is
+    `final`, a remainder stays as it was saved until the first step. Raises a ValueError if an entry is missing or has
+    another shape or dtype, or if the parameter has no remainder.
     """
     source = _with_names_in_memory(saved, parameter, where)
     for key in ("step", *layout.moments):
