@@ -29,8 +29,7 @@ from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic, storage
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
 from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
-from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_write
-from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
+from halfstep.integrations.checkpoint.storage import Part, Reader, TensorName, pack, parts_to_write, unpack
 from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state, restoring
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.options import check_format

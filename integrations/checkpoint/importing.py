@@ -17,8 +17,7 @@ import torch
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError
-from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored
-from halfstep.integrations.checkpoint.tree import TensorName, pack
+from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored, TensorName, pack
 from halfstep.integrations.pickles import PickleError, Record
 
 METADATA = ".metadata"
