@@ -20,12 +20,8 @@ from halfstep.integrations.optim.state import like
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import REMAINDER
 
-BITSANDBYTES = "__bnb_optimizer_quant_state__"  # versions 0.45 and later nest the keys of the table below under it
-_BITSANDBYTES = {
-    **{"state1": "exp_avg", "state2": "exp_avg_sq"},
-    **dict.fromkeys(("qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2")),
-    **dict.fromkeys(("gnorm_vec", "unorm_vec")),
-}
+BITSANDBYTES = "__bnb_optimizer_quant_state__"  # versions 0.45 and later nest the keys below under it
+_BITSANDBYTES = "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec".split()
 _BLOCKS = (256, 2048)
 _GROUP = 32
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
