@@ -31,7 +31,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import atomic, storage, tree
+from halfstep.integrations.checkpoint import atomic, storage
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 FILES = (MODEL, OPTIMIZER, "state.json", "manifest.json")
@@ -91,7 +91,7 @@ VALUES: dict[str, Any] = {
     "numpy": [np.float32(2.5), np.int64(-1), np.bool_(True)],
 }  # fmt: skip
 TENSORS: dict[str, torch.Tensor] = {
-    **{name: torch.arange(12).reshape(3, 4).to(dtype) for name, dtype in tree.DTYPES.items()},
+    **{name: torch.arange(12).reshape(3, 4).to(dtype) for name, dtype in storage.DTYPES.items()},
     "number": torch.tensor(3.0),
     "empty": torch.empty(0, 3),
     "transposed": torch.arange(6.0).reshape(2, 3).T,
