@@ -6,14 +6,13 @@ into new tensors with the dtype of the file, and loaded only after all ranks hav
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import os
 import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, overload
@@ -144,13 +143,11 @@ class PendingSave:
             CheckpointError: the checkpoint could not be written. Earlier checkpoints are unchanged.
             TimeoutError: writing took longer than `timeout` seconds.
         """
-        try:
-            return self._future.result(timeout)
-        except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
-            raise TimeoutError(*error.args) from None
-        finally:
-            if self.done() and PendingSave._latest is self:
-                PendingSave._latest = None
+        if not wait([self._future], timeout).done:
+            raise TimeoutError(f"{self.path} was not complete after {timeout} s")
+        if PendingSave._latest is self:
+            PendingSave._latest = None
+        return self._future.result()
 
 
 _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
