@@ -7,7 +7,7 @@ import importlib.metadata
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -345,9 +345,7 @@ def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None
     return Diagnosis.of(examined, _of_tensors(tensors, total, progress))
 
 
-def _of_tensors(
-    tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]
-) -> Iterator[Finding]:
+def _of_tensors(tensors: dict[str, torch.Tensor], total: int, progress: Callable[[float], None]) -> Iterator[Finding]:
     names_by_finding: dict[str, list[str]] = defaultdict(list)
     by_content: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = defaultdict(list)
     done = 0

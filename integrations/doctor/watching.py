@@ -128,18 +128,16 @@ class Watched:
 
     def _attach(self, schedulers: list[Any]) -> None:
         """Attach all hooks, and detach them when the stack closes."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name=name))
-            for name, parameter in self._setup.trainable
-        ]
+        at_the_end = self._stack.callback
+        for name, parameter in self._setup.trainable:
+            hook = partial(self._after_gradient, name=name)
+            at_the_end(parameter.register_post_accumulate_grad_hook(hook).remove)
         for module in self._setup.model.modules():
             if next(module.parameters(recurse=False), None) is not None:
-                handles.append(module.register_forward_pre_hook(self._before_forward))
+                at_the_end(module.register_forward_pre_hook(self._before_forward).remove)
         for optimizer in self._setup.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
-                handles.append(optimizer.register_step_post_hook(lambda of, *_: self._after_step(of)))
-        for handle in handles:
-            self._stack.callback(handle.remove)
+                at_the_end(optimizer.register_step_post_hook(lambda of, *_: self._after_step(of)).remove)
         if self._scaler is not None:
             self._wrap(self._scaler, "scale", self._in_scale)
             self._wrap(self._scaler, "step", self._in_scaler_step)

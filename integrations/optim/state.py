@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.integrations.optim.classes import LayoutOptimizer
     from halfstep.numerics.state_layout import StateLayout
 
+State = dict[str, Any]  # of one parameter
 PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
@@ -43,7 +44,7 @@ def is_remainder(master: torch.Tensor) -> bool:
     return master.dtype in _REMAINDERS
 
 
-def full_master(state: dict[str, Any]) -> torch.Tensor | None:
+def full_master(state: State) -> torch.Tensor | None:
     """The fp32 master in a state in memory; None if there is none, or a remainder."""
     master = state.get("master")
     return master if isinstance(master, torch.Tensor) and not is_remainder(master) else None
@@ -81,9 +82,7 @@ def encoded(moment: str, values: torch.Tensor, parameter: torch.Tensor, linear: 
     return {moment: like(parameter, codes), f"{moment}_scale": scales_like(parameter, scales)}
 
 
-def put_master(
-    state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, layout: StateLayout
-) -> torch.Tensor:
+def put_master(state: State, master: torch.Tensor, parameter: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
     dtype = layout.dtypes.get("master")
     if dtype is not None and dtype in _REMAINDERS:
@@ -126,16 +125,14 @@ def shards_blocks(parameter: torch.Tensor) -> bool:
     return Sharding(parameter).keeps_blocks(SPAN, evenly=True)
 
 
-def saved_state(
-    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool
-) -> dict[str, Any]:
+def saved_state(state: State, parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool) -> State:
     """One parameter's state under the names of a checkpoint, with its full master.
 
     A `canonical` state is fp32 on the CPU; on a GPU, a few rows of one tensor are allocated. Otherwise nothing is
     copied but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on the CPU too.
     """
-    saved: dict[str, Any] = {}
-    codes: dict[str, Any] = {}
+    saved: State = {}
+    codes: State = {}
     for key, value in state.items():
         coded = key in MOMENTS and value.dtype in CODE_DTYPES
         if coded and not canonical and shards_blocks(parameter):
@@ -215,8 +212,8 @@ def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torc
 
 
 def loaded_state(
-    saved: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, where: str, final: bool = False
-) -> tuple[dict[str, Any], torch.Tensor | None]:
+    saved: State, parameter: torch.Tensor, layout: StateLayout, where: str, final: bool = False
+) -> tuple[State, torch.Tensor | None]:
     """One parameter's saved state as copies in a layout, and the new weight (None: unchanged).
 
     `saved` is what `saved_state` returns, or a state of another optimizer with the names of a canonical one; messages
@@ -232,7 +229,7 @@ def loaded_state(
                 "the checkpoint is of another optimizer or of other options, or is a flat one, which needs "
                 "state_dict_format='canonical'"
             )
-    state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
+    state: State = {"step": step_count(source["step"], where).to(parameter.device)}
     for moment in layout.moments:
         value, scales = source[moment], source.get(f"{moment}_scale")
         if scales is not None and layout.coded and value.dtype == layout.dtypes[moment]:
@@ -266,7 +263,7 @@ def loaded_state(
     return state, put_master(state, master, parameter, layout)
 
 
-def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where: str) -> dict[str, Any]:
+def _with_names_in_memory(saved: State, parameter: torch.Tensor, where: str) -> State:
     """A saved state with its codes, scales and remainder, which are checked, under their names in memory."""
     values = local(parameter.detach())
     state = {key: value for key, value in saved.items() if key not in HELD}
@@ -300,8 +297,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
 
 
 def fitted_state(
-    state: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, written: torch.Tensor | None
-) -> tuple[dict[str, Any], torch.Tensor | None]:
+    state: State, parameter: torch.Tensor, layout: StateLayout, written: torch.Tensor | None
+) -> tuple[State, torch.Tensor | None]:
     """A state in memory with all tensors of a layout, and the new weight (None: unchanged).
 
     It is the state itself if that has them. Other code may have assigned moments in other dtypes; options and the
@@ -344,7 +341,7 @@ def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(values)
 
 
-def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
+def _checked(saved: State, key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
     """An entry of a saved state, which must exist and have a shape and one of some dtypes; without, a floating one."""
     value = saved.get(key)
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
