@@ -110,11 +110,8 @@ class BackwardSteps:
         """Make autograd call `take` for a parameter. Returns the handles of the hooks."""
         self._freed[id(parameter)] = freed_gradient(parameter, self._read)
         before = partial(before_accumulation, weakref.ref(parameter), weakref.WeakMethod(self._remove))
-        after = partial(call_if_alive, self._take)
-        return [
-            parameter.register_hook(unserializable_hook(before)),
-            parameter.register_post_accumulate_grad_hook(after),
-        ]
+        hook_before = parameter.register_hook(unserializable_hook(before))
+        return [hook_before, parameter.register_post_accumulate_grad_hook(partial(call_if_alive, self._take))]
 
     def has_hook(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._freed

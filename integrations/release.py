@@ -600,6 +600,4 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler:
             "undone at an overflow"
         )
     if scaler is not None and scaler.write_back:
-        raise ValueError(
-            "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
-        )
+        raise ValueError("Expected a scaler with write_back=False, but got True: gradients are freed in the backward")

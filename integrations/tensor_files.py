@@ -177,9 +177,7 @@ def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.narrow(dimension, 0, 1)
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() > max(reach, 0):
-        raise PickleError(
-            f"the strides of {name[:100]!r} turn {reach:,} elements into {tensor.numel():,}: save a copy of it"
-        )
+        raise PickleError(f"the strides of {name[:100]!r} turn {reach:,} elements into {tensor.numel():,}: save a copy")
     return tensor
 
 

@@ -111,7 +111,7 @@ def _quiet() -> Iterator[None]:
 
 def _only_with_model(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise ValueError(f"Expected a model together with {name}, but got model=None: pass model=")
 
 
@@ -247,9 +247,7 @@ def save(
         )
     check_format(optimizer_state, "optimizer_state")
     if model is None:
-        _only_with_model(
-            optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
-        )
+        _only_with_model(optimizer=optimizer, scaler=scaler, asynchronous=asynchronous, process_group=process_group)
     _finish_pending()
     path = Path(folder) / f"step-{step:08d}"
     tree: dict[str, Any] = {"step": step}
@@ -537,9 +535,7 @@ def convert(old: str | Path, new: str | Path) -> Path:
     """
     old, new = Path(old), Path(new)
     if not old.exists():
-        raise CheckpointError(
-            f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint's folder"
-        )
+        raise CheckpointError(f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint folder")
     if new.exists():
         raise CheckpointError(f"{new} exists: pass a folder that does not")
     tensors: dict[str, torch.Tensor] = {}

@@ -125,7 +125,7 @@ def matched_groups(
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict"
+                f"state_dict lacks {key!r}, and has {list(state_dict)}: it is not an optimizer's state_dict"
             )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):

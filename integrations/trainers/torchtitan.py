@@ -77,9 +77,7 @@ class OptimizersContainer(_OptimizersContainer):
     def step(self, closure: None = None) -> None:
         """Step all optimizers. With a scaler, either all of them step or none, and the scale is updated."""
         if closure is not None:
-            raise ValueError(
-                "Expected closure to be None, but got one: torchtitan's containers do not support closures"
-            )
+            raise ValueError("Expected closure to be None, but got one: torchtitan's containers take no closures")
         for optimizer in self.optimizers:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:
