@@ -228,7 +228,12 @@ class BackwardSteps:
         """
         self.refuse_failed()
         if not self._stepped:
-            self._refuse_second_step(unused)
+            grads = [parameter.grad for parameter in unused if parameter.grad is not None]
+            if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
+                raise RuntimeError(
+                    f"Expected {self._name} before each step(), but got none since the last step(), whose gradients "
+                    f"were freed and cannot be used again: call zero_grad() after the step, or {self._instead}"
+                )
             return
         parameters, stand_ins = zip(*self._stepped.values(), strict=True)
         changed = (
@@ -252,15 +257,6 @@ class BackwardSteps:
                     f"{'None' if parameter.grad is None else 'zeros'} as .grad of a parameter of shape "
                     f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {self._instead}"
                 )
-
-    def _refuse_second_step(self, parameters: list[torch.Tensor]) -> None:
-        """Raise if all gradients are stand-ins for gradients that an earlier step has used."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
-            raise RuntimeError(
-                f"Expected {self._name} before each step(), but got none since the last step(), whose gradients were "
-                f"freed and cannot be used again: call zero_grad() after the step, or {self._instead}"
-            )
 
     def clear(self, failed: bool = False) -> None:
         """Forget what was stepped and, with `failed`, that a backward failed."""

@@ -39,7 +39,7 @@ from halfstep.integrations.buckets import (
     call_if_alive,
     check_bucket_bytes,
 )
-from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.classes import LayoutOptimizer, attribute
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.decision import Checker, Decision, norm_of, parameters_of
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
@@ -136,11 +136,8 @@ class StepInBackward:
                 "Expected no accumulation with clipping='exact' or a scaler, whose check frees the accumulated "
                 "gradients: accumulation keeps all of them in any case, so call remove() and step after the backward"
             )
-        before, self._accumulating = self._accumulating, True
-        try:
+        with attribute(self, "_accumulating", True):
             yield
-        finally:
-            self._accumulating = before
 
     @contextmanager
     def check(self) -> Iterator[None]:

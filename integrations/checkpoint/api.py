@@ -539,7 +539,7 @@ def convert(old: str | Path, new: str | Path) -> Path:
     if new.exists():
         raise CheckpointError(f"{new} exists: pass a folder that does not")
     tensors: dict[str, torch.Tensor] = {}
-    try:
+    with explained(f"{old} cannot be converted", errors=(OSError, PickleError, CheckpointError)):
         if old.is_dir():
             reader = open_checkpoint(old)
             reader.verify()
@@ -547,8 +547,6 @@ def convert(old: str | Path, new: str | Path) -> Path:
             unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)))
         else:
             tree = {"state": pack(read_file(old), tensors, "state")}
-    except (OSError, PickleError, CheckpointError) as error:
-        raise CheckpointError(f"{old} cannot be converted: {error}") from error
     numbers = re.findall(r"\d+", new.name) or re.findall(r"\d+", old.stem)
     tree["step"] = int(numbers[-1]) if numbers else 0
     return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))

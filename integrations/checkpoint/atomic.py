@@ -63,11 +63,11 @@ def error_text(error: BaseException) -> str:
 
 
 @contextmanager
-def explained(subject: str, advice: str = "") -> Iterator[None]:
-    """Prefix a CheckpointError with what failed, and append advice."""
+def explained(subject: str, advice: str = "", errors: Any = CheckpointError) -> Iterator[None]:
+    """Turn `errors` into a CheckpointError that begins with what failed and ends with advice."""
     try:
         yield
-    except CheckpointError as error:
+    except errors as error:
         raise CheckpointError(f"{subject}: {error}{advice}") from error
 
 

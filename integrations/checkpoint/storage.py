@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic
-from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, write_file
+from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError, explained, write_file
 
 # What reading a corrupted or malicious file may raise.
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, SafetensorError)
@@ -373,15 +373,12 @@ class Reader:
     def _part(self, name: str, chunk: Chunk) -> torch.Tensor:
         """A part of a tensor, after checking that it has the listed size and dtype."""
         dtype = self.tensors[name].dtype
-        try:
+        with explained(f"its tensor {name[:100]!r} cannot be read", errors=DAMAGE):
             values = self._read(name, chunk)
-        except DAMAGE as error:
-            raise CheckpointError(f"its tensor {name[:100]!r} cannot be read: {error}") from error
         if type(values) is not torch.Tensor or (values.shape, values.dtype) != (chunk.sizes, dtype):
             actual = f"{tuple(values.shape)} {values.dtype}" if isinstance(values, torch.Tensor) else "no tensor"
             raise CheckpointError(
-                f"its tensor {name[:100]!r} is {actual} in its file and {tuple(chunk.sizes)} {dtype} in the list of "
-                "tensors"
+                f"its tensor {name[:100]!r} is {actual} in its file and {tuple(chunk.sizes)} {dtype} in the list"
             )
         return values
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
 from halfstep.integrations.doctor.rules import doctor, examine, lost_updates
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
-from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.classes import LayoutOptimizer, attribute
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 
@@ -231,11 +231,9 @@ class Watched:
     def _in_scaler_step(self, method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self._backward and not self._scaled and self._scale != 1:
             self._note("loss-not-scaled", type(self._scaler).__name__, scale=self._scale)
-        self._in_scaler, before = True, self.steps
-        try:
+        before = self.steps
+        with attribute(self, "_in_scaler", True):
             result = method(optimizer, *args, **kwargs)
-        finally:
-            self._in_scaler = False
         inner = next(innermost(optimizer), optimizer)
         states = getattr(self._scaler, "_per_optimizer_states", {})  # by the argument in torch's, by `inner` in ours
         states = [states.get(key, {}) for key in (id(optimizer), id(inner))]

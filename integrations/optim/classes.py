@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -442,11 +442,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         check_format(self.state_dict_format)
         self._update_targets()
         # Hooks see what is saved, so they run at the end.
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
+        hooks = self._optimizer_state_dict_post_hooks
+        with attribute(self, "_optimizer_state_dict_post_hooks", OrderedDict()):
             packed = Optimizer.state_dict(self)
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
         for index, parameter in enumerate(parameters_of(self)):
             if (state := packed["state"].get(index)) is None:
                 continue
@@ -605,14 +603,18 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
 
 @contextmanager
-def saving(optimizer: Any, form: Literal["held", "canonical"]) -> Iterator[None]:
-    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
-    by its name; those of others stay."""
-    before = getattr(optimizer, "state_dict_format", form)
-    if isinstance(optimizer, LayoutOptimizer):
-        optimizer.state_dict_format = form
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if isinstance(optimizer, LayoutOptimizer):
-            optimizer.state_dict_format = before
+        setattr(owner, name, before)
+
+
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
+    by its name; those of others stay."""
+    has_format = isinstance(optimizer, LayoutOptimizer)
+    return attribute(optimizer, "state_dict_format", form) if has_format else nullcontext()

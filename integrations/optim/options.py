@@ -67,8 +67,7 @@ def check_tensor_option(group: Group, name: str, value: Any) -> None:
         return
     if group["foreach"] and not group.get("capturable"):
         raise ValueError(
-            f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, which has "
-            "no effect here"
+            f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out"
         )
     if value.numel() != 1:
         raise ValueError(f"Tensor {name} must be 1-element; its shape is {tuple(value.shape)}")

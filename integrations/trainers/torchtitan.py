@@ -20,6 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer as _OptimizersCo
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from halfstep.integrations.optim import Adam, AdamW
+from halfstep.integrations.optim.classes import attribute
 from halfstep.integrations.scheduler import SkipAwareScheduler
 from halfstep.integrations.trainers.folding import clip_in_next_step, folds, folds_all, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -193,11 +194,8 @@ class Trainer(theirs.Trainer):
     def train_step(self, data_iterator: Any) -> None:
         """Train one step; see `torchtitan.trainer.Trainer.train_step`."""
         # torchtitan calls clip_grad_norm_ through its module, and offers no hook.
-        before, theirs.dist_utils.clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_, self.optimizers.clip_grad_norm_
-        try:
+        with attribute(theirs.dist_utils, "clip_grad_norm_", self.optimizers.clip_grad_norm_):
             super().train_step(data_iterator)
-        finally:
-            theirs.dist_utils.clip_grad_norm_ = before
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the trainer, including that of the scaler."""
