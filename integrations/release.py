@@ -6,15 +6,10 @@ gradients in buckets, updates the parameters of a bucket once all of its gradien
 At any time the gradients of one bucket exist: at most ``bucket_bytes`` plus one gradient, or more if gradients complete
 in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
-**Norms and overflows.** Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling
-must know whether all of them are finite. With ``clipping="exact"`` or a scaler, each step takes two backwards, as in
-LOMO (Lv et al., 2023): one that only checks and frees gradients (`StepInBackward.check`), and one that steps.
-``clipping="previous"`` uses the norm of the previous step instead: when gradients grow, the first large ones are not
-clipped.
-
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as in
-DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one being reduced,
-and one being filled.
+Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling must know whether all of
+them are finite. So a step takes two backwards, as in LOMO (Lv et al., 2023): one that only checks and frees gradients
+(`StepInBackward.check`), and one that steps; or it clips by the norm of the previous step. With a process group, two
+buckets exist at a time, one being averaged over the ranks, and one being filled.
 """
 
 from __future__ import annotations
