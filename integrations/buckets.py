@@ -152,8 +152,7 @@ class BackwardSteps:
         if self._failed:
             raise RuntimeError(
                 f"Expected {self._name} to complete, but got one that failed after stepping some of the parameters: "
-                "load model and optimizer from a checkpoint to continue; if a backward is expected to fail, "
-                f"{self._instead}"
+                f"load model and optimizer from a checkpoint; if a backward may fail, {self._instead}"
             )
 
     def _end(self, number: int, failed: bool = False) -> None:

@@ -326,8 +326,7 @@ class StepInBackward:
         if not checked or (scaler is not None and scaler.verdict_of(optimizer) is not self._verdict):
             raise RuntimeError(
                 "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
-                "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
-                "then again"
+                "the last step: run the backward in `with handle.check():` first, with retain_graph=True, then again"
             )
 
     def _refuse_without_hook(self) -> None:
@@ -504,9 +503,8 @@ def step_in_backward(
     _check(model, inner, bucket_bytes, clipping, scaler)
     if scaler is not None and inner is not optimizer:
         raise TypeError(
-            f"Expected optimizer to be a halfstep optimizer if there is a scaler, but got a "
-            f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the wrapped "
-            "optimizer, also to scaler.step"
+            f"Expected a halfstep optimizer with a scaler, but got a {type(optimizer).__name__} around one, whose "
+            "gradients scaler.step unscales in place: pass the wrapped optimizer, also to scaler.step"
         )
     process_group = _checked_group(model, inner, process_group)
     handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)

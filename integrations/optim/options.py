@@ -151,8 +151,7 @@ def matched_groups(
             first = next(index for index, pair in enumerate(zip(names, present, strict=True)) if pair[0] != pair[1])
             raise ValueError(
                 f"Expected the parameters of group {number} in the order of the checkpoint, but parameter {first} is "
-                f"{names[first]!r} there and {present[first]!r} here: create the optimizer with the parameters in that "
-                "order"
+                f"{names[first]!r} there and {present[first]!r} here: create the optimizer with them in that order"
             )
         loaded = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
         merged = {**group, **loaded, **{name: group[name] for name in kept}, "params": group["params"]}

@@ -225,9 +225,8 @@ def loaded_state(
     for key in ("step", *layout.moments):
         if key not in source:
             raise ValueError(
-                f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: "
-                "the checkpoint is of another optimizer or of other options, or is a flat one, which needs "
-                "state_dict_format='canonical'"
+                f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: the checkpoint is of "
+                "another optimizer or other options, or a flat one, which needs state_dict_format='canonical'"
             )
     state: State = {"step": step_count(source["step"], where).to(parameter.device)}
     for moment in layout.moments:
