@@ -326,7 +326,8 @@ class StepInBackward:
         if not checked or (scaler is not None and scaler.verdict_of(optimizer) is not self._verdict):
             raise RuntimeError(
                 "Expected check() before a backward that steps with clipping='exact' or a scaler, but got none since "
-                "the last step: run the backward in `with handle.check():` first, with retain_graph=True, then again"
+                "the last step: run the backward inside `with handle.check():` first, with retain_graph=True, and "
+                "then again"
             )
 
     def _refuse_without_hook(self) -> None:
