@@ -26,7 +26,6 @@ NUMPY = "halfstep.numpy"  # the key that marks numpy values in it
 _TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # at the end of ``.pt`` files of earlier versions
 _TRAILER_LENGTH = 82
 
-
 _DCP = "torch.distributed.checkpoint"
 # Layouts, memory formats and paths are read but not needed. Python 3.11.0 to 3.11.3 pickle enum members with `getattr`.
 _RECORDS = {

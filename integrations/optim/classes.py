@@ -18,15 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
-from halfstep.integrations.optim.options import (
-    LAYOUT_OPTIONS,
-    Group,
-    check_format,
-    check_parameter,
-    is_zero,
-    matched_groups,
-    plain_number,
-)
+from halfstep.integrations.optim.options import Group, check_format, check_parameter, matched_groups, plain_number
 from halfstep.integrations.optim.state import Masters, fitted_state, full_master, like, loaded_state, saved_state
 from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, apply
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
@@ -44,6 +36,11 @@ Writes = list[tuple[list[torch.Tensor], list[partial[Any]]]]
 _gradient = attrgetter("grad")
 # What dynamo does with the frames to come: None for nothing.
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def _is_zero(lr: torch.Tensor | float) -> bool:
+    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
+    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
 
 
 class Rule(NamedTuple):
@@ -230,7 +227,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._plans.stepped_without_gradients
-        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in self.param_groups)
+        first_at_rest = first_at_rest and all(_is_zero(group["lr"]) for group in self.param_groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
         types = set(map(type, grads))
@@ -556,7 +553,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._update_targets()
-        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._rule.fixed_options))
+        groups, owners = matched_groups(self.param_groups, state_dict, self._rule.fixed_options)
         for group in groups:
             self._rule_of(group).check(group)
         check_masters(owners, state_dict)

@@ -43,11 +43,6 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
-def is_zero(lr: torch.Tensor | float) -> bool:
-    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
-    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
-
-
 def check_number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
     """Raise unless a hyperparameter is a finite number in its range. Device and fake tensors are not read."""
     value = plain_number(value)
@@ -119,8 +114,8 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
 def matched_groups(
     groups: list[Group], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[Group], dict[Any, tuple[torch.Tensor, Group, Group]]]:
-    """The groups after a load that leaves the options `kept`; for each saved index its parameter, that parameter's
-    group, and the saved group."""
+    """The groups after a load that leaves the options of the layout and those `kept`; for each saved index its
+    parameter, that parameter's group, and the saved group."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -153,8 +148,8 @@ def matched_groups(
                 f"Expected the parameters of group {number} in the order of the checkpoint, but parameter {first} is "
                 f"{names[first]!r} there and {present[first]!r} here: create the optimizer with them in that order"
             )
-        loaded = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
-        merged = {**group, **loaded, **{name: group[name] for name in kept}, "params": group["params"]}
+        unread = {"params", *FOREIGN_OPTIONS, *LAYOUT_OPTIONS, *kept}
+        merged = {**group, **{name: value for name, value in saved.items() if name not in unread}}
         if isinstance(merged["lr"], torch.Tensor):
             merged["lr"] = merged["lr"].clone()
         result.append(merged)
