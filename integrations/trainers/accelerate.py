@@ -174,8 +174,7 @@ class Accelerator(accelerate.Accelerator):
                 if isinstance(optimizer, SkipAwareOptimizer) and folds_all(optimizer, parameters):
                     return clip_in_next_step(optimizer, max_norm, self.scaler)
         with attribute(self, "_clipped", set(map(id, parameters))):
-            norm: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load a checkpoint of `save_state`; see `accelerate.Accelerator.load_state`."""

@@ -48,8 +48,7 @@ def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None
     inner = unwrapped(optimizer)
     if scaler is not None and scaler.is_enabled():
         return scaler.clip_grad_norm_(inner, LARGEST_NORM if max_norm == math.inf else max_norm)
-    norm: torch.Tensor = inner.clip_grad_norm_(max_norm)
-    return norm
+    return inner.clip_grad_norm_(max_norm)
 
 
 def scaler_metrics(scaler: Any, monitor: AmpMonitor | None = None) -> dict[str, float]:

@@ -100,8 +100,7 @@ class OptimizersContainer(_OptimizersContainer):
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm: torch.Tensor = _clip_grad_norm_(parameters, max_norm, **options)
-        return norm
+        return _clip_grad_norm_(parameters, max_norm, **options)
 
 
 def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
