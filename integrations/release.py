@@ -18,7 +18,7 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -116,8 +116,7 @@ class StepInBackward:
         """The bytes of gradients per bucket. Without a process group, the first backward creates the buckets."""
         return [bucket.size for bucket in self._buckets]
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """A context in which backwards only accumulate into ``.grad``: for all but the last micro-batch of a step.
 
         All gradients then exist until the last backward, which steps and frees them one by one. Under FSDP2,
@@ -131,8 +130,7 @@ class StepInBackward:
                 "Expected no accumulation with clipping='exact' or a scaler, whose check frees the accumulated "
                 "gradients: accumulation keeps all of them in any case, so call remove() and step after the backward"
             )
-        with attribute(self, "_accumulating", True):
-            yield
+        return attribute(self, "_accumulating", True)
 
     @contextmanager
     def check(self) -> Iterator[None]:
