@@ -75,10 +75,8 @@ class TorchReader(Reader):
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
         stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
-        places = {
-            _index(key.state["fqn"], key.state.get("offset")): info.state
-            for key, info in stored["storage_data"].items()
-        }
+        items = stored["storage_data"].items()
+        places = {_index(key.state["fqn"], key.state.get("offset")): info.state for key, info in items}
         objects: dict[Any, _Range] = {}
         for name, entry in stored["state_dict_metadata"].items():
             if entry.state is None:  # not a tensor

@@ -113,9 +113,8 @@ def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str,
     nested: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     for group in nested["param_groups"]:
         names = group.pop("param_names")
-        nested["state"] |= {
-            index: entries[name] for index, name in zip(group["params"], names, strict=True) if name in entries
-        }
+        pairs = zip(group["params"], names, strict=True)
+        nested["state"] |= {index: entries[name] for index, name in pairs if name in entries}
         group.update({key: flat[f"param_groups.{names[0]}.{key}"] for key in group.keys() - {"params"}})
     return nested
 
