@@ -57,15 +57,12 @@ for _hook in (call_if_alive, before_accumulation):
 
 @dataclass
 class Bucket:
-    """Parameters that step plan `part` steps together, and whose gradients take `size` bytes.
+    """Parameters that are stepped together."""
 
-    `members` are in the order in which their gradients first completed. `arrived` maps the id of each parameter whose
-    gradient is complete and not yet used to the parameter and the CUDA stream that computed its gradient.
-    """
-
-    part: int
-    size: int = 0
-    members: list[torch.Tensor] = field(default_factory=list)
+    part: int  # of the step plan
+    size: int = 0  # bytes of the gradients
+    members: list[torch.Tensor] = field(default_factory=list)  # in the order in which their gradients first completed
+    # By id, the parameters whose gradient is complete and not yet used, and the CUDA streams that computed them.
     arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = field(default_factory=dict)
 
 
@@ -75,20 +72,14 @@ class BackwardSteps:
     Results would differ from a step after the backward if code in between discarded or computed a gradient, or set an
     option; if the backward failed after stepping some of the parameters; or if `step()` was called twice. All of these
     raise a RuntimeError.
-
-    Args:
-        name: the name of the backward in errors.
-        remedies: what to do instead of reading gradients, of adding to them, and of stepping in the backward.
-        take: the method to call when the gradient of a parameter is complete. It calls `begin`.
-        finish: the method to call when a backward that computed gradients ends, with whether it failed.
     """
 
     def __init__(
         self,
-        name: str,
-        remedies: tuple[str, str, str],
-        take: Callable[[torch.Tensor], None],
-        finish: Callable[[bool], None],
+        name: str,  # of the backward, in errors
+        remedies: tuple[str, str, str],  # instead of reading gradients, adding to them, and stepping in the backward
+        take: Callable[[torch.Tensor], None],  # to call when the gradient of a parameter is complete; it calls `begin`
+        finish: Callable[[bool], None],  # to call when a backward that computed gradients ends, with whether it failed
     ) -> None:
         self._name = name
         self._read, self._add, self._instead = remedies

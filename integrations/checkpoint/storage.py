@@ -313,11 +313,8 @@ class Stored(NamedTuple):
 
 
 class Reader:
-    """Reads a halfstep checkpoint.
-
-    Raises:
-        CheckpointError: files are missing or have the wrong size, or cannot hold the tensors that the manifest lists.
-            Only `verify` checks their bytes.
+    """Reads a halfstep checkpoint, whose files must exist with the right size, and be able to hold the tensors that the
+    manifest lists. Only `verify` checks their bytes.
     """
 
     tree: Any  # everything that is not a tensor, as JSON

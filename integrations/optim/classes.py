@@ -44,34 +44,24 @@ def _is_zero(lr: torch.Tensor | float) -> bool:
 
 
 class Rule(NamedTuple):
-    """What distinguishes an optimizer from others.
+    """What distinguishes an optimizer from others."""
 
-    Attributes:
-        kernels: the module with the operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
-        moments: the names of the moments, in the order of their operands. Options may need only the first of them.
-        check: raises unless the options of a group are allowed. It calls `check_options`.
-        variant: the fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
-        numbers: what the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element; from
-            the options, and the shape of the parameter if they differ `by_shape`.
-        translated: a parameter's saved state with what `torch.optim` leaves out of it.
-        fixed_options: those that a checkpoint does not change, in addition to those of the layout.
-        linear: whether codes in 8 bits are linear.
-        launch_group: what updates the parameters of a launch, if that is more than a launch.
-        most: elements on a rank of parameters that are updated together, if that is limited.
-        exchanging: the process group whose ranks have to update a parameter together; None if each does so alone.
-    """
-
-    kernels: Any
-    moments: tuple[str, ...]
-    check: Callable[[Group], None]
+    kernels: Any  # the module with the operands, `Layout`, `Batch` and `launch`, such as kernels/adam
+    moments: tuple[str, ...]  # their names in the order of their operands; options may need only the first of them
+    check: Callable[[Group], None]  # raises unless the options of a group are allowed; it calls `check_options`
+    # The fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
     variant: Callable[[Group], dict[str, bool]]
+    # What the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element; from the options,
+    # and the shape of the parameter if they differ `by_shape`.
     numbers: Callable[[Group, torch.Size | None], dict[str, Any]] = lambda group, shape: group
+    # A parameter's saved state with what `torch.optim` leaves out of it.
     translated: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] = lambda state, parameter: state
-    fixed_options: tuple[str, ...] = ()
+    fixed_options: tuple[str, ...] = ()  # those that a checkpoint does not change, in addition to those of the layout
     by_shape: bool = False
-    linear: bool = False
-    launch_group: type[LaunchGroup] = LaunchGroup
-    most: float = math.inf
+    linear: bool = False  # whether codes in 8 bits are linear
+    launch_group: type[LaunchGroup] = LaunchGroup  # what updates the parameters of a launch, if more than a launch
+    most: float = math.inf  # elements on a rank of parameters that are updated together
+    # The process group whose ranks have to update a parameter together; None if each does so alone.
     exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
