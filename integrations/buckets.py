@@ -256,15 +256,12 @@ class BackwardSteps:
 
 
 class BucketReduction:
-    """Averages buckets of gradients over the ranks of a group, one at a time and in the same order on all ranks.
-
-    `following` is the number of the next bucket to reduce; `complete` has the numbers of buckets ready to be reduced.
-    """
+    """Averages buckets of gradients over the ranks of a group, one at a time and in the same order on all ranks."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.following = 0
-        self.complete: set[int] = set()
+        self.following = 0  # the number of the next bucket to reduce
+        self.complete: set[int] = set()  # numbers of buckets ready to be reduced
         self._running: tuple[Bucket, list[torch.Tensor], torch.Tensor, set[int], Any] | None = None
 
     @torch.no_grad()

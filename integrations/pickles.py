@@ -101,10 +101,7 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """Unpickle `data`. `names` maps (module, name) pairs to the functions to call instead; dtypes are allowed too.
-
-    Raises PickleError if the pickle is damaged, or asks for any other name.
-    """
+    """Unpickle `data`. `names` maps (module, name) pairs to the functions to call instead; other names are refused."""
     try:
         return _Unpickler(data, names).load()
     except PickleError:

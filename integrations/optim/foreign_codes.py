@@ -28,10 +28,7 @@ _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """The saved state of an unsharded parameter with coded moments decoded to fp32 tensors.
-
-    `where` names the state in messages. Raises a ValueError if codes and scales do not match.
-    """
+    """The saved state of an unsharded parameter, which messages call `where`, with its codes decoded to fp32."""
     state = dict(saved)
     state.update(state.pop(BITSANDBYTES, {}))
     if "state1" in state:

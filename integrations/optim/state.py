@@ -118,10 +118,7 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
 
 
 def shards_blocks(parameter: torch.Tensor) -> bool:
-    """Whether torch shards the codes and the scales of a parameter alike, so that each rank has whole blocks.
-
-    All ranks decide alike.
-    """
+    """Whether torch shards the codes and the scales of a parameter alike: each rank has whole blocks. All agree."""
     return Sharding(parameter).keeps_blocks(SPAN, evenly=True)
 
 

@@ -14,10 +14,7 @@ from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 
 
 def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
-    """`scaler`, or if it is None, a scaler with default options on `device`, or None without a device.
-
-    Raises TypeError if `scaler` is neither None nor a `halfstep.GradScaler`.
-    """
+    """`scaler`, or if it is None, a scaler with default options on `device`, or None without a device."""
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(
             f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__} of "
