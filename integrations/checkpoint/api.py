@@ -39,19 +39,18 @@ from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
 UNTOUCHED = "; earlier checkpoints are untouched"
-# The default process group, and a group of all ranks for checkpoints only. Weak references, because torch aborts at
-# exit if a group outlives destroy_process_group.
-_groups: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+# By the default process group, a group of all ranks for checkpoints only. Weak references, because torch aborts at exit
+# if a group outlives destroy_process_group.
+_groups: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def _group_for_checkpoints() -> Any:
     """A gloo group of all ranks, which keeps the collectives of an asynchronous save apart from those of training."""
-    global _groups
-    default = dist.group.WORLD
-    group = _groups[1]() if _groups is not None and _groups[0]() is default else None
+    default: Any = dist.group.WORLD
+    group = _groups[default]() if default in _groups else None
     if group is None:
         group = dist.new_group(backend="gloo")
-        _groups = weakref.ref(default), weakref.ref(group)
+        _groups[default] = weakref.ref(group)
     return group
 
 
@@ -79,18 +78,16 @@ class Ranks:
 
         Exceptions that end the program are reraised on their own rank, after the other ranks have been told.
         """
-        result: Any = None
         error: BaseException | None = None
         try:
-            result = function()
+            answer: Any = function(), None
         except BaseException as failed:
-            error = failed
-        # Errors are sent as text: an exception that cannot be unpickled would hang the other ranks.
-        answers: list[Any] = [(result, None if error is None else error_text(error))]
+            # Errors are sent as text: an exception that cannot be unpickled would hang the other ranks.
+            answer, error = (None, error_text(failed)), failed
+        answers = [answer] * len(self.members)
         try:
             if self.group is not None:
-                (mine,), answers = answers, [None] * len(self.members)
-                dist.all_gather_object(answers, mine, group=self.group)
+                dist.all_gather_object(answers, answer, group=self.group)
         except RuntimeError as lost:  # a rank was killed
             raise CheckpointError(error_text(error) if error else f"a rank does not respond: {lost}") from lost
         if error is not None and not isinstance(error, Exception):
@@ -98,7 +95,7 @@ class Ranks:
         for rank, (_, text) in enumerate(answers):
             if text is not None:
                 raise CheckpointError(f"rank {rank}: {text}" if len(answers) > 1 else text) from error
-        return [answer for answer, _ in answers]
+        return [result for result, _ in answers]
 
 
 @contextmanager
@@ -299,9 +296,6 @@ def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None,
         def begin() -> Path | None:
             return stack.enter_context(atomic.unfinished_save(path.parent)) if ranks.number == 0 else None
 
-        def write_shards() -> str:
-            return storage.write_shards(folder, f"{ranks.number + 1:05}-of-{size:05}", parts)
-
         def finish() -> None:
             if ranks.number == 0:
                 content = {"format": atomic.FORMAT, "step": step, "world_size": size}
@@ -311,7 +305,8 @@ def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None,
                     atomic.prune(folder, step, keep)
 
         folder: Any = ranks.together(begin)[0]
-        shards = ranks.together(write_shards)
+        suffix = f"{ranks.number + 1:05}-of-{size:05}"
+        shards = ranks.together(lambda: storage.write_shards(folder, suffix, parts))
         ranks.together(finish)
     return path
 
