@@ -489,6 +489,7 @@ class _Load:
                 old = live.clone()
                 live.copy_(new)
                 new.copy_(old)
+                del old  # before the next one is allocated
                 undo.callback(live.copy_, new)
                 fresh[name] = self.current[name]
         torch_state.set_model_state_dict(self.model, fresh)
