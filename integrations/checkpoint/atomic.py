@@ -86,9 +86,14 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
     folder = Path(folder)
     paths = list(folder.iterdir()) if folder.is_dir() else []
     replaced = map(folder.joinpath, glob.glob(".halfstep-*/step-*", root_dir=folder))
-    paths += [path for path in replaced if not (folder / path.name).exists()]
+    paths += [path for path in replaced if _folder_of(path) == folder and not (folder / path.name).exists()]
     matches = [(_STEP.fullmatch(path.name), path) for path in paths if (path / MANIFEST).is_file()]
     return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that a checkpoint is in, or was in before a save that replaces it."""
+    return path.parent.parent if _TEMPORARY.fullmatch(path.parent.name) else path.parent
 
 
 def newest(folder: str | Path) -> Path | None:
@@ -111,7 +116,7 @@ def prune(unfinished: Path, step: int, keep: int) -> None:
 
 def remedy(path: Path) -> str:
     """What to do about an unusable checkpoint, for its error message."""
-    for _, candidate in reversed(checkpoints(path.parent)):
+    for _, candidate in reversed(checkpoints(_folder_of(path))):
         if candidate != path and is_good(candidate):
             return f"{candidate} is good: continue from that, or delete the damaged one"
     return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
@@ -124,7 +129,7 @@ def missing(path: Path) -> CheckpointError:
             f"{path} is a file, not a folder: if an early version of halfstep wrote it, convert it with "
             f"python -m halfstep convert {path} FOLDER"
         )
-    present = ", ".join(str(present) for _, present in checkpoints(path.parent)) or "none"
+    present = ", ".join(str(present) for _, present in checkpoints(_folder_of(path))) or "none"
     return CheckpointError(f"no checkpoint {path}; that folder has: {present}")
 
 

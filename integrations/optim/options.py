@@ -97,8 +97,7 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
         raise TypeError(f"Expected {where} to be dense, but got layout {parameter.layout}")
     if parameter.dtype not in DTYPE_CODES:
         raise TypeError(
-            f"Expected {where} to have dtype float32, float16 or bfloat16, but got {parameter.dtype}: use torch.optim "
-            "for other dtypes"
+            f"Expected {where} to have dtype float32, float16 or bfloat16, but got {parameter.dtype}: use torch.optim"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import threading
@@ -517,6 +518,12 @@ tests._save(tests.Path(sys.argv[1]), 7)
     ((step, found),) = checkpoint.checkpoints(tmp_path)
     assert step == 7 and checkpoint.newest(tmp_path) == found
     _is_good(found, 7)
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(f"that folder has: {found}")):
+        checkpoint.load(found.with_name("step-00000009"))
+    (tmp_path / ".halfstep-notes").mkdir()
+    shutil.copytree(found, tmp_path / ".halfstep-notes" / "step-00000009")
+    assert checkpoint.newest(tmp_path) == found, "no other hidden folder counts"
+    shutil.rmtree(tmp_path / ".halfstep-notes")
     _save(tmp_path, 8)
     assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
     _is_good(tmp_path / "step-00000007", 7)
