@@ -158,9 +158,7 @@ def rows_of_a_piece(values: torch.Tensor) -> int:
     return max(1, PIECE // max(1, values[:1].numel())) if values.dim() else 1
 
 
-def _converted_on_cpu(
-    parameter: torch.Tensor, convert: Callable[..., torch.Tensor], *operands: torch.Tensor
-) -> torch.Tensor:
+def _converted_on_cpu(parameter: torch.Tensor, convert: Callable[..., Any], *operands: torch.Tensor) -> torch.Tensor:
     """What `convert` makes of operands with the rows of a parameter: fp32 on the CPU, sharded like the parameter.
 
     Rows are converted a few at a time, since there may be no memory on the device for a whole tensor.

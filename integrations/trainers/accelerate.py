@@ -14,6 +14,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
 
 from halfstep.integrations.optim.classes import attribute
 from halfstep.integrations.scheduler import SkipCount
@@ -27,9 +28,7 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
 
     _loading = False  # whether the accelerator is loading a checkpoint
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: GradScaler | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: GradScaler | None = None) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
         self._skips = None if self.scaler is None else SkipCount(self.scaler)
 
@@ -114,9 +113,7 @@ class Accelerator(accelerate.Accelerator):
         if scaler is not None:
             self.scaler = scaler
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`.
 
         Raises:
