@@ -8,8 +8,8 @@ in another order than in the first backward. FSDP2 frees its buffer of a unit wi
 
 Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling must know whether all of
 them are finite. So a step takes two backwards, as in LOMO (Lv et al., 2023): one that only checks and frees gradients
-(`StepInBackward.check`), and one that steps; or it clips by the norm of the previous step. With a process group, two
-buckets exist at a time, one being averaged over the ranks, and one being filled.
+(`StepInBackward.check`), and one that steps; or it clips by the norm of the previous step, so that the first large
+gradients are not clipped. With a process group, two buckets exist at a time, one being averaged, and one being filled.
 """
 
 from __future__ import annotations
