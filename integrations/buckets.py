@@ -17,14 +17,7 @@ from torch.utils.hooks import unserializable_hook
 
 from halfstep.integrations.optim.options import option_values
 from halfstep.numerics.scaling.sharding import local
-from halfstep.numerics.scaling.stand_ins import (
-    FreedGradient,
-    freed_gradient,
-    gradient_of,
-    is_stand_in,
-    is_zeroed,
-    remove_stand_in,
-)
+from halfstep.numerics.scaling.stand_ins import FreedGradient, freed_gradient, gradient_of, is_stand_in, is_zeroed
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -51,8 +44,8 @@ def before_accumulation(
     alive = parameter()
     if alive is not None:
         call_if_alive(method, alive)
-        if method() is None:
-            remove_stand_in(alive)
+        if method() is None and is_stand_in(alive.grad):
+            alive.grad = None
 
 
 # If a compiled function runs the backward, dynamo would trace these hooks and everything that they call.
@@ -64,15 +57,12 @@ for _hook in (call_if_alive, before_accumulation):
 
 @dataclass
 class Bucket:
-    """Parameters that step plan `part` steps together, and whose gradients take `size` bytes.
+    """Parameters that are stepped together."""
 
-    `members` are in the order in which their gradients first completed. `arrived` maps the id of each parameter whose
-    gradient is complete and not yet used to the parameter and the CUDA stream that computed its gradient.
-    """
-
-    part: int
-    size: int = 0
-    members: list[torch.Tensor] = field(default_factory=list)
+    part: int  # of the step plan
+    size: int = 0  # bytes of the gradients
+    members: list[torch.Tensor] = field(default_factory=list)  # in the order in which their gradients first completed
+    # By id, the parameters whose gradient is complete and not yet used, and the CUDA streams that computed them.
     arrived: dict[int, tuple[torch.Tensor, torch.cuda.Stream | None]] = field(default_factory=dict)
 
 
@@ -82,20 +72,14 @@ class BackwardSteps:
     Results would differ from a step after the backward if code in between discarded or computed a gradient, or set an
     option; if the backward failed after stepping some of the parameters; or if `step()` was called twice. All of these
     raise a RuntimeError.
-
-    Args:
-        name: the name of the backward in errors.
-        remedies: what to do instead of reading gradients, of adding to them, and of stepping in the backward.
-        take: the method to call when the gradient of a parameter is complete. It calls `begin`.
-        finish: the method to call when a backward that computed gradients ends, with whether it failed.
     """
 
     def __init__(
         self,
-        name: str,
-        remedies: tuple[str, str, str],
-        take: Callable[[torch.Tensor], None],
-        finish: Callable[[bool], None],
+        name: str,  # of the backward, in errors
+        remedies: tuple[str, str, str],  # instead of reading gradients, adding to them, and stepping in the backward
+        take: Callable[[torch.Tensor], None],  # to call when the gradient of a parameter is complete; it calls `begin`
+        finish: Callable[[bool], None],  # to call when a backward that computed gradients ends, with whether it failed
     ) -> None:
         self._name = name
         self._read, self._add, self._instead = remedies
@@ -117,11 +101,8 @@ class BackwardSteps:
         """Make autograd call `take` for a parameter. Returns the handles of the hooks."""
         self._freed[id(parameter)] = freed_gradient(parameter, self._read)
         before = partial(before_accumulation, weakref.ref(parameter), weakref.WeakMethod(self._remove))
-        after = partial(call_if_alive, self._take)
-        return [
-            parameter.register_hook(unserializable_hook(before)),
-            parameter.register_post_accumulate_grad_hook(after),
-        ]
+        hook_before = parameter.register_hook(unserializable_hook(before))
+        return [hook_before, parameter.register_post_accumulate_grad_hook(partial(call_if_alive, self._take))]
 
     def has_hook(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._freed
@@ -162,8 +143,7 @@ class BackwardSteps:
         if self._failed:
             raise RuntimeError(
                 f"Expected {self._name} to complete, but got one that failed after stepping some of the parameters: "
-                "load model and optimizer from a checkpoint to continue; if a backward is expected to fail, "
-                f"{self._instead}"
+                f"load model and optimizer from a checkpoint; if a backward may fail, {self._instead}"
             )
 
     def _end(self, number: int, failed: bool = False) -> None:
@@ -171,8 +151,11 @@ class BackwardSteps:
         with self._lock:
             if self._running.pop(number, None) is None:
                 return
-            if not self._running:
-                self._restore()
+            if not self._running:  # restore stand-ins for which no gradient was stored, as with `torch.autograd.grad`
+                removed, self._removed = self._removed, {}
+                for parameter, stand_in in removed.values():
+                    if parameter.grad is None:
+                        parameter.grad = stand_in
         self._failed |= failed and number in self._stepping
         if number in self._taking:
             call_if_alive(self._finish, failed)
@@ -191,13 +174,6 @@ class BackwardSteps:
                 self.begin(takes=False)
                 self._removed[id(parameter)] = parameter, grad
                 parameter.grad = None
-
-    def _restore(self) -> None:
-        """Restore the stand-ins for which no gradient was stored, as with `torch.autograd.grad`."""
-        removed, self._removed = self._removed, {}
-        for parameter, stand_in in removed.values():
-            if parameter.grad is None:
-                parameter.grad = stand_in
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -242,7 +218,12 @@ class BackwardSteps:
         """
         self.refuse_failed()
         if not self._stepped:
-            self._refuse_second_step(unused)
+            grads = [parameter.grad for parameter in unused if parameter.grad is not None]
+            if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
+                raise RuntimeError(
+                    f"Expected {self._name} before each step(), but got none since the last step(), whose gradients "
+                    f"were freed and cannot be used again: call zero_grad() after the step, or {self._instead}"
+                )
             return
         parameters, stand_ins = zip(*self._stepped.values(), strict=True)
         changed = (
@@ -267,15 +248,6 @@ class BackwardSteps:
                     f"{tuple(parameter.shape)}, which has been stepped: to discard gradients, {self._instead}"
                 )
 
-    def _refuse_second_step(self, parameters: list[torch.Tensor]) -> None:
-        """Raise if all gradients are stand-ins for gradients that an earlier step has used."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if grads and not any(is_zeroed(grad) or not is_stand_in(grad) for grad in grads):
-            raise RuntimeError(
-                f"Expected {self._name} before each step(), but got none since the last step(), whose gradients were "
-                f"freed and cannot be used again: call zero_grad() after the step, or {self._instead}"
-            )
-
     def clear(self, failed: bool = False) -> None:
         """Forget what was stepped and, with `failed`, that a backward failed."""
         self._stepped = {}
@@ -284,15 +256,12 @@ class BackwardSteps:
 
 
 class BucketReduction:
-    """Averages buckets of gradients over the ranks of a group, one at a time and in the same order on all ranks.
-
-    `following` is the number of the next bucket to reduce; `complete` has the numbers of buckets ready to be reduced.
-    """
+    """Averages buckets of gradients over the ranks of a group, one at a time and in the same order on all ranks."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self.following = 0
-        self.complete: set[int] = set()
+        self.following = 0  # the number of the next bucket to reduce
+        self.complete: set[int] = set()  # numbers of buckets ready to be reduced
         self._running: tuple[Bucket, list[torch.Tensor], torch.Tensor, set[int], Any] | None = None
 
     @torch.no_grad()
@@ -324,10 +293,10 @@ class BucketReduction:
         work = torch.distributed.all_reduce(flat, group=self._group, async_op=True)
         self._running = bucket, averages, marks, missing, work
 
-    def end(self) -> tuple[Bucket, list[torch.Tensor]] | None:
-        """Wait for the running reduction, if any. Returns its bucket, and the parameters that got a gradient."""
+    def end(self) -> tuple[int, list[torch.Tensor]]:
+        """Wait for the running reduction, if any. Returns its bucket's part, and the parameters that got a gradient."""
         if self._running is None:
-            return None
+            return 0, []
         (bucket, averages, marks, missing, work), self._running = self._running, None
         work.wait()
         if missing:  # only this makes the host wait for the device
@@ -337,7 +306,7 @@ class BucketReduction:
             if index not in missing:
                 member.grad = average
                 ready.append(member)
-        return bucket, ready
+        return bucket.part, ready
 
     def restart(self) -> None:
         """Discard what a failed backward has left, and restart from the first bucket."""

@@ -43,12 +43,9 @@ def poll() -> None:
 
 @contextmanager
 def held(numbers: Collection[int] | None = None) -> Iterator[None]:
-    """Delay signals that have a Python handler until `poll` or the end of the block.
+    """Delay all or some signals that have a Python handler until `poll` or the end of the block.
 
     It has no effect when nested, or outside the main thread.
-
-    Args:
-        numbers: the signals to delay; None for all.
     """
     if _previous or threading.current_thread() is not threading.main_thread():
         yield

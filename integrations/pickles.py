@@ -52,6 +52,19 @@ _KEYS = (str, int, float, bool, bytes, complex, type(None), torch.dtype, Record)
 _Pickle: Any = pickle._Unpickler
 
 
+def _checking_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """An instruction that refuses keys whose hash could take longer than reading them: tuples of tuples of tuples."""
+
+    def checked(self: Any) -> None:
+        for key in self.stack[keys]:
+            items = key if type(key) is tuple else (key,)
+            if not all(isinstance(item, _KEYS) for item in items):
+                raise PickleError(f"it has a {type(key).__name__} that contains containers as a key")
+        load(self)
+
+    return checked
+
+
 class _Unpickler(_Pickle):  # type: ignore[misc]
     """Reads a pickle, mapping its names by a table."""
 
@@ -79,32 +92,16 @@ class _Unpickler(_Pickle):  # type: ignore[misc]
         if isinstance(built, Record):
             built.state = state
 
-    def _setitem(self) -> None:
-        self._check(self.stack[-2:-1], self.load_setitem)
-
-    def _setitems(self) -> None:
-        self._check(self.stack[::2], self.load_setitems)
-
-    def _additems(self) -> None:
-        self._check(self.stack, self.load_additems)
-
-    def _check(self, keys: list[Any], load: Callable[[], None]) -> None:
-        """Refuse keys whose hash could take longer than reading them: tuples of tuples of tuples."""
-        for key in keys:
-            items = key if type(key) is tuple else (key,)
-            if not all(isinstance(item, _KEYS) for item in items):
-                raise PickleError(f"it has a {type(key).__name__} that contains containers as a key")
-        load()
-
-    dispatch |= {pickle.BUILD[0]: _build, pickle.SETITEM[0]: _setitem}
-    dispatch |= {pickle.SETITEMS[0]: _setitems, pickle.ADDITEMS[0]: _additems}
+    dispatch |= {
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _checking_keys(_Pickle.load_setitem, slice(-2, -1)),
+        pickle.SETITEMS[0]: _checking_keys(_Pickle.load_setitems, slice(0, None, 2)),
+        pickle.ADDITEMS[0]: _checking_keys(_Pickle.load_additems, slice(None)),
+    }
 
 
 def read(data: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """Unpickle `data`. `names` maps (module, name) pairs to the functions to call instead; dtypes are allowed too.
-
-    Raises PickleError if the pickle is damaged, or asks for any other name.
-    """
+    """Unpickle `data`. `names` maps (module, name) pairs to the functions to call instead; other names are refused."""
     try:
         return _Unpickler(data, names).load()
     except PickleError:
@@ -151,14 +148,9 @@ def _check_expansion(content: Any, limit: int) -> None:
 
 
 def load(file: str | BinaryIO, size: int) -> Any:
-    """Load an archive of `torch.save` on the CPU; a path is memory-mapped.
+    """Load an archive of `torch.save` of `size` bytes on the CPU; a path is memory-mapped.
 
-    Args:
-        file: a path, or an open file.
-        size: its length in bytes.
-
-    Raises:
-        PickleError: it is damaged, is not such an archive, or contains objects other than tensors and plain values.
+    Raises PickleError if it is damaged, no such archive, or contains objects other than tensors and plain values.
     """
     try:
         with zipfile.ZipFile(file) as archive:

@@ -6,15 +6,10 @@ gradients in buckets, updates the parameters of a bucket once all of its gradien
 At any time the gradients of one bucket exist: at most ``bucket_bytes`` plus one gradient, or more if gradients complete
 in another order than in the first backward. FSDP2 frees its buffer of a unit with the last gradient in it.
 
-**Norms and overflows.** Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling
-must know whether all of them are finite. With ``clipping="exact"`` or a scaler, each step takes two backwards, as in
-LOMO (Lv et al., 2023): one that only checks and frees gradients (`StepInBackward.check`), and one that steps.
-``clipping="previous"`` uses the norm of the previous step instead: when gradients grow, the first large ones are not
-clipped.
-
-**Replicas.** With a process group, the gradients of each bucket are averaged over its ranks before they are used, as in
-DistributedDataParallel, whose buckets keep all gradients. The gradients of two buckets then exist: one being reduced,
-and one being filled.
+Before the first parameter changes, clipping needs the norm of all gradients, and loss scaling must know whether all of
+them are finite. So a step takes two backwards, as in LOMO (Lv et al., 2023): one that only checks and frees gradients
+(`StepInBackward.check`), and one that steps; or it clips by the norm of the previous step, so that the first large
+gradients are not clipped. With a process group, two buckets exist at a time, one being averaged, and one being filled.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
@@ -39,7 +34,7 @@ from halfstep.integrations.buckets import (
     call_if_alive,
     check_bucket_bytes,
 )
-from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.classes import LayoutOptimizer, attribute
 from halfstep.kernels.unscale import Verdict
 from halfstep.numerics.scaling.decision import Checker, Decision, norm_of, parameters_of
 from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
@@ -121,8 +116,7 @@ class StepInBackward:
         """The bytes of gradients per bucket. Without a process group, the first backward creates the buckets."""
         return [bucket.size for bucket in self._buckets]
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """A context in which backwards only accumulate into ``.grad``: for all but the last micro-batch of a step.
 
         All gradients then exist until the last backward, which steps and frees them one by one. Under FSDP2,
@@ -136,11 +130,7 @@ class StepInBackward:
                 "Expected no accumulation with clipping='exact' or a scaler, whose check frees the accumulated "
                 "gradients: accumulation keeps all of them in any case, so call remove() and step after the backward"
             )
-        before, self._accumulating = self._accumulating, True
-        try:
-            yield
-        finally:
-            self._accumulating = before
+        return attribute(self, "_accumulating", True)
 
     @contextmanager
     def check(self) -> Iterator[None]:
@@ -264,27 +254,19 @@ class StepInBackward:
 
     def _complete(self, bucket: Bucket) -> None:
         """Use the gradients of a complete bucket. With a process group, reduce buckets in order before their use."""
-        if self._reduction is None:
+        reduction = self._reduction
+        if reduction is None:
             with self._arrived(bucket) as ready:
-                self._use(bucket, ready)
+                self._use(bucket.part, ready)
             return
-        self._reduction.complete.add(bucket.part)
-        while self._reduction.following in self._reduction.complete:
-            self._reduce(self._reduction)
-
-    def _reduce(self, reduction: BucketReduction) -> None:
-        """Use the gradients of the bucket being reduced, and start to reduce the next bucket."""
-        self._use_reduced(reduction)
-        bucket = self._buckets[reduction.following]
-        with self._arrived(bucket):
-            self._steps.use()
-            reduction.begin(bucket)
-        reduction.following += 1
-
-    def _use_reduced(self, reduction: BucketReduction) -> None:
-        ended = reduction.end()
-        if ended is not None and ended[1]:
-            self._use(*ended)
+        reduction.complete.add(bucket.part)
+        while reduction.following in reduction.complete:
+            self._use(*reduction.end())
+            bucket = self._buckets[reduction.following]
+            with self._arrived(bucket):
+                self._steps.use()
+                reduction.begin(bucket)
+            reduction.following += 1
 
     @contextmanager
     def _arrived(self, bucket: Bucket) -> Iterator[list[torch.Tensor]]:
@@ -293,27 +275,25 @@ class StepInBackward:
         # Autograd computes gradients on the streams of the forward. Those streams will also reuse the memory of the
         # gradients, and read the parameters.
         streams = {(stream, parameter.device) for parameter, stream in bucket.arrived.values() if stream is not None}
-        waits = [(stream, torch.cuda.current_stream(device)) for stream, device in streams]
+        pairs = [(stream, torch.cuda.current_stream(device)) for stream, device in streams]
+        others = [(stream, current) for stream, current in pairs if stream != current]
         bucket.arrived = {}
-        for stream, current in waits:
-            if stream != current:
-                current.wait_stream(stream)
+        for stream, current in others:
+            current.wait_stream(stream)
         yield ready
-        for stream, current in waits:
-            if stream != current:
-                stream.wait_stream(current)
+        for stream, current in others:
+            stream.wait_stream(current)
 
-    def _use(self, bucket: Bucket, ready: list[torch.Tensor]) -> None:
+    def _use(self, part: int, parameters: list[torch.Tensor]) -> None:
         """Check the gradients of a bucket, or update its parameters, and free the gradients."""
+        if not parameters:
+            return
+        optimizer, freed = self._optimizer, list(map(self._steps.stand_in, parameters))
         if self._checks and self._checker is not None:
-            self._checker.add_part(ready, None if self._scaler is None else self._scaler.factor())
-            for parameter in ready:
-                parameter.grad = self._steps.stand_in(parameter)
-        else:
-            self._step(bucket.part, ready)
-
-    def _step(self, part: int, parameters: list[torch.Tensor]) -> None:
-        optimizer = self._optimizer
+            self._checker.add_part(parameters, None if self._scaler is None else self._scaler.factor())
+            for parameter, stand_in in zip(parameters, freed, strict=True):
+                parameter.grad = stand_in
+            return
         if self.clipping is None and self._scaler is None and optimizer.max_grad_norm is not None:
             raise RuntimeError(
                 f"Expected max_grad_norm of the optimizer to stay None, but got {optimizer.max_grad_norm}: call "
@@ -321,7 +301,6 @@ class StepInBackward:
             )
         if self.clipping == "previous":
             self._norm_parts().add_part(parameters)
-        freed = list(map(self._steps.stand_in, parameters))
         step = partial(optimizer.step_part, part, parameters, freed)
         with self._steps.stepping(parameters, freed, optimizer.param_groups):
             decision = self._decision()
@@ -374,12 +353,13 @@ class StepInBackward:
             )
         if self.clipping is None or self._scaler is not None:  # the scaler decides
             return
-        if self.clipping == "previous" and not self._ended:
-            self._end_norm()
+        self._end_norm()
         optimizer.decide(self._decision())
 
     def _end_norm(self) -> None:
-        """Complete the norm of the gradients of this step, which the next step clips by."""
+        """With ``clipping="previous"``, complete the norm of this step, to which the next step clips."""
+        if self.clipping != "previous" or self._ended:
+            return
         checker = self._norm_parts()
         left = [parameter for parameter in parameters_of(self._optimizer) if gradient_of(parameter) is not None]
         if left:
@@ -414,8 +394,7 @@ class StepInBackward:
                 f"but got {max_norm} with max_grad_norm={limit}: create the optimizer with max_grad_norm={max_norm} "
                 "and call step_in_backward with clipping='previous', or disable clipping in the trainer"
             )
-        if self.clipping == "previous" and not self._ended:
-            self._end_norm()
+        self._end_norm()
         if self._verdict is None:
             return torch.full((), math.nan, dtype=torch.float32, device="cpu")
         return norm_of(self._verdict)
@@ -431,20 +410,15 @@ class StepInBackward:
     def _finish(self, failed: bool) -> None:
         """Called when a backward has ended: use incomplete buckets, in which some parameters got no gradient."""
         with self._lock:
-            reduction = self._reduction
-            if failed:  # `step` uses the gradients that remain
-                for bucket in self._buckets:
+            for bucket in self._buckets:
+                if failed:  # `step` uses the gradients that remain
                     bucket.arrived = {}
-            elif reduction is None:
-                for bucket in self._buckets:
-                    if bucket.arrived:
-                        self._complete(bucket)
-            else:
-                while reduction.following < len(self._buckets):
-                    self._reduce(reduction)
-                self._use_reduced(reduction)
-            if reduction is not None:
-                reduction.restart()
+                elif bucket.arrived or self._reduction is not None:
+                    self._complete(bucket)
+            if self._reduction is not None:
+                if not failed:
+                    self._use(*self._reduction.end())
+                self._reduction.restart()
             self._stepped |= self._checker is None and not failed
 
 
@@ -528,9 +502,8 @@ def step_in_backward(
     _check(model, inner, bucket_bytes, clipping, scaler)
     if scaler is not None and inner is not optimizer:
         raise TypeError(
-            f"Expected optimizer to be a halfstep optimizer if there is a scaler, but got a "
-            f"{type(optimizer).__name__} around one, whose gradients scaler.step unscales in place: pass the wrapped "
-            "optimizer, also to scaler.step"
+            f"Expected a halfstep optimizer with a scaler, but got a {type(optimizer).__name__} around one, whose "
+            "gradients scaler.step unscales in place: pass the wrapped optimizer, also to scaler.step"
         )
     process_group = _checked_group(model, inner, process_group)
     handle = StepInBackward(model, inner, bucket_bytes, clipping, scaler, process_group)
@@ -616,6 +589,4 @@ def _check(model: Any, optimizer: Any, bucket_bytes: Any, clipping: Any, scaler:
             "undone at an overflow"
         )
     if scaler is not None and scaler.write_back:
-        raise ValueError(
-            "Expected a scaler with write_back=False, but got write_back=True: gradients are freed in the backward"
-        )
+        raise ValueError("Expected a scaler with write_back=False, but got True: gradients are freed in the backward")

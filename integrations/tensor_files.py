@@ -46,14 +46,10 @@ class TensorFiles(NamedTuple):
 
 
 def read_all(paths: Sequence[str | Path]) -> TensorFiles:
-    """All tensors of the parts of one checkpoint.
+    """All tensors of the parts of one checkpoint: of anything that `read_tensors` reads, and of other folders of tensor
+    files, such as Hugging Face's, whose index lists the files.
 
-    Args:
-        paths: anything that `read_tensors` reads, and other folders of tensor files, such as Hugging Face's, whose
-            index lists the files.
-
-    Raises:
-        TensorFileError: a file cannot be read or is damaged, or two of `paths` have a tensor of the same name.
+    Raises TensorFileError if a file cannot be read or is damaged, or two of `paths` have a tensor of the same name.
     """
     result = TensorFiles({}, [], {})
     for path in map(Path, paths):
@@ -181,9 +177,7 @@ def _not_expanded(name: str, tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.narrow(dimension, 0, 1)
     reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() > max(reach, 0):
-        raise PickleError(
-            f"the strides of {name[:100]!r} turn {reach:,} elements into {tensor.numel():,}: save a copy of it"
-        )
+        raise PickleError(f"the strides of {name[:100]!r} turn {reach:,} elements into {tensor.numel():,}: save a copy")
     return tensor
 
 

@@ -10,6 +10,7 @@ part, without a collective. Only a second derivative takes another one: each ran
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -25,25 +26,18 @@ from halfstep.kernels.softmax.rule import math_dtype
 _IGNORED, _ELSEWHERE = -2, -1  # targets on a rank
 
 
-def _in_order(terms: torch.Tensor) -> torch.Tensor:
-    total, *others = terms
-    for term in others:
-        total = total + term
-    return total
-
-
 def _of_ranks(numbers: torch.Tensor, owner: torch.Tensor, exact: bool) -> torch.Tensor:
     """The results of whole rows from the numbers of all ranks, (ranks, 3 or 4, rows), NaN where `owner` is -1."""
     tops, logs, logits, *depths = numbers.unbind(1)
     top, log = tops.amax(0), logs.amax(0).clamp(min=0.0)
     weights = exponential((tops - top) + (logs - log), exact)
-    total = _in_order(weights)
+    total = reduce(torch.add, weights)  # in the order of the ranks
     nothing, total = total == 0, torch.where(total == 0, 1.0, total)
     log_sum = torch.where(nothing, 0.0, log + logarithm(total))
     z = logits.gather(0, owner.clamp(min=0).unsqueeze(0)).squeeze(0)
     entropy = torch.zeros_like(top)
     for depth in depths:
-        moment = _in_order(torch.where(weights == 0, 0.0, weights * (depth + (tops - top))))
+        moment = reduce(torch.add, torch.where(weights == 0, 0.0, weights * (depth + (tops - top))))
         entropy = torch.where(nothing, 0.0, log_sum - moment / total)
     selected = torch.where(owner >= 0, (z - top) - log_sum, math.nan)
     logsumexp = torch.where(nothing, -math.inf, top + log_sum)

@@ -105,13 +105,12 @@ def load_state_dict(optimizer: ZeroRedundancyOptimizer, state: Mapping[str, Any]
             f"one {len(parameters)} in {len(optimizer.param_groups)}: use the same model and groups"
         )
     number_of = {id(parameter): number for parameter, number in zip(parameters, numbers, strict=True)}
-    local_numbers = [number_of[id(parameter)] for parameter in parameters_of(optimizer.optim)]
-    indices = iter(range(len(local_numbers)))
     groups = [
-        {**saved, "params": [next(indices) for _ in inner["params"]]}
+        {**saved, "params": [number_of[id(parameter)] for parameter in inner["params"]]}
         for saved, inner in zip(state["param_groups"], optimizer.optim.param_groups, strict=True)
     ]
-    entries = {index: state["state"][number] for index, number in enumerate(local_numbers) if number in state["state"]}
+    local = {number for group in groups for number in group["params"]}
+    entries = {number: entry for number, entry in state["state"].items() if number in local}
     with unchanged_on_error(optimizer.optim):
         optimizer.optim.load_state_dict({"state": entries, "param_groups": groups})
     for outer, inner in zip(optimizer.param_groups, optimizer.optim.param_groups, strict=True):

@@ -8,14 +8,13 @@ A checkpoint is a folder, ``step-00000120/``, which appears by one rename once a
     state.json                             all other values, and where each tensor belongs among them
     manifest.json                          size and SHA-256 of every file, and which file holds which shard
 
-Tensors are sharded as torch.distributed.checkpoint (DCP) plans it (storage.py); everything else is JSON (tree.py).
+Tensors are sharded as torch.distributed.checkpoint (DCP) plans it, and everything else is JSON (storage.py).
 Whatever interrupts a save (Ctrl-C, ``kill -9`` of a rank, a full disk, a power failure), every folder with the name of
 a checkpoint is complete, and earlier checkpoints still exist (atomic.py). See docs/checkpoints.md.
 """
 
-from halfstep.integrations.checkpoint.api import PendingSave, load, save
+from halfstep.integrations.checkpoint.api import PendingSave, convert, export, load, save
 from halfstep.integrations.checkpoint.atomic import CheckpointError, checkpoints, newest
-from halfstep.integrations.checkpoint.conversion import convert, export
 from halfstep.integrations.checkpoint.whole import gather, load_model, load_optimizer, scatter, with_masters
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`save` and `load`: all ranks write and read their shards in parallel, whatever the topology.
+"""`save` and `load`: all ranks write and read their shards in parallel, whatever the topology. `convert` and `export`.
 
 A shard is identified by the name of its parameter and its offsets in the full parameter. The optimizer state is read
 into new tensors with the dtype of the file, and loaded only after all ranks have read everything.
@@ -6,18 +6,20 @@ into new tensors with the dtype of the file, and loaded only after all ranks hav
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
+import os
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict as torch_state
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -25,31 +27,30 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from halfstep.integrations import interrupts
 from halfstep.integrations.checkpoint import atomic, storage
 from halfstep.integrations.checkpoint.atomic import CheckpointError, error_text, explained
-from halfstep.integrations.checkpoint.importing import open_checkpoint
-from halfstep.integrations.checkpoint.storage import Part, Reader, parts_to_write
-from halfstep.integrations.checkpoint.tree import TensorName, pack, unpack
+from halfstep.integrations.checkpoint.importing import open_checkpoint, read_file
+from halfstep.integrations.checkpoint.storage import Part, Reader, TensorName, pack, parts_to_write, unpack
 from halfstep.integrations.checkpoint.whole import check_groups, check_model, check_optimizer_state, restoring
 from halfstep.integrations.optim.classes import LayoutOptimizer, saving
 from halfstep.integrations.optim.options import check_format
 from halfstep.integrations.optim.state import empty_entry
+from halfstep.integrations.pickles import PickleError
 from halfstep.numerics.scaling.sharding import Sharding, checked_group, default_group, local
 from halfstep.numerics.state_layout import HELD
 
 T = TypeVar("T")
 UNTOUCHED = "; earlier checkpoints are untouched"
-# The default process group, and a group of all ranks for checkpoints only. Weak references, because torch aborts at
-# exit if a group outlives destroy_process_group.
-_groups: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+# By the default process group, a group of all ranks for checkpoints only. Weak references, because torch aborts at exit
+# if a group outlives destroy_process_group.
+_groups: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def _group_for_checkpoints() -> Any:
     """A gloo group of all ranks, which keeps the collectives of an asynchronous save apart from those of training."""
-    global _groups
-    default = dist.group.WORLD
-    group = _groups[1]() if _groups is not None and _groups[0]() is default else None
+    default: Any = dist.group.WORLD
+    group = _groups[default]() if default in _groups else None
     if group is None:
         group = dist.new_group(backend="gloo")
-        _groups = weakref.ref(default), weakref.ref(group)
+        _groups[default] = weakref.ref(group)
     return group
 
 
@@ -77,18 +78,16 @@ class Ranks:
 
         Exceptions that end the program are reraised on their own rank, after the other ranks have been told.
         """
-        result: Any = None
         error: BaseException | None = None
         try:
-            result = function()
+            answer: Any = function(), None
         except BaseException as failed:
-            error = failed
-        # Errors are sent as text: an exception that cannot be unpickled would hang the other ranks.
-        answers: list[Any] = [(result, None if error is None else error_text(error))]
+            # Errors are sent as text: an exception that cannot be unpickled would hang the other ranks.
+            answer, error = (None, error_text(failed)), failed
+        answers = [answer] * len(self.members)
         try:
             if self.group is not None:
-                (mine,), answers = answers, [None] * len(self.members)
-                dist.all_gather_object(answers, mine, group=self.group)
+                dist.all_gather_object(answers, answer, group=self.group)
         except RuntimeError as lost:  # a rank was killed
             raise CheckpointError(error_text(error) if error else f"a rank does not respond: {lost}") from lost
         if error is not None and not isinstance(error, Exception):
@@ -96,7 +95,7 @@ class Ranks:
         for rank, (_, text) in enumerate(answers):
             if text is not None:
                 raise CheckpointError(f"rank {rank}: {text}" if len(answers) > 1 else text) from error
-        return [answer for answer, _ in answers]
+        return [result for result, _ in answers]
 
 
 @contextmanager
@@ -109,7 +108,7 @@ def _quiet() -> Iterator[None]:
 
 def _only_with_model(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise ValueError(f"Expected a model together with {name}, but got model=None: pass model=")
 
 
@@ -141,13 +140,11 @@ class PendingSave:
             CheckpointError: the checkpoint could not be written. Earlier checkpoints are unchanged.
             TimeoutError: writing took longer than `timeout` seconds.
         """
-        try:
-            return self._future.result(timeout)
-        except concurrent.futures.TimeoutError as error:  # not the same class as TimeoutError before Python 3.11
-            raise TimeoutError(*error.args) from None
-        finally:
-            if self.done() and PendingSave._latest is self:
-                PendingSave._latest = None
+        if not wait([self._future], timeout).done:
+            raise TimeoutError(f"{self.path} was not complete after {timeout} s")
+        if PendingSave._latest is self:
+            PendingSave._latest = None
+        return self._future.result()
 
 
 _writer = ThreadPoolExecutor(1, thread_name_prefix="halfstep-checkpoint")
@@ -247,9 +244,7 @@ def save(
         )
     check_format(optimizer_state, "optimizer_state")
     if model is None:
-        _only_with_model(
-            optimizer=optimizer, scaler=scaler, asynchronous=asynchronous or None, process_group=process_group
-        )
+        _only_with_model(optimizer=optimizer, scaler=scaler, asynchronous=asynchronous, process_group=process_group)
     _finish_pending()
     path = Path(folder) / f"step-{step:08d}"
     tree: dict[str, Any] = {"step": step}
@@ -301,19 +296,17 @@ def write(path: Path, tree: dict[str, Any], parts: list[Part], keep: int | None,
         def begin() -> Path | None:
             return stack.enter_context(atomic.unfinished_save(path.parent)) if ranks.number == 0 else None
 
-        def write_shards() -> str:
-            return storage.write_shards(folder, f"{ranks.number + 1:05}-of-{size:05}", parts)
-
         def finish() -> None:
             if ranks.number == 0:
                 content = {"format": atomic.FORMAT, "step": step, "world_size": size}
                 storage.write_manifest(folder, content, tree, shards)
                 atomic.put_in_place(folder, path)
                 if keep is not None:
-                    atomic.prune(path.parent, step, keep)
+                    atomic.prune(folder, step, keep)
 
         folder: Any = ranks.together(begin)[0]
-        shards = ranks.together(write_shards)
+        suffix = f"{ranks.number + 1:05}-of-{size:05}"
+        shards = ranks.together(lambda: storage.write_shards(folder, suffix, parts))
         ranks.together(finish)
     return path
 
@@ -406,7 +399,9 @@ class _Load:
     """One call of `load`: the checkpoint, the objects to load, and the tensors that are read."""
 
     def __init__(self, reader: Reader, model: Any, optimizer: torch.optim.Optimizer | None, scaler: Any) -> None:
-        self.reader, self.model, self.optimizer, self.scaler = reader, model, optimizer, scaler
+        self.reader, self.model, self.optimizer = reader, model, optimizer
+        objects = {"model": model, "scaler": scaler, "optimizer": optimizer}
+        self.objects: dict[str, Any] = {name: value for name, value in objects.items() if value is not None}
         modules = () if model is None else model.modules()
         self.flat = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # FSDP1's flat parameters
         self.targets: dict[str, Any] = {}
@@ -419,9 +414,8 @@ class _Load:
             raise CheckpointError(f"its state is a {type(self.state).__name__}")
         if self.model is None:
             return
-        for name, target in (("model", self.model), ("scaler", self.scaler), ("optimizer", self.optimizer)):
-            if target is not None and tree.get(name) is None:
-                raise CheckpointError(f"it holds no {_ABSENT[name]}")
+        if missing := [name for name in self.objects if tree.get(name) is None]:
+            raise CheckpointError(f"it holds no {_ABSENT[missing[0]]}")
         self.current: dict[str, Any] = dict(torch_state.get_model_state_dict(self.model))
         check_model(unpack(tree["model"], self.reader.empty), self.current)
         names = unpack(tree["model"])
@@ -480,10 +474,7 @@ class _Load:
         """
         if self.model is None:
             return
-        targets = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        saved: dict[str, Any] = {
-            name: unpack(self.reader.tree[name], self._read) for name, target in targets.items() if target is not None
-        }
+        saved = {name: unpack(self.reader.tree[name], self._read) for name in self.objects}
         fresh = saved["model"]
         not_strict = torch_state.StateDictOptions(strict=False)
         objects = {name: value for name, value in self.current.items() if name not in self.tensors}
@@ -494,7 +485,12 @@ class _Load:
                 undo.callback(local(tensor).copy_, local(tensor).clone())
         else:
             for name in self.tensors:
-                _exchange(local(self.current[name]), local(fresh[name]), undo)
+                live, new = local(self.current[name]), local(fresh[name])
+                old = live.clone()
+                live.copy_(new)
+                new.copy_(old)
+                del old  # before the next one is allocated
+                undo.callback(live.copy_, new)
                 fresh[name] = self.current[name]
         torch_state.set_model_state_dict(self.model, fresh)
         if self.optimizer is not None:
@@ -502,19 +498,12 @@ class _Load:
             torch_state.set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=not_strict)
             if isinstance(self.optimizer, LayoutOptimizer):
                 self.optimizer.fit_masters(self.model.parameters())
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        if "scaler" in saved:
+            self.objects["scaler"].load_state_dict(saved["scaler"])
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor that `prepare` allocated and `read_into` filled, or an unsharded copy from the file."""
         return self.targets[name] if name in self.targets else self.reader.copy(name)
-
-
-def _exchange(live: torch.Tensor, new: torch.Tensor, undo: ExitStack) -> None:
-    old = live.clone()
-    live.copy_(new)
-    new.copy_(old)
-    undo.callback(live.copy_, new)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -522,3 +511,72 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, ShardedTensor):
         return value  # FSDP1 allocated it for loading
     return Sharding(value).like(torch.empty_like(local(value), device="cpu"))
+
+
+# -------------------------------------------------------------------------------------------------------- conversion
+
+
+def convert(old: str | Path, new: str | Path) -> Path:
+    """Convert a checkpoint of an earlier version, or of torch.distributed.checkpoint, to the current format.
+
+    Args:
+        old: a file such as ``step-00000120.pt``, or a folder of shards. It is not modified.
+        new: the folder to create, such as ``run/step-00000120``.
+
+    Returns:
+        `new`.
+
+    Raises:
+        CheckpointError: `old` is damaged or is not a checkpoint, or `new` exists or cannot be written.
+    """
+    old, new = Path(old), Path(new)
+    if not old.exists():
+        raise CheckpointError(f"{old} cannot be converted: it does not exist; pass a step-….pt or a checkpoint folder")
+    if new.exists():
+        raise CheckpointError(f"{new} exists: pass a folder that does not")
+    tensors: dict[str, torch.Tensor] = {}
+    with explained(f"{old} cannot be converted", errors=(OSError, PickleError, CheckpointError)):
+        if old.is_dir():
+            reader = open_checkpoint(old)
+            reader.verify()
+            tree = reader.tree
+            unpack(tree, lambda name: tensors.setdefault(name, reader.tensor(name)))
+        else:
+            tree = {"state": pack(read_file(old), tensors, "state")}
+    numbers = re.findall(r"\d+", new.name) or re.findall(r"\d+", old.stem)
+    tree["step"] = int(numbers[-1]) if numbers else 0
+    return write(new, tree, list(parts_to_write(tensors)), None, Ranks(alone=True))
+
+
+def export(path: str | Path, out: str | Path) -> Path:
+    """Write the model of a checkpoint to one file, ``model.safetensors``, for safetensors and transformers.
+
+    With the model's ``config.json`` next to it, ``from_pretrained(out)`` loads it. The full model must fit in memory.
+
+    Args:
+        path: a checkpoint that was saved with ``model=``, by any number of ranks.
+        out: the folder to write to, created if missing.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or contains no model.
+
+    Examples:
+        >>> from halfstep.integrations import checkpoint
+        >>> path = checkpoint.save("run", 40, model=torch.nn.Linear(3, 1))
+        >>> checkpoint.export(path, "exported").name
+        'model.safetensors'
+    """
+    path, out = Path(path), Path(out)
+    reader = open_verified(path, Ranks(alone=True))
+    if "model" not in reader.tree:
+        raise CheckpointError(f"checkpoint {path} holds no model: save it with model=")
+    names = unpack(reader.tree["model"])
+    tensors = {key: reader.tensor(name) for key, name in names.items() if isinstance(name, TensorName)}
+    out.mkdir(parents=True, exist_ok=True)
+    unfinished = out / ".model.safetensors.unfinished"
+    save_file(tensors, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, out / "model.safetensors")
+    return out / "model.safetensors"

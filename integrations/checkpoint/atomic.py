@@ -1,19 +1,20 @@
 """The folder of a checkpoint: its name, its manifest, detection of corruption, and saves that appear all or nothing.
 
 ``manifest.json`` lists the size and SHA-256 of every other file, and its own SHA-256. A save writes into a folder with
-a unique name, which is renamed once complete, and holds a lock on a file in it until then. The operating system
+a unique name, which is moved once complete, and holds a lock on a file next to it until then. The operating system
 releases the lock however the process ends, even on another machine: whoever can acquire the lock knows that the save
 has ended. On file systems without locks, nothing is removed. Other files in the folder are never touched.
 
-    .halfstep-TOKEN                     a checkpoint that is being written or removed
-    .halfstep-TOKEN/lock                locked by the process that is doing so
-    .halfstep-TOKEN.replaced-NAME       the previous checkpoint NAME, which is valid until NAME exists again
+    .halfstep-TOKEN/lock     locked by the process that saves
+    .halfstep-TOKEN/new      the checkpoint that is being written
+    .halfstep-TOKEN/NAME     the previous checkpoint NAME, which is valid until NAME exists again
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -39,7 +40,7 @@ FORMAT_1 = "halfstep checkpoint 1"  # torch.distributed.checkpoint folders, whic
 CHUNK = 16 << 20  # bytes written between two checks for an interrupt
 LONGEST_MESSAGE = 4000
 _STEP = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"(?P<save>\.halfstep-[0-9a-f]{16})(?:\.replaced-(?P<name>.+))?")
+_TEMPORARY = re.compile(r"\.halfstep-[0-9a-f]{16}")
 
 
 class CheckpointError(RuntimeError):
@@ -62,11 +63,11 @@ def error_text(error: BaseException) -> str:
 
 
 @contextmanager
-def explained(subject: str, advice: str = "") -> Iterator[None]:
-    """Prefix a CheckpointError with what failed, and append advice."""
+def explained(subject: str, advice: str = "", errors: Any = CheckpointError) -> Iterator[None]:
+    """Turn `errors` into a CheckpointError that begins with what failed and ends with advice."""
     try:
         yield
-    except CheckpointError as error:
+    except errors as error:
         raise CheckpointError(f"{subject}: {error}{advice}") from error
 
 
@@ -82,14 +83,17 @@ def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
         >>> [(step, path.name) for step, path in checkpoint.checkpoints("run")]
         [(10, 'step-00000010')]
     """
-    folder, result = Path(folder), []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        temporary = _TEMPORARY.fullmatch(path.name)
-        name = (temporary["name"] or "") if temporary else path.name
-        match = _STEP.fullmatch(name)
-        if match and not (temporary and (folder / name).exists()) and (path / MANIFEST).is_file():
-            result.append((int(match[1]), path))
-    return sorted(result)
+    folder = Path(folder)
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    replaced = map(folder.joinpath, glob.glob(".halfstep-*/step-*", root_dir=folder))
+    paths += [path for path in replaced if _folder_of(path) == folder and not (folder / path.name).exists()]
+    matches = [(_STEP.fullmatch(path.name), path) for path in paths if (path / MANIFEST).is_file()]
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that a checkpoint is in, or was in before a save that replaces it."""
+    return path.parent.parent if _TEMPORARY.fullmatch(path.parent.name) else path.parent
 
 
 def newest(folder: str | Path) -> Path | None:
@@ -103,15 +107,16 @@ def newest(folder: str | Path) -> Path | None:
     return next((path for _, path in reversed(checkpoints(folder)) if is_good(path, shares=0)), None)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all checkpoints up to `step` except the newest `keep`. Later ones are left alone."""
-    for path in [path for number, path in checkpoints(folder) if number <= step][:-keep]:
-        _remove(path)
+def prune(unfinished: Path, step: int, keep: int) -> None:
+    """Discard all checkpoints up to `step` except the newest `keep`. Later ones are left alone."""
+    temporary = unfinished.parent
+    for path in [path for number, path in checkpoints(temporary.parent) if number <= step][:-keep]:
+        _discard(path, temporary)
 
 
 def remedy(path: Path) -> str:
     """What to do about an unusable checkpoint, for its error message."""
-    for _, candidate in reversed(checkpoints(path.parent)):
+    for _, candidate in reversed(checkpoints(_folder_of(path))):
         if candidate != path and is_good(candidate):
             return f"{candidate} is good: continue from that, or delete the damaged one"
     return "no other checkpoint in that folder is good: delete it and start a new run, or restore it from a copy"
@@ -124,7 +129,7 @@ def missing(path: Path) -> CheckpointError:
             f"{path} is a file, not a folder: if an early version of halfstep wrote it, convert it with "
             f"python -m halfstep convert {path} FOLDER"
         )
-    present = ", ".join(str(present) for _, present in checkpoints(path.parent)) or "none"
+    present = ", ".join(str(present) for _, present in checkpoints(_folder_of(path))) or "none"
     return CheckpointError(f"no checkpoint {path}; that folder has: {present}")
 
 
@@ -235,29 +240,33 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, An
 
 @contextmanager
 def unfinished_save(folder: Path) -> Iterator[Path]:
-    """A new folder with a unique name for a save, which is removed on exit unless it was put in place."""
+    """A new folder for a save, inside a temporary one that is locked, and removed on exit."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".halfstep-*"):
-        _clear(leftover)
+        if _TEMPORARY.fullmatch(leftover.name) and leftover.is_dir() and (lock := _locked(leftover)) is not None:
+            with lock:
+                _finish(leftover)
     lock = None
     while lock is None:
-        path = _temporary(folder)
-        path.mkdir()
-        lock = _locked(path, required=False)
+        temporary = folder / f".halfstep-{uuid.uuid4().hex[:16]}"
+        temporary.mkdir()
+        lock = _locked(temporary, required=False)
     with lock:
         try:
-            yield path
+            unfinished = temporary / "new"
+            unfinished.mkdir()
+            yield unfinished
         finally:
-            _finish(path)
+            _finish(temporary)
 
 
 def put_in_place(unfinished: Path, path: Path) -> None:
     """Rename a complete save to `path`, which may exist. At any time, either the old or the new save is valid."""
-    replaced = unfinished.with_name(f"{unfinished.name}.replaced-{path.name}")
+    replaced = unfinished.with_name(path.name)
     _sync_folder(unfinished)
     while True:
         if path.is_dir():
-            _remove(replaced)
+            _discard(replaced, unfinished.parent)
             with contextlib.suppress(FileNotFoundError):
                 os.replace(path, replaced)
         try:
@@ -267,8 +276,6 @@ def put_in_place(unfinished: Path, path: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
     _sync_folder(path.parent)
-    (path / LOCK).unlink(missing_ok=True)
-    _remove(replaced)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -281,26 +288,22 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _temporary(folder: Path) -> Path:
-    return folder / f".halfstep-{uuid.uuid4().hex[:16]}"
-
-
-def _locked(path: Path, required: bool = True) -> Any:
+def _locked(temporary: Path, required: bool = True) -> Any:
     """Acquire the lock of a temporary folder; closing the returned file releases it.
 
     None if another process holds or has removed it, and on file systems without locks if one is `required`.
     """
-    if fcntl is None:  # Windows, which cannot rename a folder that contains an open file
+    if fcntl is None:
         return None if required else contextlib.nullcontext()
     try:
-        file = os.fdopen(os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o666))
+        file = os.fdopen(os.open(temporary / LOCK, os.O_CREAT | os.O_RDWR, 0o666))
     except OSError as error:  # it belongs to another user
         if required or isinstance(error, FileNotFoundError):
             return None
         raise
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        available = (path / LOCK).exists()
+        available = (temporary / LOCK).exists()
     except OSError as error:
         available = not required and not isinstance(error, BlockingIOError)
     if available:
@@ -309,34 +312,18 @@ def _locked(path: Path, required: bool = True) -> Any:
     return None
 
 
-def _remove(path: Path) -> None:
-    """Remove a folder. It is renamed first, so that a partly removed one is never taken for a checkpoint."""
-    if path.is_dir():
-        nameless = _temporary(path.parent)
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            os.replace(path, nameless)
-        shutil.rmtree(nameless, ignore_errors=True)
+def _discard(path: Path, temporary: Path) -> None:
+    """Move a folder into a temporary one, under a name that is never taken for that of a checkpoint."""
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        os.replace(path, temporary / uuid.uuid4().hex)
 
 
-def _clear(path: Path) -> None:
-    """Remove what a killed save left behind, and restore the checkpoint that it was about to replace."""
-    match = _TEMPORARY.fullmatch(path.name)
-    if match is None or not path.is_dir():
-        return
-    save = path.with_name(match["save"])
-    if not save.exists():  # it was put in place
-        _finish(save)
-    elif (lock := _locked(save)) is not None:
-        with lock:
-            _finish(save)
-
-
-def _finish(path: Path) -> None:
-    """Remove a temporary folder, and restore the checkpoint that it was about to replace."""
-    for replaced in path.parent.glob(f"{path.name}.replaced-*"):
-        original = path.with_name(replaced.name.removeprefix(f"{path.name}.replaced-"))
+def _finish(temporary: Path) -> None:
+    """Remove a temporary folder, and restore the checkpoint that its save was about to replace."""
+    for replaced in temporary.glob("step-*"):
+        original = temporary.parent / replaced.name
         if original.exists():
-            _remove(replaced)
+            _discard(replaced, temporary)
         else:
             os.replace(replaced, original)
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)

@@ -17,8 +17,7 @@ import torch
 from halfstep.integrations import pickles
 from halfstep.integrations.checkpoint import atomic
 from halfstep.integrations.checkpoint.atomic import MANIFEST, SHARDS, STATE, CheckpointError
-from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored
-from halfstep.integrations.checkpoint.tree import TensorName, pack
+from halfstep.integrations.checkpoint.storage import Chunk, Reader, Stored, TensorName, pack
 from halfstep.integrations.pickles import PickleError, Record
 
 METADATA = ".metadata"
@@ -26,7 +25,6 @@ OBJECTS = "halfstep.pt"  # values that are not sharded, which earlier versions w
 NUMPY = "halfstep.numpy"  # the key that marks numpy values in it
 _TRAILER = re.compile(rb"\nhalfstep sha256 ([0-9a-f]{64})\n")  # at the end of ``.pt`` files of earlier versions
 _TRAILER_LENGTH = 82
-
 
 _DCP = "torch.distributed.checkpoint"
 # Layouts, memory formats and paths are read but not needed. Python 3.11.0 to 3.11.3 pickle enum members with `getattr`.
@@ -64,27 +62,22 @@ class TorchReader(Reader):
 
     sources = METADATA
 
-    def __init__(self, path: Path) -> None:
-        self._objects: dict[str, torch.Tensor] = {}  # tensors in `tree` that `tensors` does not list
-        super().__init__(path)
-
     def verify(self, share: int = 0, shares: int = 1) -> None:
         if (self.path / MANIFEST).exists():  # torch writes none
             super().verify(share, shares)
 
     def _list(self) -> None:
+        self._objects: dict[str, torch.Tensor] = {}  # tensors in `tree` that `tensors` does not list
         self.verify(shares=0)
         if not (self.path / METADATA).is_file():
             raise CheckpointError(f"its file {METADATA} is missing")
         stored: Any = pickles.read((self.path / METADATA).read_bytes(), _NAMES).state
-        places = {
-            _index(key.state["fqn"], key.state.get("offset")): info.state
-            for key, info in stored["storage_data"].items()
-        }
-        objects: dict[Any, _Range] = {}
+        items = stored["storage_data"].items()
+        places = {_index(key.state["fqn"], key.state.get("offset")): info.state for key, info in items}
+        objects: dict[Any, Chunk] = {}
         for name, entry in stored["state_dict_metadata"].items():
             if entry.state is None:  # not a tensor
-                objects[name] = self._range(places[_index(name, None)], 1)
+                objects[name] = Chunk(self._range(places[_index(name, None)], 1), (), ())
                 continue
             dtype, chunks = entry.state["properties"].state[0], {}
             for chunk in entry.state["chunks"]:
@@ -108,14 +101,11 @@ class TorchReader(Reader):
         return _Range(name, offset, length)
 
     def _read(self, name: str, chunk: Chunk) -> Any:
-        return self._load(chunk.source)
+        with open(self.path / chunk.source.file, "rb") as file:
+            file.seek(chunk.source.offset)
+            return pickles.load(io.BytesIO(file.read(chunk.source.length)), chunk.source.length)
 
-    def _load(self, place: _Range) -> Any:
-        with open(self.path / place.file, "rb") as file:
-            file.seek(place.offset)
-            return pickles.load(io.BytesIO(file.read(place.length)), place.length)
-
-    def _tree(self, paths: dict[str, Any], objects: dict[Any, _Range]) -> dict[str, Any]:
+    def _tree(self, paths: dict[str, Any], objects: dict[Any, Chunk]) -> dict[str, Any]:
         """The nested values that torch flattened, and those that halfstep wrote next to torch's files."""
         root: dict[Any, Any] = {}
         for name, keys in paths.items():
@@ -124,7 +114,7 @@ class TorchReader(Reader):
             parent = root
             for key in keys[:-1]:
                 parent = parent.setdefault(key, {})
-            parent[keys[-1]] = TensorName(name) if name in self.tensors else self._load(objects[name])
+            parent[keys[-1]] = TensorName(name) if name in self.tensors else self._read(name, objects[name])
         root = {key: _with_lists(value) for key, value in root.items()}
         if (self.path / OBJECTS).is_file():
             root |= _with_numpy(pickles.load(str(self.path / OBJECTS), (self.path / OBJECTS).stat().st_size))

@@ -16,7 +16,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from halfstep.integrations.checkpoint.atomic import CheckpointError
+from halfstep.integrations.checkpoint.atomic import CheckpointError, explained
 from halfstep.integrations.optim.foreign_codes import decode
 from halfstep.numerics.scaling.sharding import Sharding
 from halfstep.numerics.state_layout import CODE_KEYS, SCALE_KEYS
@@ -217,10 +217,7 @@ def _refill(container: Any, items: dict[Any, Any]) -> None:
 @contextmanager
 def unchanged_on_error(optimizer: Any) -> Iterator[None]:
     """Restore an optimizer if the block fails, and raise its error as a CheckpointError."""
-    try:
-        with ExitStack() as undo:
-            restoring(undo, vars(optimizer))
-            yield
-            undo.pop_all()
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint's optimizer does not fit this one: {error}") from error
+    with explained("the checkpoint's optimizer does not fit this one", errors=Exception), ExitStack() as undo:
+        restoring(undo, vars(optimizer))
+        yield
+        undo.pop_all()

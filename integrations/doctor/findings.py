@@ -67,12 +67,9 @@ class Diagnosis:
 
 
 def find(name: str, where: str | Sequence[Any], severity: Any = None, /, **values: Any) -> Finding:
-    """The finding `name`, with its texts formatted with `values`.
+    """The finding `name`, with its texts formatted with `values`; ``bytes`` is a number.
 
-    Args:
-        where: a text, or parameters as names or as objects with a name.
-        severity: overrides that of the table.
-        bytes: a number of bytes, for texts that have ``{bytes}``.
+    `where` is a text, or parameters as names or as objects with a name. `severity` overrides that of the table.
     """
     usual, *texts = TEXTS[name]
     if not isinstance(where, str):

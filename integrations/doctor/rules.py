@@ -1,29 +1,22 @@
-"""The rules that examine a training set-up between steps (`RULES`), and those that examine a checkpoint."""
+"""The rules that examine a training set-up between steps (`RULES`), a checkpoint, and this machine."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import math
+import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtypes_of, find, in_bytes, listed
-from halfstep.integrations.doctor.setup import (
-    BF16,
-    FP16,
-    HALF,
-    Entry,
-    Setup,
-    distinct,
-    holds_bf16_only,
-    nonfinite,
-    sample,
-    size_of,
-)
+from halfstep.integrations.doctor.setup import HALF, Entry, Setup, distinct, holds_bf16_only, nonfinite, sample, size_of
 from halfstep.integrations.tensor_files import TensorFiles
+from halfstep.kernels import compiler, native
 from halfstep.kernels.block_codes import NAN_BLOCK, NAN_RANGE
 from halfstep.kernels.muon.rule import matrices, ratio
 from halfstep.numerics.messages import percent
@@ -146,10 +139,10 @@ _OF_A_PARAMETER: dict[str, Callable[[Entry], bool]] = {
     "frozen-with-state": lambda e: e.frozen and bool(e.state),
     "quantized-in-optimizer": lambda e: not e.parameter.is_floating_point() and not e.parameter.is_complex(),
     # Below half of the smallest relative spacing, rounding to nearest returns w (1 - decay) to w for all w.
-    "decay-lost": lambda e: e.loses_updates and 0 < e.decay < (2.0**-9 if e.parameter.dtype == BF16 else 2.0**-12),
+    "decay-lost": lambda e: e.loses_updates and 0 < e.decay < torch.finfo(e.parameter.dtype).eps / 4,
     # Values up to half of fp16's smallest subnormal round to 0.
     "eps-is-zero": lambda e: (
-        e.parameter.dtype == FP16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
+        e.parameter.dtype == torch.float16 and "betas" in e.group and not e.keeps_updates and e.eps <= 2.0**-25
     ),
     "step-in-16-bits": lambda e: isinstance(e.step, torch.Tensor) and e.step.dtype in HALF,
     "state-not-sharded": lambda e: (
@@ -345,21 +338,14 @@ RULES = (_values, _membership, _tied, _moments, _updates, _parameters, _rounded,
 
 
 def examine_checkpoint(checkpoint: TensorFiles, progress: Callable[[float], None] = lambda done: None) -> Diagnosis:
-    """Examine the tensors of a checkpoint.
-
-    Args:
-        checkpoint: all parts of one checkpoint, from `read_all`.
-        progress: called with the fraction of the bytes that has been examined.
-    """
+    """Examine all parts of a checkpoint. `progress` is called with the fraction of the bytes that has been examined."""
     tensors = checkpoint.tensors
     total = sum(map(_bytes, tensors.values())) or 1
     examined = f"{', '.join(checkpoint.files)} with {count(len(tensors), 'tensor')}, {in_bytes(total)}"
     return Diagnosis.of(examined, _of_tensors(tensors, total, progress))
 
 
-def _of_tensors(
-    tensors: Mapping[str, torch.Tensor], total: int, progress: Callable[[float], None]
-) -> Iterator[Finding]:
+def _of_tensors(tensors: dict[str, torch.Tensor], total: int, progress: Callable[[float], None]) -> Iterator[Finding]:
     names_by_finding: dict[str, list[str]] = defaultdict(list)
     by_content: dict[tuple[torch.dtype, torch.Size, bytes], list[str]] = defaultdict(list)
     done = 0
@@ -405,3 +391,38 @@ def _of_tensors(
 
 def _bytes(tensor: torch.Tensor) -> int:
     return distinct(tensor).nbytes if tensor.layout == torch.strided else tensor.numel() * tensor.element_size()
+
+
+# -------------------------------------------------------------------------------------------------------- environments
+
+OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+
+
+def facts() -> dict[str, str]:
+    """The versions of torch and, if installed, Triton; and the ``kernels`` that run: Triton, C++ or torch."""
+    versions = {"torch": str(torch.__version__)}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        versions["triton"] = importlib.metadata.version("triton")
+    if torch.cuda.is_available():
+        return versions | {"kernels": "Triton" if "triton" in versions else "torch"}
+    return versions | {"kernels": "C++" if compiler.FOLDER.is_dir() or compiler.compiler() else "torch"}
+
+
+def examine_environment() -> Diagnosis:
+    """Examine what halfstep needs of this machine. Nothing is compiled, and no other machine is contacted."""
+    return Diagnosis.of("this environment", _of_machine(facts()))
+
+
+def _of_machine(there: dict[str, str]) -> Iterator[Finding]:
+    for name, oldest in OLDEST.items():
+        parts = there.get(name, "").split("+")[0].split(".")[:2]
+        if all(part.isdecimal() for part in parts) and tuple(map(int, parts)) < oldest:
+            yield find("version-too-old", f"{name} {there[name]}", name=name, least=".".join(map(str, oldest)))
+    if there["kernels"] == "torch":
+        yield find("no-triton", "triton") if torch.cuda.is_available() else find("no-compiler", "C++")
+    cache = native.cache_folder()
+    parent = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if there["kernels"] == "C++" and not compiler.FOLDER.is_dir() and not os.access(parent, os.W_OK):
+        yield find("cache-not-writable", str(cache))
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        yield find("kernels-interpreted", "TRITON_INTERPRET")

@@ -19,7 +19,7 @@ from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.scaling.stand_ins import gradient_of
 from halfstep.numerics.state_layout import rounds_stochastically
 
-BF16, FP16 = HALF = (torch.bfloat16, torch.float16)
+HALF = torch.bfloat16, torch.float16
 # Attribute names of module wrappers, which are dropped from parameter names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 # Names that libraries give to optimizer state that keeps what rounding a 16-bit weight loses.
@@ -84,20 +84,13 @@ class Entry:
 
 
 class Setup:
-    """The model, the innermost optimizers, the loss scaler (None if missing or disabled), and what follows from them.
-
-    Attributes:
-        parameters: (name, parameter) pairs of the model; tied parameters occur once.
-        names: the names, by the parameters' id.
-        trainable: the pairs whose parameter requires a gradient.
-        entries: the parameters of the optimizers.
-        steps_copies: whether the optimizers step copies of the parameters, made by them or by the training loop.
-    """
+    """The model, the innermost optimizers, the loss scaler (None if there is none, or disabled), and what follows."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, scaler: Any = None) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Expected model to be a torch.nn.Module, but got a {type(model).__name__}")
         self.model = model
+        # Tied parameters occur once.
         self.parameters = [(_WRAPPERS.sub("", name), parameter) for name, parameter in model.named_parameters()]
         self.names = {id(parameter): name for name, parameter in self.parameters}
         self.trainable = [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
@@ -106,7 +99,7 @@ class Setup:
         if not getattr(self.scaler, "is_enabled", lambda: True)():
             self.scaler = None
         self.entries = [entry for owner in self.optimizers for entry in self._entries_of(owner)]
-        self.steps_copies = self._steps_copies(optimizer)
+        self.steps_copies = self._steps_copies(optimizer)  # made by the optimizers or by the training loop
 
     def _entries_of(self, owner: Any) -> Iterator[Entry]:
         optimizer = stepping(owner)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.integrations.doctor.findings import Diagnosis, Finding, count, dtype_name, dtypes_of, find
 from halfstep.integrations.doctor.rules import doctor, examine, lost_updates
 from halfstep.integrations.doctor.setup import Entry, Setup, innermost, nonfinite, sample, size_of
-from halfstep.integrations.optim.classes import LayoutOptimizer
+from halfstep.integrations.optim.classes import LayoutOptimizer, attribute
 from halfstep.numerics.scaling.stand_ins import gradient_of
 
 
@@ -128,30 +128,28 @@ class Watched:
 
     def _attach(self, schedulers: list[Any]) -> None:
         """Attach all hooks, and detach them when the stack closes."""
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, name=name))
-            for name, parameter in self._setup.trainable
-        ]
+        at_the_end = self._stack.callback
+        for name, parameter in self._setup.trainable:
+            hook = partial(self._after_gradient, name=name)
+            at_the_end(parameter.register_post_accumulate_grad_hook(hook).remove)
         for module in self._setup.model.modules():
             if next(module.parameters(recurse=False), None) is not None:
-                handles.append(module.register_forward_pre_hook(self._before_forward))
+                at_the_end(module.register_forward_pre_hook(self._before_forward).remove)
         for optimizer in self._setup.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
-                handles.append(optimizer.register_step_post_hook(lambda of, *_: self._after_step(of)))
-        for handle in handles:
-            self._stack.callback(handle.remove)
+                at_the_end(optimizer.register_step_post_hook(lambda of, *_: self._after_step(of)).remove)
         if self._scaler is not None:
             self._wrap(self._scaler, "scale", self._in_scale)
             self._wrap(self._scaler, "step", self._in_scaler_step)
         for scheduler in schedulers:
-            self._wrap(scheduler, "step", self._in_schedule)
+            self._wrap(scheduler, "step", partial(self._in_schedule, scheduler))
         # However it was imported, clip_grad_norm_ looks up this function at each call.
         self._wrap(clip_grad, "_clip_grads_with_norm_", self._in_clip)
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         method, values = getattr(owner, name), vars(owner)
         overridden = name in values
-        values[name] = torch._disable_dynamo(partial(wrapper, owner, method))  # classes may forward setattr
+        values[name] = torch._disable_dynamo(partial(wrapper, method))  # classes may forward setattr
         self._stack.callback(lambda: values.update({name: method}) if overridden else values.pop(name))
 
     def _before_forward(self, module: torch.nn.Module, arguments: Any) -> None:
@@ -222,7 +220,7 @@ class Watched:
 
     # ------------------------------------------------------------------------------------------------- wrapped methods
 
-    def _in_scale(self, scaler: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_scale(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         note = torch._disable_dynamo(lambda grad: setattr(self, "_scaled", True))
         for loss in tree_leaves(result):
@@ -230,18 +228,14 @@ class Watched:
                 self._stack.callback(loss.register_hook(note).remove)
         return result
 
-    def _in_scaler_step(
-        self, scaler: Any, method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _in_scaler_step(self, method: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if self._backward and not self._scaled and self._scale != 1:
-            self._note("loss-not-scaled", type(scaler).__name__, scale=self._scale)
-        self._in_scaler, before = True, self.steps
-        try:
+            self._note("loss-not-scaled", type(self._scaler).__name__, scale=self._scale)
+        before = self.steps
+        with attribute(self, "_in_scaler", True):
             result = method(optimizer, *args, **kwargs)
-        finally:
-            self._in_scaler = False
         inner = next(innermost(optimizer), optimizer)
-        states = getattr(scaler, "_per_optimizer_states", {})  # torch keys by the argument, we by the inner optimizer
+        states = getattr(self._scaler, "_per_optimizer_states", {})  # by the argument in torch's, by `inner` in ours
         states = [states.get(key, {}) for key in (id(optimizer), id(inner))]
         flags = [flag for state in states for flag in state.get("found_inf_per_device", {}).values()]
         ran = self.steps > before
@@ -260,7 +254,7 @@ class Watched:
             self._note("schedule-advanced-on-skip", type(scheduler).__name__)
         return result
 
-    def _in_clip(self, module: Any, function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    def _in_clip(self, function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         ids = set(map(id, parameters))
         entries = [entry for entry in self._setup.entries if id(entry.parameter) in ids]

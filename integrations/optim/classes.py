@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
@@ -18,24 +18,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer
 
 from halfstep.integrations.optim.foreign_codes import check_masters, with_our_names
-from halfstep.integrations.optim.options import (
-    LAYOUT_OPTIONS,
-    Group,
-    check_format,
-    check_parameter,
-    is_zero,
-    matched_groups,
-    plain_number,
-)
-from halfstep.integrations.optim.state import (
-    Masters,
-    fitted_state,
-    full_master,
-    is_remainder,
-    like,
-    loaded_state,
-    saved_state,
-)
+from halfstep.integrations.optim.options import Group, check_format, check_parameter, matched_groups, plain_number
+from halfstep.integrations.optim.state import Masters, fitted_state, full_master, like, loaded_state, saved_state
 from halfstep.integrations.optim.step_plan import WHOLE, LaunchGroup, StepPlan, StepPlans, apply
 from halfstep.kernels.optimizer.layout import CONTROL_DTYPES, Control
 from halfstep.kernels.rounding import join_master
@@ -55,37 +39,32 @@ _gradient = attrgetter("grad")
 _dynamo_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
+def _is_zero(lr: torch.Tensor | float) -> bool:
+    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
+    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
+
+
 class Rule(NamedTuple):
-    """What distinguishes an optimizer from others.
+    """What distinguishes an optimizer from others."""
 
-    Attributes:
-        kernels: the module with the operands, `Layout`, `Batch` and `launch`, such as kernels/adam.
-        moments: the names of the moments, in the order of their operands. Options may need only the first of them.
-        check: raises unless the options of a group are allowed. It calls `check_options`.
-        variant: the fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
-        numbers: what the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element; from
-            the options, and the shape of the parameter if they differ `by_shape`.
-        translated: a parameter's saved state with what `torch.optim` leaves out of it.
-        fixed_options: those that a checkpoint does not change, in addition to those of the layout.
-        linear: whether codes in 8 bits are linear.
-        launch_group: what updates the parameters of a launch, if that is more than a launch.
-        most: elements on a rank of parameters that are updated together, if that is limited.
-        exchanging: the process group whose ranks have to update a parameter together; None if each does so alone.
-        complete: sets the gradients to zeros that this rank lacks but others have, where ranks update them together.
-    """
-
-    kernels: Any
-    moments: tuple[str, ...]
-    check: Callable[[Group], None]
+    kernels: Any  # the module with the operands, `Layout`, `Batch` and `launch`, such as kernels/adam
+    moments: tuple[str, ...]  # their names in the order of their operands; options may need only the first of them
+    check: Callable[[Group], None]  # raises unless the options of a group are allowed; it calls `check_options`
+    # The fields of the kernels' `Layout` that the options of a group decide, but for those of the state.
     variant: Callable[[Group], dict[str, bool]]
+    # What the kernels' `Group` has, but for the norm, by name: numbers, or tensors with one element; from the options,
+    # and the shape of the parameter if they differ `by_shape`.
     numbers: Callable[[Group, torch.Size | None], dict[str, Any]] = lambda group, shape: group
+    # A parameter's saved state with what `torch.optim` leaves out of it.
     translated: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] = lambda state, parameter: state
-    fixed_options: tuple[str, ...] = ()
+    fixed_options: tuple[str, ...] = ()  # those that a checkpoint does not change, in addition to those of the layout
     by_shape: bool = False
-    linear: bool = False
-    launch_group: type[LaunchGroup] = LaunchGroup
-    most: float = math.inf
+    linear: bool = False  # whether codes in 8 bits are linear
+    launch_group: type[LaunchGroup] = LaunchGroup  # what updates the parameters of a launch, if more than a launch
+    most: float = math.inf  # elements on a rank of parameters that are updated together
+    # The process group whose ranks have to update a parameter together; None if each does so alone.
     exchanging: Callable[[torch.Tensor, Group], Any] = lambda parameter, group: None
+    # Where ranks update parameters together, it sets gradients to zeros that only other ranks have.
     complete: Callable[[LayoutOptimizer, list[torch.Tensor], Grads], None] | None = None
 
     def moments_of(self, group: Group) -> tuple[str, ...]:
@@ -241,7 +220,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         # torch.distributed.checkpoint takes a step with lr 0 and zero gradients to create the state. Ranks without
         # gradients never have state, so they take part in the first such step only, as the other ranks do.
         first_at_rest = not self.state and not self._plans.stepped_without_gradients
-        first_at_rest = first_at_rest and all(is_zero(group["lr"]) for group in self.param_groups)
+        first_at_rest = first_at_rest and all(_is_zero(group["lr"]) for group in self.param_groups)
         parameters = self._targets(parameters_of(self))
         grads = list(map(_gradient, parameters))
         types = set(map(type, grads))
@@ -418,7 +397,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         for parameter, target in zip(chosen, self._targets(chosen), strict=True):
             if "master" in (state := self.state.get(parameter, {})):
                 master = local(state["master"])
-                master.zero_() if is_remainder(master) else master.copy_(local(target.detach()))
+                master.zero_() if full_master(state) is None else master.copy_(local(target.detach()))
         self._plans.agreed.note(self._targets(chosen))
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -455,11 +434,9 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
         check_format(self.state_dict_format)
         self._update_targets()
         # Hooks see what is saved, so they run at the end.
-        hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
-        try:
+        hooks = self._optimizer_state_dict_post_hooks
+        with attribute(self, "_optimizer_state_dict_post_hooks", OrderedDict()):
             packed = Optimizer.state_dict(self)
-        finally:
-            self._optimizer_state_dict_post_hooks = hooks
         for index, parameter in enumerate(parameters_of(self)):
             if (state := packed["state"].get(index)) is None:
                 continue
@@ -571,7 +548,7 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._update_targets()
-        groups, owners = matched_groups(self.param_groups, state_dict, (*LAYOUT_OPTIONS, *self._rule.fixed_options))
+        groups, owners = matched_groups(self.param_groups, state_dict, self._rule.fixed_options)
         for group in groups:
             self._rule_of(group).check(group)
         check_masters(owners, state_dict)
@@ -618,14 +595,18 @@ class LayoutOptimizer(StepsOnVerdict, Optimizer):
 
 
 @contextmanager
-def saving(optimizer: Any, form: Literal["held", "canonical"]) -> Iterator[None]:
-    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
-    by its name; those of others stay."""
-    before = getattr(optimizer, "state_dict_format", form)
-    if isinstance(optimizer, LayoutOptimizer):
-        optimizer.state_dict_format = form
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context an attribute has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if isinstance(optimizer, LayoutOptimizer):
-            optimizer.state_dict_format = before
+        setattr(owner, name, before)
+
+
+def saving(optimizer: Any, form: Literal["held", "canonical"]) -> AbstractContextManager[None]:
+    """In this context ``optimizer.state_dict()`` of an optimizer of halfstep has a format, also for code that calls it
+    by its name; those of others stay."""
+    has_format = isinstance(optimizer, LayoutOptimizer)
+    return attribute(optimizer, "state_dict_format", form) if has_format else nullcontext()

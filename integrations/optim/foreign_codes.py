@@ -20,22 +20,15 @@ from halfstep.integrations.optim.state import like
 from halfstep.numerics.scaling.sharding import local
 from halfstep.numerics.state_layout import REMAINDER
 
-BITSANDBYTES = "__bnb_optimizer_quant_state__"  # versions 0.45 and later nest the keys of the table below under it
-_BITSANDBYTES = {
-    **{"state1": "exp_avg", "state2": "exp_avg_sq"},
-    **dict.fromkeys(("qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2")),
-    **dict.fromkeys(("gnorm_vec", "unorm_vec")),
-}
+BITSANDBYTES = "__bnb_optimizer_quant_state__"  # versions 0.45 and later nest the keys below under it
+_BITSANDBYTES = "state1 state2 qmap1 qmap2 absmax1 absmax2 max1 max2 new_max1 new_max2 gnorm_vec unorm_vec".split()
 _BLOCKS = (256, 2048)
 _GROUP = 32
 _MANTISSA = {torch.bfloat16: 7, torch.float16: 10}
 
 
 def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
-    """The saved state of an unsharded parameter with coded moments decoded to fp32 tensors.
-
-    `where` names the state in messages. Raises a ValueError if codes and scales do not match.
-    """
+    """The saved state of an unsharded parameter, which messages call `where`, with its codes decoded to fp32."""
     state = dict(saved)
     state.update(state.pop(BITSANDBYTES, {}))
     if "state1" in state:
@@ -43,11 +36,10 @@ def decode(saved: dict[str, Any], where: str) -> dict[str, Any]:
     for moment, maximum in (("exp_avg", 127), ("exp_avg_sq", 255)):
         if (codes := state.pop(f"{moment}::quantized", None)) is not None:
             state[moment] = _of_flashoptim(codes, state.pop(f"{moment}::scales"), maximum, f"{moment!r} in the {where}")
-    return {key: value.dequantize().float() if _is_of_torchao(value) else value for key, value in state.items()}
-
-
-def _is_of_torchao(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and hasattr(value, "codes") and hasattr(value, "scale"):  # of torchao
+            state[key] = value.dequantize().float()
+    return state
 
 
 def _in_groups(codes: torch.Tensor, scales: torch.Tensor, sizes: tuple[int, ...], where: str) -> torch.Tensor:
@@ -88,13 +80,10 @@ def _of_flashoptim(codes: torch.Tensor, scales: torch.Tensor, maximum: int, wher
 
 
 def master_of_flashoptim(weight: torch.Tensor, rest: torch.Tensor, width: int | None, where: str) -> torch.Tensor:
-    """The fp32 master of a 16-bit weight and its ``error_bits``.
+    """The fp32 master of a 16-bit weight, at the time of saving, and the `rest` of the master, its ``error_bits``.
 
-    Args:
-        weight: the weight at the time of saving.
-        rest: int8 or int16, or as saved: int8 converted to, or int16 viewed as, the dtype of the weight.
-        width: bytes of weight and rest together, 3 or 4, as saved in the group.
-        where: names the state in messages.
+    The rest is int8 or int16, or as saved: int8 converted to, or int16 viewed as, the dtype of the weight. `width` is
+    the bytes of both together, 3 or 4, as saved in the group. Messages call the state `where`.
     """
     if rest.is_floating_point() and width in (3, 4):
         rest = rest.to(torch.int8) if width == 3 else rest.view(torch.int16)

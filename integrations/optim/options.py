@@ -43,11 +43,6 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, (np.ndarray, np.generic)) and value.size == 1 else value
 
 
-def is_zero(lr: torch.Tensor | float) -> bool:
-    """Whether a learning rate is known to be 0. Tensors on other devices than the CPU are not read."""
-    return bool(lr == 0) if not isinstance(lr, torch.Tensor) or lr.device.type == "cpu" else False
-
-
 def check_number(value: Any, message: str, allowed: str, fits: Callable[[float], bool]) -> None:
     """Raise unless a hyperparameter is a finite number in its range. Device and fake tensors are not read."""
     value = plain_number(value)
@@ -67,8 +62,7 @@ def check_tensor_option(group: Group, name: str, value: Any) -> None:
         return
     if group["foreach"] and not group.get("capturable"):
         raise ValueError(
-            f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out, which has "
-            "no effect here"
+            f"{name} as a Tensor is not supported for capturable=False and foreach=True; leave foreach out"
         )
     if value.numel() != 1:
         raise ValueError(f"Tensor {name} must be 1-element; its shape is {tuple(value.shape)}")
@@ -103,8 +97,7 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
         raise TypeError(f"Expected {where} to be dense, but got layout {parameter.layout}")
     if parameter.dtype not in DTYPE_CODES:
         raise TypeError(
-            f"Expected {where} to have dtype float32, float16 or bfloat16, but got {parameter.dtype}: use torch.optim "
-            "for other dtypes"
+            f"Expected {where} to have dtype float32, float16 or bfloat16, but got {parameter.dtype}: use torch.optim"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
         raise ValueError(
@@ -120,12 +113,12 @@ def check_parameter(parameter: torch.Tensor, where: str, master_weights: str | N
 def matched_groups(
     groups: list[Group], state_dict: dict[str, Any], kept: Iterable[str]
 ) -> tuple[list[Group], dict[Any, tuple[torch.Tensor, Group, Group]]]:
-    """The groups after a load that leaves the options `kept`; for each saved index its parameter, that parameter's
-    group, and the saved group."""
+    """The groups after a load that leaves the options of the layout and those `kept`; for each saved index its
+    parameter, that parameter's group, and the saved group."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
-                f"state_dict has keys {list(state_dict)}; it lacks {key!r}: it is not an optimizer's state_dict"
+                f"state_dict lacks {key!r}, and has {list(state_dict)}: it is not an optimizer's state_dict"
             )
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
@@ -152,11 +145,10 @@ def matched_groups(
             first = next(index for index, pair in enumerate(zip(names, present, strict=True)) if pair[0] != pair[1])
             raise ValueError(
                 f"Expected the parameters of group {number} in the order of the checkpoint, but parameter {first} is "
-                f"{names[first]!r} there and {present[first]!r} here: create the optimizer with the parameters in that "
-                "order"
+                f"{names[first]!r} there and {present[first]!r} here: create the optimizer with them in that order"
             )
-        loaded = {name: value for name, value in saved.items() if name not in FOREIGN_OPTIONS}
-        merged = {**group, **loaded, **{name: group[name] for name in kept}, "params": group["params"]}
+        unread = {"params", *FOREIGN_OPTIONS, *LAYOUT_OPTIONS, *kept}
+        merged = {**group, **{name: value for name, value in saved.items() if name not in unread}}
         if isinstance(merged["lr"], torch.Tensor):
             merged["lr"] = merged["lr"].clone()
         result.append(merged)

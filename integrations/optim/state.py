@@ -20,20 +20,13 @@ from halfstep.kernels.rounding import join_master, split_master
 from halfstep.numerics.scaling.decision import parameters_of
 from halfstep.numerics.scaling.options import Option
 from halfstep.numerics.scaling.sharding import Sharding, is_sharded, local
-from halfstep.numerics.state_layout import (
-    CODE_KEYS,
-    HELD,
-    MOMENTS,
-    REMAINDER,
-    REMAINDERS,
-    SCALE_KEYS,
-    StateLayout,
-    shape_of,
-)
+from halfstep.numerics.state_layout import CODE_KEYS, HELD, MOMENTS, REMAINDER, REMAINDERS, SCALE_KEYS, shape_of
 
 if TYPE_CHECKING:
     from halfstep.integrations.optim.classes import LayoutOptimizer
+    from halfstep.numerics.state_layout import StateLayout
 
+State = dict[str, Any]  # of one parameter
 PIECE = 1 << 18  # elements that are compared or converted together
 _MISSING = object()
 HOST = ("cpu", "meta")  # device types whose tensors stay where they are in a canonical state
@@ -51,7 +44,7 @@ def is_remainder(master: torch.Tensor) -> bool:
     return master.dtype in _REMAINDERS
 
 
-def full_master(state: dict[str, Any]) -> torch.Tensor | None:
+def full_master(state: State) -> torch.Tensor | None:
     """The fp32 master in a state in memory; None if there is none, or a remainder."""
     master = state.get("master")
     return master if isinstance(master, torch.Tensor) and not is_remainder(master) else None
@@ -89,9 +82,7 @@ def encoded(moment: str, values: torch.Tensor, parameter: torch.Tensor, linear: 
     return {moment: like(parameter, codes), f"{moment}_scale": scales_like(parameter, scales)}
 
 
-def put_master(
-    state: dict[str, Any], master: torch.Tensor, parameter: torch.Tensor, layout: StateLayout
-) -> torch.Tensor:
+def put_master(state: State, master: torch.Tensor, parameter: torch.Tensor, layout: StateLayout) -> torch.Tensor:
     """Put a master (local, fp32) into a state as the layout holds it. Returns the rounded weight, to be written."""
     dtype = layout.dtypes.get("master")
     if dtype is not None and dtype in _REMAINDERS:
@@ -127,23 +118,18 @@ def step_count(saved: Any, where: str) -> torch.Tensor:
 
 
 def shards_blocks(parameter: torch.Tensor) -> bool:
-    """Whether torch shards the codes and the scales of a parameter alike, so that each rank has whole blocks.
-
-    All ranks decide alike.
-    """
+    """Whether torch shards the codes and the scales of a parameter alike: each rank has whole blocks. All agree."""
     return Sharding(parameter).keeps_blocks(SPAN, evenly=True)
 
 
-def saved_state(
-    state: dict[str, Any], parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool
-) -> dict[str, Any]:
+def saved_state(state: State, parameter: torch.Tensor, master: torch.Tensor | None, canonical: bool) -> State:
     """One parameter's state under the names of a checkpoint, with its full master.
 
     A `canonical` state is fp32 on the CPU; on a GPU, a few rows of one tensor are allocated. Otherwise nothing is
     copied but moments in 8 bits whose blocks torch does not shard like the parameter: they become fp32 on the CPU too.
     """
-    saved: dict[str, Any] = {}
-    codes: dict[str, Any] = {}
+    saved: State = {}
+    codes: State = {}
     for key, value in state.items():
         coded = key in MOMENTS and value.dtype in CODE_DTYPES
         if coded and not canonical and shards_blocks(parameter):
@@ -172,9 +158,7 @@ def rows_of_a_piece(values: torch.Tensor) -> int:
     return max(1, PIECE // max(1, values[:1].numel())) if values.dim() else 1
 
 
-def _converted_on_cpu(
-    parameter: torch.Tensor, convert: Callable[..., torch.Tensor], *operands: torch.Tensor
-) -> torch.Tensor:
+def _converted_on_cpu(parameter: torch.Tensor, convert: Callable[..., Any], *operands: torch.Tensor) -> torch.Tensor:
     """What `convert` makes of operands with the rows of a parameter: fp32 on the CPU, sharded like the parameter.
 
     Rows are converted a few at a time, since there may be no memory on the device for a whole tensor.
@@ -202,16 +186,8 @@ def _in_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.dtype != torch.int16:
         return values
     pairs = local(values).unsqueeze(-1).view(torch.uint8)
-    if not is_sharded(values):
-        return pairs
     strides = (*(2 * stride for stride in values.stride()), 1)
     return Sharding(values).like(pairs, torch.Size((*values.shape, 2)), strides)
-
-
-def _of_bytes(pairs: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_in_bytes` for 16-bit integers."""
-    values = local(pairs).contiguous().view(torch.int16).squeeze(-1)
-    return Sharding(pairs).like(values, pairs.shape[:-1]) if is_sharded(pairs) else values
 
 
 def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
@@ -231,30 +207,23 @@ def empty_entry(parameter: torch.Tensor, key: str, size: torch.Size, dtype: torc
 
 
 def loaded_state(
-    saved: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, where: str, final: bool = False
-) -> tuple[dict[str, Any], torch.Tensor | None]:
+    saved: State, parameter: torch.Tensor, layout: StateLayout, where: str, final: bool = False
+) -> tuple[State, torch.Tensor | None]:
     """One parameter's saved state as copies in a layout, and the new weight (None: unchanged).
 
-    Args:
-        saved: a state as `saved_state` returns it, or of another optimizer with the names of a canonical one.
-        parameter: the parameter, with the weight that belongs to a remainder.
-        layout: the layout of the parameter in the optimizer that loads.
-        where: the name of the state in messages.
-        final: whether the master becomes that of the layout now. Otherwise a remainder stays as it was saved until the
-            first step, since the weight that belongs to it may be loaded later.
-
-    Raises:
-        ValueError: an entry is missing or has another shape or dtype, or the parameter has no remainder.
+    `saved` is what `saved_state` returns, or a state of another optimizer with the names of a canonical one; messages
+    call it `where`. The parameter has the weight that belongs to a remainder, or gets it later: unless the load is
+    `final`, a remainder stays as it was saved until the first step. Raises a ValueError if an entry is missing or has
+    another shape or dtype, or if the parameter has no remainder.
     """
     source = _with_names_in_memory(saved, parameter, where)
     for key in ("step", *layout.moments):
         if key not in source:
             raise ValueError(
-                f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: "
-                "the checkpoint is of another optimizer or of other options, or is a flat one, which needs "
-                "state_dict_format='canonical'"
+                f"{where} lacks {key!r}; it has {', '.join(map(repr, source)) or 'nothing'}: the checkpoint is of "
+                "another optimizer or other options, or a flat one, which needs state_dict_format='canonical'"
             )
-    state: dict[str, Any] = {"step": step_count(source["step"], where).to(parameter.device)}
+    state: State = {"step": step_count(source["step"], where).to(parameter.device)}
     for moment in layout.moments:
         value, scales = source[moment], source.get(f"{moment}_scale")
         if scales is not None and layout.coded and value.dtype == layout.dtypes[moment]:
@@ -288,7 +257,7 @@ def loaded_state(
     return state, put_master(state, master, parameter, layout)
 
 
-def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where: str) -> dict[str, Any]:
+def _with_names_in_memory(saved: State, parameter: torch.Tensor, where: str) -> State:
     """A saved state with its codes, scales and remainder, which are checked, under their names in memory."""
     values = local(parameter.detach())
     state = {key: value for key, value in saved.items() if key not in HELD}
@@ -322,8 +291,8 @@ def _with_names_in_memory(saved: dict[str, Any], parameter: torch.Tensor, where:
 
 
 def fitted_state(
-    state: dict[str, Any], parameter: torch.Tensor, layout: StateLayout, written: torch.Tensor | None
-) -> tuple[dict[str, Any], torch.Tensor | None]:
+    state: State, parameter: torch.Tensor, layout: StateLayout, written: torch.Tensor | None
+) -> tuple[State, torch.Tensor | None]:
     """A state in memory with all tensors of a layout, and the new weight (None: unchanged).
 
     It is the state itself if that has them. Other code may have assigned moments in other dtypes; options and the
@@ -366,11 +335,12 @@ def _copy(parameter: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> 
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(values)
 
 
-def _checked(saved: dict[str, Any], key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
+def _checked(saved: State, key: str, shape: tuple[int, ...], *dtypes: torch.dtype, where: str) -> torch.Tensor:
     """An entry of a saved state, which must exist and have a shape and one of some dtypes; without, a floating one."""
     value = saved.get(key)
     if isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.shape == (*shape, 2):
-        value = _of_bytes(value)
+        integers = local(value).contiguous().view(torch.int16).squeeze(-1)  # the inverse of `_in_bytes`
+        value = Sharding(value).like(integers, torch.Size(shape))
     if not isinstance(value, torch.Tensor) or value.shape != shape or (dtypes and value.dtype not in dtypes):
         dtype = f" and dtype {' or '.join(map(str, dtypes))}" if dtypes else ""
         got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__

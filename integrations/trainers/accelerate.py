@@ -8,12 +8,15 @@ overrides the methods concerned, and changes nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
 
+from halfstep.integrations.optim.classes import attribute
 from halfstep.integrations.scheduler import SkipCount
 from halfstep.integrations.trainers.folding import checked_scaler, clip_in_next_step, folds_all, scaler_metrics
 from halfstep.numerics.scaling.decision import parameters_of
@@ -25,9 +28,7 @@ class SkipAwareOptimizer(AcceleratedOptimizer):
 
     _loading = False  # whether the accelerator is loading a checkpoint
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool = True, scaler: GradScaler | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, device_placement: bool = True, scaler: GradScaler | None = None) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
         self._skips = None if self.scaler is None else SkipCount(self.scaler)
 
@@ -112,9 +113,7 @@ class Accelerator(accelerate.Accelerator):
         if scaler is not None:
             self.scaler = scaler
 
-    def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
-    ) -> AcceleratedOptimizer:
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Prepare an optimizer; see `accelerate.Accelerator.prepare_optimizer`.
 
         Raises:
@@ -171,23 +170,16 @@ class Accelerator(accelerate.Accelerator):
             for optimizer in self._optimizers:
                 if isinstance(optimizer, SkipAwareOptimizer) and folds_all(optimizer, parameters):
                     return clip_in_next_step(optimizer, max_norm, self.scaler)
-        self._clipped = set(map(id, parameters))
-        try:
-            norm: torch.Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
-        finally:
-            self._clipped = None
-        return norm
+        with attribute(self, "_clipped", set(map(id, parameters))):
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load a checkpoint of `save_state`; see `accelerate.Accelerator.load_state`."""
-        wrappers = [wrapper for wrapper in self._optimizers if isinstance(wrapper, SkipAwareOptimizer)]
-        for wrapper in wrappers:
-            wrapper._loading = True
-        try:
+        with ExitStack() as stack:
+            for wrapper in self._optimizers:
+                if isinstance(wrapper, SkipAwareOptimizer):
+                    stack.enter_context(attribute(wrapper, "_loading", True))
             super().load_state(*args, **kwargs)
-        finally:
-            for wrapper in wrappers:
-                wrapper._loading = False
 
     def scaler_metrics(self) -> dict[str, float]:
         """``halfstep/scale`` and ``halfstep/skipped`` for `log`; empty without a scaler."""

@@ -101,10 +101,8 @@ class Fabric(theirs.Fabric):
                     "error_if_nonfinite=False to take this step anyway"
                 )
             return norm
-        clipped: torch.Tensor | None = super().clip_gradients(
-            module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite and self.scaler is None
-        )
-        return clipped
+        error_if_nonfinite = error_if_nonfinite and self.scaler is None
+        return super().clip_gradients(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
 
     def load(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
         """Load a checkpoint into the objects in `state`; see `lightning.fabric.Fabric.load`.

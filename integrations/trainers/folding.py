@@ -14,11 +14,7 @@ from halfstep.numerics.scaling.scaler import GradScaler, unwrapped
 
 
 def checked_scaler(scaler: Any, device: str | None = None) -> GradScaler | None:
-    """`scaler`, or if it is None, a scaler with default options on `device`, or None without a device.
-
-    Raises:
-        TypeError: `scaler` is neither None nor a `halfstep.GradScaler`.
-    """
+    """`scaler`, or if it is None, a scaler with default options on `device`, or None without a device."""
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise TypeError(
             f"Expected scaler to be a halfstep.GradScaler, but got a {type(scaler).__qualname__} of "
@@ -49,8 +45,7 @@ def clip_in_next_step(optimizer: Any, max_norm: float, scaler: GradScaler | None
     inner = unwrapped(optimizer)
     if scaler is not None and scaler.is_enabled():
         return scaler.clip_grad_norm_(inner, LARGEST_NORM if max_norm == math.inf else max_norm)
-    norm: torch.Tensor = inner.clip_grad_norm_(max_norm)
-    return norm
+    return inner.clip_grad_norm_(max_norm)
 
 
 def scaler_metrics(scaler: Any, monitor: AmpMonitor | None = None) -> dict[str, float]:

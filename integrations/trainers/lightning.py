@@ -48,8 +48,7 @@ class MixedPrecision(theirs.MixedPrecision):
             for config in lr_schedulers:
                 if not isinstance(config.scheduler, (SkipAwareScheduler, ReduceLROnPlateau)):
                     config.scheduler = SkipAwareScheduler(config.scheduler, self.scaler)
-        connected: tuple[Any, list[Any], list[Any]] = super().connect(model, optimizers, lr_schedulers)
-        return connected
+        return super().connect(model, optimizers, lr_schedulers)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure, which includes the backward, then clip, step and update the scale."""

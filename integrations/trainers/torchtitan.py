@@ -20,6 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer as _OptimizersCo
 from torchtitan.components.optimizer.utils import init_optim_state, load_flat_optim_state_dict
 
 from halfstep.integrations.optim import Adam, AdamW
+from halfstep.integrations.optim.classes import attribute
 from halfstep.integrations.scheduler import SkipAwareScheduler
 from halfstep.integrations.trainers.folding import clip_in_next_step, folds, folds_all, scaler_metrics
 from halfstep.numerics.scaling.scaler import GradScaler
@@ -77,9 +78,7 @@ class OptimizersContainer(_OptimizersContainer):
     def step(self, closure: None = None) -> None:
         """Step all optimizers. With a scaler, either all of them step or none, and the scale is updated."""
         if closure is not None:
-            raise ValueError(
-                "Expected closure to be None, but got one: torchtitan's containers do not support closures"
-            )
+            raise ValueError("Expected closure to be None, but got one: torchtitan's containers take no closures")
         for optimizer in self.optimizers:
             optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
         if self.scaler is not None:
@@ -101,8 +100,7 @@ class OptimizersContainer(_OptimizersContainer):
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm: torch.Tensor = _clip_grad_norm_(parameters, max_norm, **options)
-        return norm
+        return _clip_grad_norm_(parameters, max_norm, **options)
 
 
 def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str, Any]:
@@ -115,9 +113,8 @@ def _nested(optimizer: torch.optim.Optimizer, flat: dict[str, Any]) -> dict[str,
     nested: dict[str, Any] = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     for group in nested["param_groups"]:
         names = group.pop("param_names")
-        nested["state"] |= {
-            index: entries[name] for index, name in zip(group["params"], names, strict=True) if name in entries
-        }
+        pairs = zip(group["params"], names, strict=True)
+        nested["state"] |= {index: entries[name] for index, name in pairs if name in entries}
         group.update({key: flat[f"param_groups.{names[0]}.{key}"] for key in group.keys() - {"params"}})
     return nested
 
@@ -195,11 +192,8 @@ class Trainer(theirs.Trainer):
     def train_step(self, data_iterator: Any) -> None:
         """Train one step; see `torchtitan.trainer.Trainer.train_step`."""
         # torchtitan calls clip_grad_norm_ through its module, and offers no hook.
-        before, theirs.dist_utils.clip_grad_norm_ = theirs.dist_utils.clip_grad_norm_, self.optimizers.clip_grad_norm_
-        try:
+        with attribute(theirs.dist_utils, "clip_grad_norm_", self.optimizers.clip_grad_norm_):
             super().train_step(data_iterator)
-        finally:
-            theirs.dist_utils.clip_grad_norm_ = before
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the trainer, including that of the scaler."""

@@ -23,11 +23,7 @@ WORDS = {"None": None, "True": True, "False": False, "float32": torch.float32, "
 
 
 def options_in(text: str | None) -> dict[str, Any]:
-    """Parse ``optim_args`` into options of `halfstep.AdamW`: ``"state_dtype=bfloat16,rounding=stochastic"``.
-
-    Raises:
-        ValueError: an option is unknown, or is not written as ``name=value``.
-    """
+    """Parse ``optim_args``, such as ``"state_dtype=bfloat16,rounding=stochastic"``, into options of our AdamW."""
     options: dict[str, Any] = {}
     for part in filter(None, (text or "").replace(" ", "").split(",")):
         name, _, value = part.partition("=")

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import threading
@@ -31,7 +32,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 import halfstep
 from halfstep.integrations import checkpoint
-from halfstep.integrations.checkpoint import atomic, storage, tree
+from halfstep.integrations.checkpoint import atomic, storage
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 FILES = (MODEL, OPTIMIZER, "state.json", "manifest.json")
@@ -91,7 +92,7 @@ VALUES: dict[str, Any] = {
     "numpy": [np.float32(2.5), np.int64(-1), np.bool_(True)],
 }  # fmt: skip
 TENSORS: dict[str, torch.Tensor] = {
-    **{name: torch.arange(12).reshape(3, 4).to(dtype) for name, dtype in tree.DTYPES.items()},
+    **{name: torch.arange(12).reshape(3, 4).to(dtype) for name, dtype in storage.DTYPES.items()},
     "number": torch.tensor(3.0),
     "empty": torch.empty(0, 3),
     "transposed": torch.arange(6.0).reshape(2, 3).T,
@@ -494,7 +495,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     _save(tmp_path, 1)
     place = order.index("rename to step-00000001")
     assert {*FILES} < set(order[:place])
-    assert order[place - 1].startswith(".halfstep-")  # the folder's list of files
+    assert order[place - 1] == "new"  # the folder's list of files
     assert order[place + 1 :] == [tmp_path.name]
 
 
@@ -517,6 +518,12 @@ tests._save(tests.Path(sys.argv[1]), 7)
     ((step, found),) = checkpoint.checkpoints(tmp_path)
     assert step == 7 and checkpoint.newest(tmp_path) == found
     _is_good(found, 7)
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(f"that folder has: {found}")):
+        checkpoint.load(found.with_name("step-00000009"))
+    (tmp_path / ".halfstep-notes").mkdir()
+    shutil.copytree(found, tmp_path / ".halfstep-notes" / "step-00000009")
+    assert checkpoint.newest(tmp_path) == found, "no other hidden folder counts"
+    shutil.rmtree(tmp_path / ".halfstep-notes")
     _save(tmp_path, 8)
     assert sorted(os.listdir(tmp_path)) == ["step-00000007", "step-00000008"]
     _is_good(tmp_path / "step-00000007", 7)

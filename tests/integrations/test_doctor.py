@@ -19,9 +19,8 @@ from torch import nn
 
 import halfstep
 from halfstep.integrations.doctor import Diagnosis, doctor, first_nonfinite, watch
-from halfstep.integrations.doctor.environment import examine_environment, facts
 from halfstep.integrations.doctor.findings import TEXTS
-from halfstep.integrations.doctor.rules import examine_checkpoint
+from halfstep.integrations.doctor.rules import examine_checkpoint, examine_environment, facts
 from halfstep.integrations.tensor_files import read_all
 from halfstep.kernels import compiler
 

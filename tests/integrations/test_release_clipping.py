@@ -408,7 +408,7 @@ def test_errors_name_the_argument_and_the_remedy() -> None:
     torchs, disabled = torch.amp.GradScaler("cpu"), halfstep.GradScaler("cpu", enabled=False)
     refuses(TypeError, "an enabled halfstep.GradScaler, but got a GradScaler", started(plain, scaler=torchs))
     refuses(TypeError, "but got a GradScaler that is disabled", started(plain, scaler=disabled))
-    refuses(ValueError, "write_back=True: gradients are freed in the backward", started(plain, scaler=writes))
+    refuses(ValueError, "but got True: gradients are freed in the backward", started(plain, scaler=writes))
     refuses(TypeError, "a SimpleNamespace around one", started((plain[0], wrapped), scaler=scaler))
     handle = step_in_backward(*plain)
     refuses(RuntimeError, "but got neither: its steps need no check()", lambda: handle.check().__enter__())

@@ -30,8 +30,7 @@ def _labelled(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from halfstep.integrations.doctor.environment import examine_environment, facts
-    from halfstep.integrations.doctor.rules import examine_checkpoint
+    from halfstep.integrations.doctor.rules import examine_checkpoint, examine_environment, facts
     from halfstep.integrations.tensor_files import read_all
 
     checkpoint = read_all(options.files)
