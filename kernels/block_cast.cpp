@@ -99,7 +99,7 @@ extern "C" void halfstep_block_cast(const int64_t* rows, const int32_t* chunk_te
                 const int64_t run = tile.column == 1 ? tile.width : 1;  // elements that lie side by side
                 for (int64_t c = 0; c < tile.width; c += run) {
                     const int64_t at = tile.origin + r * tile.row + c * tile.column, to = r * tile.width + c;
-                    with_dtype(form.source, [&](auto* type) { load((decltype(type))row(SOURCE) + at, x + to, run); });
+                    with_dtype(form.source, [&](auto* type) { convert((decltype(type))row(SOURCE) + at, x + to, run); });
                     if (form.rounding == STOCHASTIC) random_words<64>(seed, 0, uint32_t(row(STREAM)), row(OFFSET) + at, run, words + to);
                 }
                 for (int64_t c = 0; c < tile.width; ++c) {

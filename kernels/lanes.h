@@ -188,7 +188,7 @@ template <> inline H pack<f16>(V x) {
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
     H out;
-    for (int i = 0; i < W; ++i) out[i] = narrow(x[i]).bits;
+    for (int i = 0; i < W; ++i) out[i] = uint16_t(round_to<Float16, NEAREST, false>(x[i], 0));
     return out;
 #endif
 }
@@ -309,20 +309,20 @@ template <typename Step, typename Rest> inline void walk(int64_t n, Step&& step,
     for (; i + W <= n; i += W) step(i);
     if (i < n) rest(i, n - i);
 }
-// A block to fp32 and back. Blocks stay in the first-level cache.
-template <typename T> inline void load(const T* from, float* to, int64_t n) {
-    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
-         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
-}
-template <typename T> inline void store(const float* from, T* to, int64_t n) {
-    walk(n, [=](int64_t i) { put(to + i, get(from + i)); },
-         [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
+// Call step(i, k) for each vector of [0, n), the first element of which is i and of which k exist.
+template <typename Step> HALFSTEP_INLINE void each_vector(int64_t n, Step&& step) {
+    walk(n, [&](int64_t i) { step(i, W); }, step);
 }
 // Call pair(i) for each two full vectors of [0, n) and rest(i, k) for the vectors that are left, of k <= W elements.
 template <typename Both, typename Rest> inline void walk_by_two(int64_t n, Both&& pair, Rest&& rest) {
     int64_t i = 0;
     for (; i + 2 * W <= n; i += 2 * W) pair(i);
     for (; i < n; i += W) rest(i, n - i < W ? n - i : W);
+}
+// Numbers of one type to another, to nearest, without a block of fp32 in memory.
+template <typename From, typename To> inline void convert(const From* from, To* to, int64_t n) {
+    walk_by_two(n, [=](int64_t i) { put_two<ORDERED>(to + i, get_two<ORDERED>(from + i)); },
+                [=](int64_t i, int64_t k) { put_some(to + i, get_some(from + i, k), k); });
 }
 // The sums of neighbours, those of a first: a[0] + a[1], a[2] + a[3], ..., b[0] + b[1], ...
 inline V neighbours(V a, V b) {

@@ -33,20 +33,7 @@ inline float widen(f16 x) {
     return from_bits(sign | (rest < 0x0400u ? tiny : normal));
 }
 
-// Round to nearest, ties to even; NaN becomes the quiet NaN of its sign.
-inline f16 narrow(float x) {
-    uint32_t b = bits_of(x), sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
-    // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
-    uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
-    // Subnormal result: adding 0.5 puts the ulp of the sum at 2^-24, so the hardware rounds to nearest even for us.
-    uint32_t tiny = bits_of(from_bits(magnitude < 0x38800000u ? magnitude : 0u) + 0.5f) - 0x3f000000u;
-    uint32_t result = magnitude < 0x38800000u ? tiny : normal;
-    result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // 65520 and above
-    result = magnitude > 0x7f800000u ? 0x7e00u : result;
-    return {uint16_t(sign | result)};
-}
-
-// Toward zero and stochastic rounding, and all rounding to FP8: `reference_round` of kernels/rounding.py.
+// Rounding to a format: `reference_round` of kernels/rounding.py.
 enum Rounding : int32_t { NEAREST = 0, TOWARD_ZERO = 1, STOCHASTIC = 2 };
 
 struct Float16 { static constexpr uint32_t bits = 16, mantissa = 10, bias = 15, largest = 0x7bff, overflow = 0x7c00, nan = 0x7e00; };

@@ -307,7 +307,6 @@ struct Staged {
     const Column& column;
     int64_t start, n;
 
-    template <typename T> T* operand(int row) const { return (T*)column[row] + start; }
     template <typename F> void with_weight(F&& f) const {
         const int64_t param = column[PARAM], extra = column[EXTRA];
         if (layout.master == SPLIT_MASTER) return f(Split::at(param, extra, start));
@@ -320,12 +319,9 @@ struct Staged {
         });
     }
     void read(Block& block, int moments) const {
-        with_dtype(layout.grad, [&](auto* type) {
-            load(operand<std::remove_pointer_t<decltype(type)>>(GRAD), block.grad, n);
-        });
+        with_dtype(layout.grad, [&](auto* type) { convert((decltype(type))column[GRAD] + start, block.grad, n); });
         if (!layout.coded()) with_dtype(layout.state, [&](auto* type) {
-            using T = std::remove_pointer_t<decltype(type)>;
-            for (int k = 0; k < moments; ++k) load(operand<T>(MOMENT + k), block.moments[k], n);
+            for (int k = 0; k < moments; ++k) convert((decltype(type))column[MOMENT + k] + start, block.moments[k], n);
         });
         with_weight([&](auto weight) {
             walk_by_two(
@@ -337,8 +333,7 @@ struct Staged {
     }
     void write_moments(const Block& block, int moments) const {
         with_dtype(layout.state, [&](auto* type) {
-            using T = std::remove_pointer_t<decltype(type)>;
-            for (int k = 0; k < moments; ++k) store(block.moments[k], operand<T>(MOMENT + k), n);
+            for (int k = 0; k < moments; ++k) convert(block.moments[k], (decltype(type))column[MOMENT + k] + start, n);
         });
     }
     void write_weight(Block& block) const {
@@ -376,7 +371,7 @@ struct Codes {
     int64_t scales;
     bool is_signed, is_linear;
     Codes(const Staged& part, int moment)
-        : codes(part.operand<uint8_t>(MOMENT + moment)), scales(part.column[SCALES + moment]), is_signed(moment == 0),
+        : codes((uint8_t*)part.column[MOMENT + moment] + part.start), scales(part.column[SCALES + moment]), is_signed(moment == 0),
           is_linear(part.layout.state == LINEAR) {}
     void decode(int64_t at, int64_t number, float* x, int64_t size) const {
         if (is_linear) decode_linear(codes + at, ((uint8_t*)scales)[number], x, size);
