@@ -674,12 +674,9 @@ def foreach_cast(
     if random and seed is None:
         drawn = _drawn()
         number = int(drawn) if type(drawn) is torch.Tensor else 0  # FakeTensorMode draws nothing
-    for source_dtype, indices in multi_tensor.by_dtype(flat).items():
-        lists = flat, targets, starts
-        if len(indices) < len(flat):
-            lists = tuple([values[index] for index in indices] for values in lists)  # type: ignore[assignment]
-        noise = number, list(indices), lists[2]
-        _cast_into(lists[0], lists[1], _mode(source_dtype, dtype, rounding), saturate, noise, in_memory)
+    for source_dtype, listed, into, streams, firsts in multi_tensor.by_dtype(flat, targets, range(len(flat)), starts):
+        mode = _mode(source_dtype, dtype, rounding)
+        _cast_into(listed, into, mode, saturate, (number, streams, firsts), in_memory)
     for target, result in zip(targets, results, strict=True) if targets is not results else ():
         if target is not result:
             result.copy_(target)

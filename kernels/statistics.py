@@ -242,8 +242,7 @@ def foreach_count_(
     count = count_on_cpu if in_memory and device.type == "cpu" else reference
     number = None if scale is None else scale.detach().reshape(())
     with own_operations(listed) if implementation == "reference" else nullcontext():
-        for dtype, indices in multi_tensor.by_dtype(flat).items():
-            group, group_rows = [flat[index] for index in indices], [rows[index] for index in indices]
+        for dtype, group, group_rows in multi_tensor.by_dtype(flat, rows):
             if implementation == "reference":
                 for tensor, row in zip(group, group_rows, strict=True):
                     count(tensor.reshape(-1), counts[row], grid, number, inverted)

@@ -6,7 +6,7 @@ the smallest normal number, in units of the target's eps. Only rounding to neare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -89,9 +89,9 @@ def _case(
     operation: str,
     source: str,
     target: str,
-    size: dict[str, int],
+    size: dict[str, Any],
     moved: float,  # bytes per element
-    providers: dict[str, Callable[[Any], Prepared]],
+    providers: Mapping[str, Callable[[Any], Prepared]],
     error: Callable[[Any, Any], float] = _error,
 ) -> Case:
     return Case(
