@@ -53,7 +53,7 @@ from typing import Any
 
 import torch
 
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import (
     DECODE_POSITIVE,
     DECODE_SIGNED,
@@ -220,13 +220,12 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Ten
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _NOISE_BITS, _DROPPED, _SPAN = map(tl.constexpr, (NOISE_BITS, DROPPED, SPAN))
-    _LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = map(tl.constexpr, (LEAST_SIGNED, LEAST_STEP, NAN_RANGE))
-    _ALMOST = tl.constexpr((1 << DROPPED) - 1)  # rounds up to 3 bits
-    _SEVEN = tl.constexpr(127 + 7)  # the exponent byte of 2^7
-    _LARGEST_UPPER, _LEAST_UPPER = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
-    _LEAST_UNIT, _LARGEST_UNIT, _CARRY = map(tl.constexpr, (LEAST_UNIT, LARGEST_UNIT, _BELOW_127))
+_NOISE_BITS, _DROPPED, _SPAN = map(constant, (NOISE_BITS, DROPPED, SPAN))
+_LEAST_SIGNED, _LEAST_STEP, _NAN_RANGE = map(constant, (LEAST_SIGNED, LEAST_STEP, NAN_RANGE))
+_ALMOST = constant((1 << DROPPED) - 1)  # rounds up to 3 bits
+_SEVEN = constant(127 + 7)  # the exponent byte of 2^7
+_LARGEST_UPPER, _LEAST_UPPER = constant(_LARGEST), constant(_LEAST)
+_LEAST_UNIT, _LARGEST_UNIT, _CARRY = map(constant, (LEAST_UNIT, LARGEST_UNIT, _BELOW_127))
 
 
 @jit

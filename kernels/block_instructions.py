@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from halfstep.kernels.backend import constexpr_function, tl, triton_version
+from halfstep.kernels.backend import constant, constexpr_function, triton_version
 
 # Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
 EXACT = "// exact: the bits of separate operations"
@@ -361,23 +361,19 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
 
 
 # What kernels use, by whether numbers are rounded at random and by `paired`; the last by the bits of remainders first.
-WIDEN: Any = None
-DECODE_POSITIVE = DECODE_SIGNED = ENCODE_SIGNED = ENCODE_LINEAR = ENCODE_POSITIVE = AVERAGES = UPDATES = WIDEN
-UPDATES_OPERANDS = WIDEN
-if tl is not None:
-    _BOTH = (False, True)
-    WIDEN = tl.constexpr({(paired,): widen_assembly(paired) for paired in _BOTH})
-    DECODE_SIGNED = tl.constexpr({(paired,): decode_signed_assembly(paired) for paired in _BOTH})
-    DECODE_POSITIVE = tl.constexpr(decode_positive_assembly())
-    ENCODE_SIGNED = tl.constexpr({key: encode_signed_assembly(*key) for key in product(_BOTH, _BOTH)})
-    ENCODE_LINEAR = tl.constexpr({(noisy,): encode_linear_assembly(noisy) for noisy in _BOTH})
-    ENCODE_POSITIVE = tl.constexpr({(noisy,): encode_positive_assembly(noisy) for noisy in _BOTH})
-    AVERAGES = tl.constexpr({(paired,): averages_assembly(paired) for paired in _BOTH})
-    _FORMS = ((0, False), (8, False), (8, True), (16, False))
-    _SINGLE = {(*form, False): update_assembly(*form)[0] for form in _FORMS}
-    _PAIRS = {(*form, True): update_assembly(*form, True, triton_version() >= (3, 7))[0] for form in _FORMS}
-    UPDATES = tl.constexpr({**_SINGLE, **_PAIRS})
-    UPDATES_OPERANDS = tl.constexpr({form: update_assembly(*form)[1] for form in _FORMS})
+_BOTH = (False, True)
+WIDEN = constant({(paired,): widen_assembly(paired) for paired in _BOTH})
+DECODE_SIGNED = constant({(paired,): decode_signed_assembly(paired) for paired in _BOTH})
+DECODE_POSITIVE = constant(decode_positive_assembly())
+ENCODE_SIGNED = constant({key: encode_signed_assembly(*key) for key in product(_BOTH, _BOTH)})
+ENCODE_LINEAR = constant({(noisy,): encode_linear_assembly(noisy) for noisy in _BOTH})
+ENCODE_POSITIVE = constant({(noisy,): encode_positive_assembly(noisy) for noisy in _BOTH})
+AVERAGES = constant({(paired,): averages_assembly(paired) for paired in _BOTH})
+_FORMS = ((0, False), (8, False), (8, True), (16, False))
+_SINGLE = {(*form, False): update_assembly(*form)[0] for form in _FORMS}
+_PAIRS = {(*form, True): update_assembly(*form, True, triton_version() >= (3, 7))[0] for form in _FORMS}
+UPDATES = constant({**_SINGLE, **_PAIRS})
+UPDATES_OPERANDS = constant({form: update_assembly(*form)[1] for form in _FORMS})
 
 
 @constexpr_function

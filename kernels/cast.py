@@ -23,6 +23,7 @@ from halfstep.kernels import multi_tensor, native
 from halfstep.kernels.backend import (
     EXACT,
     chosen,
+    constant,
     constexpr_function,
     cuda_capability_geq,
     jit,
@@ -100,14 +101,13 @@ def reference(
 # ----------------------------------------------------------------------------------------------------------- kernels
 
 
-if tl is not None:
-    _ROUND_NEAREST, _ROUND_STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _SLOW_BLOCK = tl.constexpr(SLOW_BLOCK)
-    _SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (tl.constexpr(ADDRESSES + operand) for operand in range(4))
-    _FP16_OF_E4M3 = tl.constexpr(
-        "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
-        "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
-    )
+_ROUND_NEAREST, _ROUND_STOCHASTIC = constant(NEAREST), constant(STOCHASTIC)
+_SLOW_BLOCK = constant(SLOW_BLOCK)
+_SOURCE_ROW, _TARGET_ROW, _STREAM_ROW, _OFFSET_ROW = (constant(ADDRESSES + operand) for operand in range(4))
+_FP16_OF_E4M3 = constant(
+    "{\n.reg .b16 %lower, %upper;\nmov.b32 {%lower, %upper}, $2;\n"
+    "cvt.rn.f16x2.e4m3x2 $0, %lower;\ncvt.rn.f16x2.e4m3x2 $1, %upper;\n}"
+)
 
 
 @jit

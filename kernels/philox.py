@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import torch
 
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -99,10 +99,9 @@ def unspecialized(value: int) -> int:
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _ROUNDS = tl.constexpr(ROUNDS)
-    _FIRST, _SECOND = map(tl.constexpr, _MULTIPLIERS)
-    _FIRST_WEYL, _SECOND_WEYL = map(tl.constexpr, _WEYL)
+_ROUNDS = constant(ROUNDS)
+_FIRST, _SECOND = map(constant, _MULTIPLIERS)
+_FIRST_WEYL, _SECOND_WEYL = map(constant, _WEYL)
 
 
 @jit

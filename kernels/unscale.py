@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from halfstep.kernels import multi_tensor, native
-from halfstep.kernels.backend import EXACT, is_hip, jit, launch_kernel, most_warps, resolve, tl
+from halfstep.kernels.backend import EXACT, constant, is_hip, jit, launch_kernel, most_warps, resolve, tl
 from halfstep.kernels.formats import format_of
 from halfstep.kernels.loss_scale import inverse, inverse_block
 from halfstep.kernels.multi_tensor import (
@@ -220,8 +220,7 @@ def _finish_by_operations(
 
 # ----------------------------------------------------------------------------------------------------------- kernels
 
-if tl is not None:
-    _GRAD_ROW, _FLAG_ROW = tl.constexpr(ADDRESSES), tl.constexpr(ADDRESSES + 1)
+_GRAD_ROW, _FLAG_ROW = constant(ADDRESSES), constant(ADDRESSES + 1)
 
 
 @jit

@@ -9,7 +9,7 @@ from functools import partial
 
 from halfstep.kernels import block_codes
 from halfstep.kernels.adam.rule import Group, Hyper
-from halfstep.kernels.backend import cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_instructions import AVERAGES, UPDATES, UPDATES_OPERANDS, constraints, entry
 from halfstep.kernels.optimizer import blocks as tensor_blocks
 from halfstep.kernels.optimizer import tiles
@@ -17,9 +17,9 @@ from halfstep.kernels.optimizer.layout import MAX
 from halfstep.kernels.optimizer.tiles import store
 from halfstep.kernels.rounding import to_float32
 
-if tl is not None:  # what stands above, as kernels read it
-    _GROUP, _HYPER = tl.constexpr(Group), tl.constexpr(Hyper)
-    _MAX, _LARGEST_POSITIVE, _SPAN = map(tl.constexpr, (MAX, block_codes.LARGEST_POSITIVE, block_codes.SPAN))
+# What stands above, as kernels read it.
+_GROUP, _HYPER = constant(Group), constant(Hyper)
+_MAX, _LARGEST_POSITIVE, _SPAN = map(constant, (MAX, block_codes.LARGEST_POSITIVE, block_codes.SPAN))
 
 
 @jit

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import struct
 from itertools import product
-from typing import Any
 
-from halfstep.kernels.backend import tl
+from halfstep.kernels.backend import constant
 from halfstep.kernels.block_instructions import EXACT
 from halfstep.kernels.formats import BLOCKS, ELEMENTS, Format
 
@@ -79,6 +78,5 @@ def element_assembly(name: str, stochastic: bool, converts: bool) -> str:
     return "{\n" + "\n".join([EXACT, *lines, "and.b32 $0, %codes, %keep;"]) + "\n}"
 
 
-ASSEMBLY: Any = None  # by the arguments of `element_assembly`
-if tl is not None:
-    ASSEMBLY = tl.constexpr({key: element_assembly(*key) for key in product(_ELEMENTS, (False, True), (False, True))})
+# By the arguments of `element_assembly`.
+ASSEMBLY = constant({key: element_assembly(*key) for key in product(_ELEMENTS, (False, True), (False, True))})

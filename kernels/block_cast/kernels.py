@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from halfstep.kernels.backend import constexpr_function, cuda_capability_geq, jit, tl
+from halfstep.kernels.backend import constant, constexpr_function, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_cast.instructions import ASSEMBLY
 from halfstep.kernels.block_cast.rule import LEAST_GLOBAL
 from halfstep.kernels.block_instructions import constraints, entry
@@ -41,12 +41,11 @@ class Form(NamedTuple):
     SATURATE: bool
 
 
-if tl is not None:
-    _ROWS, _COLUMNS, _SQUARE = map(tl.constexpr, (ROWS, COLUMNS, SQUARE))
-    _NEAREST, _STOCHASTIC = tl.constexpr(NEAREST), tl.constexpr(STOCHASTIC)
-    _LEAST_GLOBAL = tl.constexpr(LEAST_GLOBAL)
-    _OPERAND = {name: tl.constexpr(ADDRESSES + row) for row, name in enumerate(TABLE_ROWS)}
-    _SCALES, _SOURCE, _CODES, _NUMEL, _FIRST, _MIDDLE, _SECOND, _INNER, _STREAM, _OFFSET = _OPERAND.values()
+_ROWS, _COLUMNS, _SQUARE = map(constant, (ROWS, COLUMNS, SQUARE))
+_NEAREST, _STOCHASTIC = constant(NEAREST), constant(STOCHASTIC)
+_LEAST_GLOBAL = constant(LEAST_GLOBAL)
+_OPERAND = {name: constant(ADDRESSES + row) for row, name in enumerate(TABLE_ROWS)}
+_SCALES, _SOURCE, _CODES, _NUMEL, _FIRST, _MIDDLE, _SECOND, _INNER, _STREAM, _OFFSET = _OPERAND.values()
 
 
 @constexpr_function

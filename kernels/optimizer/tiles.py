@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from halfstep.kernels.backend import constexpr_function, jit, tl
+from halfstep.kernels.backend import constant, constexpr_function, jit, tl
 from halfstep.kernels.multi_tensor import ADDRESSES
 from halfstep.kernels.optimizer.layout import ROWS
 from halfstep.kernels.philox import words_of, words_of_groups
@@ -18,9 +18,8 @@ from halfstep.kernels.rounding import (
     to_float32,
 )
 
-ROW: Any = None
-if tl is not None:  # what kernels read of the above
-    _ADDRESSES, ROW = tl.constexpr(ADDRESSES), tl.constexpr(ROWS)
+# What kernels read of the above.
+_ADDRESSES, ROW = constant(ADDRESSES), constant(ROWS)
 
 
 class Operands(NamedTuple):
