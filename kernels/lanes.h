@@ -31,11 +31,7 @@ typedef uint8_t B __attribute__((vector_size(W)));
 inline V splat(float x) { return x - V{}; }
 inline U splat_bits(uint32_t x) { return x - U{}; }
 // `a` in the lanes where `take` is all ones, `b` where it is 0.
-#if defined(__AVX2__) && !defined(HALFSTEP_AVX512)
-inline V select(I take, V a, V b) { return (V)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)take); }
-#else
-inline V select(I take, V a, V b) { return (V)(((I)a & take) | ((I)b & ~take)); }
-#endif
+inline V select(I take, V a, V b) { return take ? a : b; }
 inline U select(I take, U a, U b) { return (U)select(take, (V)a, (V)b); }
 // A NaN in `a` is dropped, one in `b` is kept.
 #if defined(HALFSTEP_AVX512)
@@ -45,8 +41,8 @@ inline V larger(V a, V b) { return (V)_mm512_max_ps((__m512)a, (__m512)b); }
 inline V smaller(V a, V b) { return (V)_mm256_min_ps((__m256)a, (__m256)b); }
 inline V larger(V a, V b) { return (V)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
-inline V smaller(V a, V b) { return select(a < b, a, b); }
-inline V larger(V a, V b) { return select(a > b, a, b); }
+inline V smaller(V a, V b) { return a < b ? a : b; }
+inline V larger(V a, V b) { return a > b ? a : b; }
 #endif
 inline I smaller(I a, I b) { return a < b ? a : b; }
 inline I larger(I a, I b) { return a > b ? a : b; }
