@@ -90,8 +90,10 @@ inline bool any_nan(V a, V b) {
 #elif defined(__ARM_NEON) && defined(__aarch64__)
     return vmaxvq_u32((uint32x4_t)(is_nan(a) | is_nan(b)));
 #else
-    int32_t found = 0;
-    for (int i = 0; i < W; ++i) found |= a[i] != a[i] || b[i] != b[i];
+    const I either = is_nan(a) | is_nan(b);
+    int64_t halves[W / 2], found = 0;
+    std::memcpy(halves, &either, sizeof either);
+    for (int64_t half : halves) found |= half;
     return found;
 #endif
 }
@@ -159,9 +161,11 @@ template <> inline V unpack<f16>(H raw) {
 #elif defined(__F16C__)
     return (V)_mm256_cvtph_ps((__m128i)raw);
 #else
-    V out;
-    for (int i = 0; i < W; ++i) out[i] = widen(f16{raw[i]});
-    return out;
+    // As `widen` of one number.
+    const U bits = zero_extend(raw), rest = bits & 0x7fffu;
+    const U normal = (rest << 13) + (112u << 23) + ((U)((I)rest >= 0x7c00) & (112u << 23));
+    const U tiny = (U)(to_numbers((I)rest) * splat(0x1p-24f));
+    return (V)((bits & 0x8000u) << 16 | select((I)rest < 0x0400, tiny, normal));
 #endif
 }
 
@@ -183,9 +187,15 @@ template <> inline H pack<f16>(V x) {
 #elif defined(__F16C__)
     return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
 #else
-    H out;
-    for (int i = 0; i < W; ++i) out[i] = uint16_t(round_to<Float16, NEAREST, false>(x[i], 0));
-    return out;
+    const U b = (U)x, size = b & 0x7fffffffu;
+    const I small = (I)size < 0x38800000;
+    // Normal result: round at bit 13 (a carry into the exponent is right, up to and including infinity).
+    const U normal = (size - (112u << 23) + 0x0fffu + ((size >> 13) & 1u)) >> 13;
+    // Subnormal result: adding 0.5 puts the ulp of the sum at 2^-24, so the hardware rounds to nearest even for us.
+    U code = select(small, (U)((V)(size & (U)small) + splat(0.5f)) - 0x3f000000u, normal);
+    code = select((I)size >= 0x477ff000, splat_bits(0x7c00u), code);  // 65520 and above
+    code = select(is_nan(x), splat_bits(0x7e00u), code);
+    return lower_half((b >> 16 & 0x8000u) | code);
 #endif
 }
 
