@@ -21,11 +21,10 @@ struct Tile {
     int64_t code_origin, code_row, code_column;
 };
 
-using Encode = void (*)(const float*, const uint32_t*, uint8_t*, int64_t);
-template <typename F, Rounding R> void encode(const float* x, const uint32_t* words, uint8_t* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) to[i] = uint8_t(round_to<F, R, true>(x[i], R == STOCHASTIC ? words[i] : 0));
-}
-template <typename F> constexpr Encode ROUNDINGS[] = {encode<F, NEAREST>, encode<F, TOWARD_ZERO>, encode<F, STOCHASTIC>};
+using Encode = void (*)(const float*, const uint32_t*, void*, int64_t);
+template <typename F>
+constexpr Encode ROUNDINGS[] = {round_block<F, uint8_t, NEAREST, true>, round_block<F, uint8_t, TOWARD_ZERO, true>,
+                                round_block<F, uint8_t, STOCHASTIC, true>};
 constexpr const Encode* ENCODE[] = {ROUNDINGS<E4M3>, ROUNDINGS<E5M2>, ROUNDINGS<E2M3>, ROUNDINGS<E3M2>, ROUNDINGS<E2M1>};
 
 // `_over_power` of the rule: products of normal numbers only, since a CPU may flush others to zero.

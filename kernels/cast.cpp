@@ -39,11 +39,6 @@ constexpr Load LOAD[] = {load_block<float>, load_block<f16>, load_block<bf16>, l
 template <typename T> void nearest_block(const float* from, const uint32_t*, void* to, int64_t n) {
     convert(from, (T*)to, n);
 }
-template <typename F, typename Code, Rounding R, bool SATURATE>
-void round_block(const float* from, const uint32_t* words, void* to, int64_t n) {
-    for (int64_t i = 0; i < n; ++i)
-        ((Code*)to)[i] = Code(round_to<F, R, SATURATE>(from[i], R == STOCHASTIC ? words[i] : 0));
-}
 void saturate_block(const float* from, const uint32_t*, void* to, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
         const uint32_t b = bits_of(from[i]);

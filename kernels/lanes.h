@@ -161,9 +161,10 @@ template <> inline V unpack<f16>(H raw) {
 #elif defined(__F16C__)
     return (V)_mm256_cvtph_ps((__m128i)raw);
 #else
-    // As `widen` of one number.
     const U bits = zero_extend(raw), rest = bits & 0x7fffu;
+    // Normal: shift the mantissa up and move the bias from 15 to 127. Inf and NaN: exponent to all ones.
     const U normal = (rest << 13) + (112u << 23) + ((U)((I)rest >= 0x7c00) & (112u << 23));
+    // Subnormal: rest * 2^-24, which fp32 holds exactly.
     const U tiny = (U)(to_numbers((I)rest) * splat(0x1p-24f));
     return (V)((bits & 0x8000u) << 16 | select((I)rest < 0x0400, tiny, normal));
 #endif
