@@ -26,7 +26,7 @@ def _nearest(form: Format, x: str, to: str) -> str:
     dropped, least = 23 - form.mantissa, 128 - form.bias
     factor = (127 + dropped << 23) - (least << form.mantissa)
     return (
-        f"abs.f32 %a, {x}; min.f32 %a, %a, {_float(form.value(form.largest))}; and.b32 %b, %a, 0x7F800000;"
+        f"abs.f32 %a, {x}; min.f32 %a, %a, {_float(form.most)}; and.b32 %b, %a, 0x7F800000;"
         f"max.s32 %b, %b, {least << 23}; shr.u32 %c, %b, {dropped}; add.u32 %c, %c, {factor};"
         f"fma.rn.f32 {to}, %b, %c, %a;"
     )
