@@ -336,6 +336,18 @@ def encode_linear_block(x, noise):
 
 
 @jit
+def absolute(x):
+    """The compiler's own absolute value is a bit operation each, this one a part of the maximum."""
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@jit
+def larger(a, b):
+    """The larger number, or NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
 def widened_packed(x, factor):
     ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
@@ -352,11 +364,6 @@ def decode_positive_packed(codes, scales):
     scale = scales.to(tl.int32)
     base, step = (scale & 0xFFE0) << 16, tl.full(scale.shape, 1, tl.int32) << (scale & 31)
     return tl.inline_asm_elementwise(DECODE_POSITIVE, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
-
-
-@jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
@@ -380,10 +387,8 @@ def extremes_packed(m, v, exists, EACH: tl.constexpr, SHORT: tl.constexpr):
     `v`, each of shape (blocks, 1). EACH elements lie side by side in a thread. If SHORT, `exists` says which threads
     have elements that exist, and elements of `m` that do not must be 0.
     """
-    # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
-    m = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [m], tl.float32, is_pure=True, pack=1)
-    most_m = tl.reduce(_by_thread(m, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
-    most_v = tl.reduce(_by_thread(v, EACH), 2, _larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    most_m = tl.reduce(_by_thread(absolute(m), EACH), 2, larger).to(tl.uint32, bitcast=True) + 0xFFFF
+    most_v = tl.reduce(_by_thread(v, EACH), 2, larger).to(tl.uint32, bitcast=True) + 0xFFFF
     # Two to a register on their way between threads.
     both = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [most_m, most_v], tl.uint32, is_pure=True, pack=1
@@ -412,8 +417,7 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
 @jit
 def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
     """`word` as in `encode_signed_packed`. Elements that do not exist must be 0."""
-    magnitude = tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-    exponent, factor = _unit(tl.reduce(magnitude, 1, _larger, keep_dims=True).to(tl.uint32, bitcast=True))
+    exponent, factor = _unit(tl.reduce(absolute(x), 1, larger, keep_dims=True).to(tl.uint32, bitcast=True))
     ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
     inputs = (x, factor, word) if STOCHASTIC else (x, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.int8, True, 4)

@@ -25,11 +25,14 @@ _CHOICE = 0xF0 & 0xAA | 0xCC & 0x55  # the third one chooses between the others
 _LEAST_SQUARE = 127 - 101 << 23  # the pattern of 2^-101
 
 
-def _hex(x: float) -> str:
+def fp32(x: float) -> str:
+    """A number as PTX writes it."""
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def _body(lines: list[str]) -> str:
+@constexpr_function
+def body(lines: list[str]) -> str:
+    """Assembly with registers of its own."""
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -48,7 +51,7 @@ def widen_assembly(paired: bool = False) -> str:
         lines += ["mul.rn.f32x2 %ab, %ab, %factors; mov.b64 {$0, $1}, %ab;"]
     else:
         lines += ["mul.rn.f32 $0, %a, $3; mul.rn.f32 $1, %b, $4;"]
-    return _body(lines)
+    return body(lines)
 
 
 def decode_signed_assembly(paired: bool = False) -> str:
@@ -65,7 +68,7 @@ def decode_signed_assembly(paired: bool = False) -> str:
             lines += [f"mul.rn.f32x2 %ab, %ab, %powers; mov.b64 {{${i}, ${i + 1}}}, %ab;"]
         else:
             lines += [f"mul.rn.f32 ${i}, %a, ${5 + i}; mul.rn.f32 ${i + 1}, %b, ${6 + i};"]
-    return _body(lines)
+    return body(lines)
 
 
 def decode_positive_assembly() -> str:
@@ -74,7 +77,7 @@ def decode_positive_assembly() -> str:
     The other operands, four each: the distances of the codes of their blocks, powers of two, and the bases.
     """
     fours = (f"prmt.b32 %code, $4, 0, 0x444{i}; mad.lo.u32 ${i}, %code, ${5 + i}, ${9 + i};" for i in range(4))
-    return _body([".reg .b32 %code;", *fours])
+    return body([".reg .b32 %code;", *fours])
 
 
 def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
@@ -83,7 +86,7 @@ def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
     The other operands, four each: factors of their blocks, negative, or 0 where all codes are 0; and, if `stochastic`,
     random words moved down by a byte.
     """
-    zero, small = _hex(0.0), _hex(2.0**-113)
+    zero, small = fp32(0.0), fp32(2.0**-113)
     lines = [".reg .b32 %s0, %s1, %s2, %s3, %c0, %c1, %c2, %c3, %upper;"]
     # A zero keeps its sign because the product of its negative and the factor is added to a zero that is negative with
     # the factor. Without a factor, the sum is 0, or NaN, whose pattern 0x7FFFFFFF overflows to 0 below with any noise.
@@ -107,7 +110,7 @@ def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
         noise = f"${9 + i}" if stochastic else str(1 << 23)
         lines += [f"shl.b32 %s{i}, %c{i}, 4; add.u32 %s{i}, %s{i}, {noise};"]
         lines += [f"lop3.b32 %s{i}, %s{i}, %c{i}, 0x7FFFFFFF, {_CHOICE};"]
-    return _body([EXACT, *lines, *_UPPER_BYTES])
+    return body([EXACT, *lines, *_UPPER_BYTES])
 
 
 def encode_positive_assembly(stochastic: bool) -> str:
@@ -121,7 +124,7 @@ def encode_positive_assembly(stochastic: bool) -> str:
         noise = f"${13 + i}" if stochastic else str(1 << 23)
         lines += [f"add.s32 %s{i}, ${1 + i}, ${5 + i}; max.s32 %s{i}, %s{i}, 0;"]
         lines += [f"mad.lo.u32 %s{i}, %s{i}, ${9 + i}, {noise};"]
-    return _body([*lines, *_UPPER_BYTES])
+    return body([*lines, *_UPPER_BYTES])
 
 
 def encode_linear_assembly(stochastic: bool) -> str:
@@ -134,7 +137,7 @@ def encode_linear_assembly(stochastic: bool) -> str:
     for i in range(4):
         noise = f"${9 + i}" if stochastic else str(1 << 23)
         lines += [f"mul.rn.f32 %s{i}, ${1 + i}, ${5 + i}; cvt.rmi.s32.f32 %s{i}, %s{i}; add.s32 %s{i}, %s{i}, {noise};"]
-    return _body([*lines, *_UPPER_BYTES])
+    return body([*lines, *_UPPER_BYTES])
 
 
 # The upper bytes of four registers in one.
@@ -160,7 +163,7 @@ def averages_assembly(paired: bool = False) -> str:
     say which form applies, as in adam/rule.py. They are the same for all elements, so that one branch stands for two
     choices per element. The square of a gradient is at most `LARGEST_POSITIVE`.
     """
-    n, cap = WEIGHTS, _hex(LARGEST_POSITIVE)
+    n, cap = WEIGHTS, fp32(LARGEST_POSITIVE)
     g, m, v, f1, f2 = ([f"${i}" for i in range(2 * n + part * n, 3 * n + part * n)] for part in range(5))
     square = "mul.rn.f32 %q, {g}, {g}; min.NaN.f32 %q, %q, {cap};"
 
@@ -185,24 +188,24 @@ def averages_assembly(paired: bool = False) -> str:
     if paired:
         lines += [".reg .b64 %gg, %mm, %qq, %dd, %f1, %f2;"]
         lines += [f"mov.b64 %f1, {{{f1[0]}, {f1[0]}}}; mov.b64 %f2, {{{f2[0]}, {f2[0]}}};"]
-    lines += [f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)}; setp.gt.f32 %second, {f2[0]}, {_hex(0.0)};"]
+    lines += [f"setp.gt.f32 %first, {f1[0]}, {fp32(0.0)}; setp.gt.f32 %second, {f2[0]}, {fp32(0.0)};"]
     lines += ["and.pred %first, %first, %second; @!%first bra OTHER_${:uid};"]
     for i in range(0, n, 2):
         lines += average_pair(i) if paired else average(i, (None, None)) + average(i + 1, (None, None))
-    lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {_hex(0.0)};"]
+    lines += ["bra AVERAGED_${:uid};", "OTHER_${:uid}:", f"setp.gt.f32 %first, {f1[0]}, {fp32(0.0)};"]
     for i in range(n):
         lines += average(i, ("%first", "%second"))
-    return _body([EXACT, *lines, "AVERAGED_${:uid}:"])
+    return body([EXACT, *lines, "AVERAGED_${:uid}:"])
 
 
 def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, step_size: str) -> list[str]:
     """The new weight of one element, whose weight is in %w; its quotient is in %q and the number of `new`."""
     quotient = f"%q{new[2:]}"
     return [
-        f"rsqrt.approx.ftz.f32 %r, {v}; mul.rn.f32 %s, {v}, %r; mul.rn.f32 %h, %r, {_hex(0.5)};",
+        f"rsqrt.approx.ftz.f32 %r, {v}; mul.rn.f32 %s, {v}, %r; mul.rn.f32 %h, %r, {fp32(0.5)};",
         f"neg.f32 %t, %s; fma.rn.f32 %t, %t, %s, {v}; fma.rn.f32 %s, %t, %h, %s;",
         f"mul.rn.f32 %s, %s, {root}; add.rn.f32 %s, %s, {eps};",
-        f"rcp.approx.ftz.f32 %r, %s; neg.f32 %s, %s; fma.rn.f32 %t, %s, %r, {_hex(1.0)}; fma.rn.f32 %r, %r, %t, %r;",
+        f"rcp.approx.ftz.f32 %r, %s; neg.f32 %s, %s; fma.rn.f32 %t, %s, %r, {fp32(1.0)}; fma.rn.f32 %r, %r, %t, %r;",
         f"mul.rn.f32 %q, %r, {m}; fma.rn.f32 %t, %s, %q, {m}; fma.rn.f32 {quotient}, %r, %t, %q;",
         f"mul.rn.f32 %t, {decay}, %w; mul.rn.f32 %s, {step_size}, {quotient};",
         f"add.rn.f32 %s, %s, %t; sub.rn.f32 {new}, %w, %s;",
@@ -298,7 +301,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
         lines += [".reg .b64 %rr, %ss, %hh, %vv, %uu, %mm, %bb, %qq, %tt, %ww, %ones, %halves, %minus;"]
         lines += [".reg .b64 %roots, %epss, %decays, %steps;"]
         for name, number in (("ones", 1.0), ("halves", -0.5), ("minus", -1.0)):
-            lines += [f"mov.b32 %t, {_hex(number)}; mov.b64 %{name}, {{%t, %t}};"]
+            lines += [f"mov.b32 %t, {fp32(number)}; mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("roots", root), ("epss", eps)):
             lines += [f"neg.f32 %t, {value}; mov.b64 %{name}, {{%t, %t}};"]
         for name, value in (("decays", decay), ("steps", step_size)):
@@ -321,7 +324,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     for quotient, bound in zip(quotients, bounds, strict=True):
         lines += [f"abs.f32 %u, {quotient}; setp.ltu.f32 %here, %u, {bound}; or.pred %bad, %bad, %here;"]
     for size in sizes:
-        lines += [f"abs.f32 %u, {size}; setp.geu.f32 %here, %u, {_hex(float('inf'))}; or.pred %bad, %bad, %here;"]
+        lines += [f"abs.f32 %u, {size}; setp.geu.f32 %here, %u, {fp32(float('inf'))}; or.pred %bad, %bad, %here;"]
     lines += ["@!%bad bra USUAL_${:uid};"]
     for i, new in enumerate(names):
         lines += joined(i)
@@ -330,8 +333,8 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
         lines += [
             f"sqrt.rn.f32 %s, {v[i]}; mul.rn.f32 %s, %s, {root}; add.rn.f32 %s, %s, {eps};",
             f"div.rn.f32 %q, {m[i]}, %s; mul.rn.f32 %q, {step_size}, %q;",
-            f"mul.rn.f32 %t, {decay}, %w; abs.f32 %s, %w; setp.eq.f32 %here, %s, {_hex(float('inf'))};",
-            f"selp.f32 %t, {_hex(0.0)}, %t, %here; add.rn.f32 %q, %q, %t; sub.rn.f32 {new}, %w, %q;",
+            f"mul.rn.f32 %t, {decay}, %w; abs.f32 %s, %w; setp.eq.f32 %here, %s, {fp32(float('inf'))};",
+            f"selp.f32 %t, {fp32(0.0)}, %t, %here; add.rn.f32 %q, %q, %t; sub.rn.f32 {new}, %w, %q;",
         ]
         if remainder:
             lines += [f"min.s32 {new}, {new}, 0x7FC00000;"]
@@ -357,7 +360,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
             lines += [f"prmt.b32 %s, %s, %t, 0x5410; xor.b32 ${of_weights + i}, %s, 0x80808080;"]
     if remainder:
         lines += [f"prmt.b32 ${i}, {names[2 * i]}, {names[2 * i + 1]}, 0x7632;" for i in range(n // 2)]
-    return _body([EXACT, *lines]), constraints(outputs, inputs)
+    return body([EXACT, *lines]), constraints(outputs, inputs)
 
 
 # What kernels use, by whether numbers are rounded at random and by `paired`; the last by the bits of remainders first.

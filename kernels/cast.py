@@ -32,8 +32,8 @@ from halfstep.kernels.backend import (
     tl,
 )
 from halfstep.kernels.block_cast import cast_blocks
+from halfstep.kernels.cast_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.formats import BLOCKS, TABLE, BlockRow, Blocks, block_row, format_of
-from halfstep.kernels.fp8_instructions import nearest_assembly, packed_assembly, stochastic_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, TableCache, address, flattened, is_flat, locate, own_operations
 from halfstep.kernels.op import Op, batch_first
 from halfstep.kernels.philox import check_seed, plain, reference_words, unspecialized, words_of, words_of_groups

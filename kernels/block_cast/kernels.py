@@ -13,9 +13,10 @@ import functools
 from typing import Any, NamedTuple
 
 from halfstep.kernels.backend import constant, constexpr_function, cuda_capability_geq, jit, tl
-from halfstep.kernels.block_cast.instructions import ASSEMBLY
 from halfstep.kernels.block_cast.rule import LEAST_GLOBAL
+from halfstep.kernels.block_codes import absolute, larger
 from halfstep.kernels.block_instructions import constraints, entry
+from halfstep.kernels.cast_instructions import ASSEMBLY
 from halfstep.kernels.multi_tensor import ADDRESSES, locate
 from halfstep.kernels.philox import plain, words_of, words_of_groups
 from halfstep.kernels.rounding import NEAREST, STOCHASTIC, form_of, to_float32
@@ -57,16 +58,10 @@ def _type(name: str) -> Any:
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@jit
 def _magnitudes(x):
     """What `_largest` takes: numbers on NVIDIA GPUs, patterns elsewhere."""
     if cuda_capability_geq(8, 0):
-        # The compiler's own absolute value is a bit operation each, this one a part of the maximum.
-        return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return absolute(x)
     else:
         return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
@@ -76,9 +71,9 @@ def _largest(x, BLOCKS: tl.constexpr):
     """The largest patterns of blocks of magnitudes."""
     AXIS: tl.constexpr = 1 if BLOCKS == _SQUARE else BLOCKS
     if cuda_capability_geq(8, 0):
-        most = tl.reduce(x, AXIS, _larger, keep_dims=True)
+        most = tl.reduce(x, AXIS, larger, keep_dims=True)
         if BLOCKS == _SQUARE:
-            most = tl.reduce(most, 0, _larger, keep_dims=True)
+            most = tl.reduce(most, 0, larger, keep_dims=True)
         return most.to(tl.uint32, bitcast=True)
     else:
         most = tl.max(x, AXIS, keep_dims=True)
@@ -273,7 +268,7 @@ def _cast_tile(
     size, y, more = _magnitudes(x), x, word
     if FORM.PAIRS == 0:
         y, more = _load(source, tile, tile.second, index, seed, stream, FORM, WIDE)
-        size = _larger(size, _magnitudes(y))
+        size = larger(size, _magnitudes(y))
     largest = _largest(size, FORM.BLOCKS)
     if FORM.FRACTION:
         scale, factor = _fraction_scales(largest, g, FORM)
