@@ -84,7 +84,7 @@ def packed_assembly(bits: int) -> str:
 
 
 def _nearest(form: Format, x: str, to: str) -> str:
-    """`_rounded` of block_cast, with the code in the lowest byte: a product, which is exact, and a sum, rounded at once.
+    """`_rounded` of block_cast, with the code in the lowest byte: an exact product and a sum, rounded once.
     The factor by which a power of two becomes the large one has the exponent of the code in its lowest bits.
     """
     dropped, least = 23 - form.mantissa, 128 - form.bias
