@@ -53,18 +53,10 @@ from typing import Any
 
 import torch
 
+from halfstep.kernels import block_instructions as ptx
 from halfstep.kernels.backend import constant, cuda_capability_geq, jit, tl
-from halfstep.kernels.block_instructions import (
-    DECODE_POSITIVE,
-    DECODE_SIGNED,
-    ENCODE_LINEAR,
-    ENCODE_POSITIVE,
-    ENCODE_SIGNED,
-    WIDEN,
-    constraints,
-    entry,
-)  # fmt: skip
 from halfstep.kernels.block_instructions import LARGEST_POSITIVE as LARGEST_POSITIVE
+from halfstep.kernels.block_instructions import constraints
 
 SPAN = 32  # elements of a block
 NOISE_BITS = 24
@@ -349,13 +341,13 @@ def larger(a, b):
 
 @jit
 def widened_packed(x, factor):
-    ASSEMBLY: tl.constexpr = entry(WIDEN, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.widen_assembly(cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(2, 3), [x, factor], tl.float32, True, 2)
 
 
 @jit
 def decode_signed_packed(codes, power):
-    ASSEMBLY: tl.constexpr = entry(DECODE_SIGNED, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.decode_signed_assembly(cuda_capability_geq(10, 0))
     return tl.inline_asm_elementwise(ASSEMBLY, constraints(4, 5), [codes, power], tl.float32, True, 4)
 
 
@@ -363,7 +355,8 @@ def decode_signed_packed(codes, power):
 def decode_positive_packed(codes, scales):
     scale = scales.to(tl.int32)
     base, step = (scale & 0xFFE0) << 16, tl.full(scale.shape, 1, tl.int32) << (scale & 31)
-    return tl.inline_asm_elementwise(DECODE_POSITIVE, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
+    ASSEMBLY: tl.constexpr = ptx.decode_positive_assembly()
+    return tl.inline_asm_elementwise(ASSEMBLY, constraints(4, 9), [codes, step, base], tl.float32, True, 4)
 
 
 @jit
@@ -407,7 +400,7 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
     small = pattern < _LEAST_SIGNED << 23
     factor = tl.where(small | (rounded >= 255 << 23), 0, ~pattern & 0xFF800000)
     factor = factor.to(tl.float32, bitcast=True)  # -2^(128 - E)
-    ASSEMBLY: tl.constexpr = entry(ENCODE_SIGNED, STOCHASTIC, cuda_capability_geq(10, 0))
+    ASSEMBLY: tl.constexpr = ptx.encode_signed_assembly(STOCHASTIC, cuda_capability_geq(10, 0))
     inputs = (x, factor, word) if STOCHASTIC else (x, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.uint8, True, 4)
     exponent = tl.where(small, 0, pattern >> 23)
@@ -418,7 +411,7 @@ def encode_signed_packed(x, largest, word, STOCHASTIC: tl.constexpr):
 def encode_linear_packed(x, word, STOCHASTIC: tl.constexpr):
     """`word` as in `encode_signed_packed`. Elements that do not exist must be 0."""
     exponent, factor = _unit(tl.reduce(absolute(x), 1, larger, keep_dims=True).to(tl.uint32, bitcast=True))
-    ASSEMBLY: tl.constexpr = entry(ENCODE_LINEAR, STOCHASTIC)
+    ASSEMBLY: tl.constexpr = ptx.encode_linear_assembly(STOCHASTIC)
     inputs = (x, factor, word) if STOCHASTIC else (x, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 12 if STOCHASTIC else 8), inputs, tl.int8, True, 4)
     return codes, exponent
@@ -430,7 +423,7 @@ def encode_positive_packed(x, largest, smallest, word, STOCHASTIC: tl.constexpr)
     base, power, finite, scale = _range((largest >> 16).to(tl.int32), smallest)
     # Steps are moved up so that the code becomes the upper byte. Of the distance of a shift, five bits count.
     factor = tl.where(finite, (256 << _SEVEN % 32) >> (power & 31), 0)
-    ASSEMBLY: tl.constexpr = entry(ENCODE_POSITIVE, STOCHASTIC)
+    ASSEMBLY: tl.constexpr = ptx.encode_positive_assembly(STOCHASTIC)
     inputs = (x, -base, factor, word) if STOCHASTIC else (x, -base, factor)
     codes = tl.inline_asm_elementwise(ASSEMBLY, constraints(1, 16 if STOCHASTIC else 12), inputs, tl.uint8, True, 4)
     return codes, scale

@@ -7,12 +7,11 @@ sm_100 on.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from itertools import product
-from typing import Any
 
-from halfstep.kernels.backend import constant, constexpr_function, triton_version
+import numpy as np
+
+from halfstep.kernels.backend import constexpr_function, triton_version
 
 # Begins assembly that has the bits of separate operations although it fuses or approximates some, for the audit.
 EXACT = "// exact: the bits of separate operations"
@@ -23,11 +22,13 @@ WEIGHTS = 8  # elements that averages_assembly and update_assembly take at a tim
 # constants, it compiles to two instructions.
 _CHOICE = 0xF0 & 0xAA | 0xCC & 0x55  # the third one chooses between the others
 _LEAST_SQUARE = 127 - 101 << 23  # the pattern of 2^-101
+_HAS_MINIMA_OF_THREE = triton_version() >= (3, 7)  # PTX 8.8
 
 
+@constexpr_function
 def fp32(x: float) -> str:
     """A number as PTX writes it."""
-    return "0f" + struct.pack(">f", x).hex().upper()
+    return f"0f{np.float32(x).view(np.uint32):08X}"
 
 
 @constexpr_function
@@ -42,6 +43,7 @@ def constraints(outputs: int, inputs: int, letter: str = "r") -> str:
     return ",".join([f"={letter}"] * outputs + [letter] * inputs)
 
 
+@constexpr_function
 def widen_assembly(paired: bool = False) -> str:
     """PTX that makes two fp32 numbers ($0, $1) of two bf16 numbers ($2), times two factors ($3, $4), with one bit
     operation each; the compiler takes two for the upper half of a register."""
@@ -54,6 +56,7 @@ def widen_assembly(paired: bool = False) -> str:
     return body(lines)
 
 
+@constexpr_function
 def decode_signed_assembly(paired: bool = False) -> str:
     """PTX that makes four fp32 numbers ($0 to $3) of signed codes ($4) and the powers of their blocks ($5 to $8)."""
     lines = [".reg .b16 %even, %odd;", ".reg .b32 %pair, %a, %b;"]
@@ -71,6 +74,7 @@ def decode_signed_assembly(paired: bool = False) -> str:
     return body(lines)
 
 
+@constexpr_function
 def decode_positive_assembly() -> str:
     """PTX that makes four fp32 numbers ($0 to $3) of positive codes ($4).
 
@@ -80,6 +84,7 @@ def decode_positive_assembly() -> str:
     return body([".reg .b32 %code;", *fours])
 
 
+@constexpr_function
 def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
     """PTX that makes signed codes ($0) of four fp32 numbers ($1 to $4).
 
@@ -113,6 +118,7 @@ def encode_signed_assembly(stochastic: bool, paired: bool = False) -> str:
     return body([EXACT, *lines, *_UPPER_BYTES])
 
 
+@constexpr_function
 def encode_positive_assembly(stochastic: bool) -> str:
     """PTX that makes positive codes ($0) of four positive fp32 numbers ($1 to $4).
 
@@ -127,6 +133,7 @@ def encode_positive_assembly(stochastic: bool) -> str:
     return body([*lines, *_UPPER_BYTES])
 
 
+@constexpr_function
 def encode_linear_assembly(stochastic: bool) -> str:
     """PTX that makes linear codes ($0) of four fp32 numbers ($1 to $4).
 
@@ -147,6 +154,7 @@ _UPPER_BYTES = [
 ]
 
 
+@constexpr_function
 def _average(new: str, before: str, factor: str, result: str, near: str | None) -> list[str]:
     """A moving average; `near` is the predicate that the factor is positive, None if it is known to be."""
     lines = [f"sub.rn.f32 %d, {new}, {before}; mul.rn.f32 %d, {factor}, %d;"]
@@ -156,6 +164,7 @@ def _average(new: str, before: str, factor: str, result: str, near: str | None) 
     return [*lines, f"add.rn.f32 {result}, {before}, %d;"]
 
 
+@constexpr_function
 def averages_assembly(paired: bool = False) -> str:
     """PTX that makes the new moments of eight elements ($0 to $7, $8 to $15) by moving averages.
 
@@ -198,6 +207,7 @@ def averages_assembly(paired: bool = False) -> str:
     return body([EXACT, *lines, "AVERAGED_${:uid}:"])
 
 
+@constexpr_function
 def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, step_size: str) -> list[str]:
     """The new weight of one element, whose weight is in %w; its quotient is in %q and the number of `new`."""
     quotient = f"%q{new[2:]}"
@@ -212,6 +222,7 @@ def _single_update(m: str, v: str, new: str, decay: str, root: str, eps: str, st
     ]
 
 
+@constexpr_function
 def _paired_update(
     i: int, joined: Callable[[int], list[str]], m: list[str], v: list[str], names: list[str]
 ) -> list[str]:
@@ -237,13 +248,15 @@ def _paired_update(
     ]  # fmt: skip
 
 
+@constexpr_function
 def _extreme(instruction: str, registers: list[str]) -> list[str]:
     """Leave the extreme of some registers in the first one; `instruction` takes up to three."""
     first = registers[0]
     return [f"{instruction} {first}, {', '.join([first, *registers[i : i + 2]])};" for i in range(1, len(registers), 2)]
 
 
-def update_assembly(remainder: int, stochastic: bool, paired: bool = False, threes: bool = False) -> tuple[str, str]:
+@constexpr_function
+def update_assembly(remainder: int, stochastic: bool, paired: bool = False) -> str:
     """PTX that makes the new weights of eight elements: w - (step_size * (m / (sqrt(v) * root + eps)) + decay * w).
 
     The operands are moments, v, then what holds the weights: fp32 numbers if `remainder` is 0, else bf16 numbers and
@@ -256,11 +269,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     small. The compiler checks and branches twice per element; here all of a thread are checked and branch together: to
     where everything is computed again with those instructions, and with what else is rare, weights that are infinite or
     NaN. The bounds: from a v of 2^-101 on, the remainder of the root is exact; with a sum of root and epsilon from
-    2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows. `threes`: with minima of
-    three numbers (PTX 8.8).
-
-    Returns:
-        The assembly and its constraints.
+    2^-51 to 2^125 and a quotient of 2^-49, no part of the quotient is subnormal or overflows.
     """
     n = WEIGHTS
     of_weights, of_remainders = n if remainder == 0 else n // 2, n * remainder // 32
@@ -274,7 +283,6 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
     words = take(n if stochastic else 0)
     decay, root, eps, step_size = (take(n)[0] for _ in range(4))
     quotient_bounds, smallest = take(n), take(n)
-    inputs = next(numbers) - outputs
 
     def joined(i: int) -> list[str]:
         """The weight in %w, its bf16 part in %high."""
@@ -313,7 +321,7 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
             lines += joined(i) + _single_update(m[i], v[i], new, decay, root, eps, step_size)
     lines += [f"setp.lt.s32 %bad, {smallest[0]}, {_LEAST_SQUARE:#x};"]
     lines += [f"setp.lt.s32 %here, {smallest[4]}, {_LEAST_SQUARE:#x}; or.pred %bad, %bad, %here;"]
-    if threes:
+    if paired and _HAS_MINIMA_OF_THREE:
         lines += [f"abs.f32 {quotient}, {quotient};" for quotient in quotients]
         lines += [f"abs.f32 {size}, {new};" for size, new in zip(sizes, names, strict=True)]
         lines += _extreme("min.f32", quotients[:4]) + _extreme("min.f32", quotients[4:])
@@ -360,25 +368,11 @@ def update_assembly(remainder: int, stochastic: bool, paired: bool = False, thre
             lines += [f"prmt.b32 %s, %s, %t, 0x5410; xor.b32 ${of_weights + i}, %s, 0x80808080;"]
     if remainder:
         lines += [f"prmt.b32 ${i}, {names[2 * i]}, {names[2 * i + 1]}, 0x7632;" for i in range(n // 2)]
-    return body([EXACT, *lines]), constraints(outputs, inputs)
-
-
-# What kernels use, by whether numbers are rounded at random and by `paired`; the last by the bits of remainders first.
-_BOTH = (False, True)
-WIDEN = constant({(paired,): widen_assembly(paired) for paired in _BOTH})
-DECODE_SIGNED = constant({(paired,): decode_signed_assembly(paired) for paired in _BOTH})
-DECODE_POSITIVE = constant(decode_positive_assembly())
-ENCODE_SIGNED = constant({key: encode_signed_assembly(*key) for key in product(_BOTH, _BOTH)})
-ENCODE_LINEAR = constant({(noisy,): encode_linear_assembly(noisy) for noisy in _BOTH})
-ENCODE_POSITIVE = constant({(noisy,): encode_positive_assembly(noisy) for noisy in _BOTH})
-AVERAGES = constant({(paired,): averages_assembly(paired) for paired in _BOTH})
-_FORMS = ((0, False), (8, False), (8, True), (16, False))
-_SINGLE = {(*form, False): update_assembly(*form)[0] for form in _FORMS}
-_PAIRS = {(*form, True): update_assembly(*form, True, triton_version() >= (3, 7))[0] for form in _FORMS}
-UPDATES = constant({**_SINGLE, **_PAIRS})
-UPDATES_OPERANDS = constant({form: update_assembly(*form)[1] for form in _FORMS})
+    return body([EXACT, *lines])
 
 
 @constexpr_function
-def entry(table: dict[tuple[Any, ...], str], *key: Any) -> str:
-    return table[key]
+def update_constraints(remainder: int, stochastic: bool) -> str:
+    """Those of `update_assembly`."""
+    weights = WEIGHTS if remainder == 0 else WEIGHTS // 2 + WEIGHTS * remainder // 32
+    return constraints(weights, weights + (9 if stochastic else 8) * WEIGHTS)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import product
-
-from halfstep.kernels.backend import constant, constexpr_function
+from halfstep.kernels.backend import constexpr_function
 from halfstep.kernels.block_instructions import EXACT, body, fp32
-from halfstep.kernels.formats import BLOCKS, ELEMENTS, Format
-
-_ELEMENTS = sorted({row.element for row in BLOCKS})
+from halfstep.kernels.formats import ELEMENTS, Format
 
 
 @constexpr_function
@@ -83,6 +79,7 @@ def packed_assembly(bits: int) -> str:
     return body(lines)
 
 
+@constexpr_function
 def _nearest(form: Format, x: str, to: str) -> str:
     """`_rounded` of block_cast, with the code in the lowest byte: an exact product and a sum, rounded once.
     The factor by which a power of two becomes the large one has the exponent of the code in its lowest bits.
@@ -96,6 +93,7 @@ def _nearest(form: Format, x: str, to: str) -> str:
     )
 
 
+@constexpr_function
 def element_assembly(name: str, stochastic: bool, converts: bool) -> str:
     """PTX that makes four bytes ($0) of codes. `converts`: with the conversion to FP6 and FP4 that sm_100 has.
 
@@ -112,8 +110,8 @@ def element_assembly(name: str, stochastic: bool, converts: bool) -> str:
         pairs = zip(*reversed(numbers), strict=True) if shared else (("$2", "$1"), ("$4", "$3"))
         parts = [f"%part{lane}" for lane in range(4 if shared else 2)]
         lines += [f".reg .b{8 if shared else 16} {', '.join(parts)};"]
-        for part, (upper, lower) in zip(parts, pairs, strict=True):
-            lines += [f"cvt.rn.satfinite.e{form.exponent}m{form.mantissa}x2.f32 {part}, {upper}, {lower};"]
+        for part, pair in zip(parts, pairs, strict=True):
+            lines += [f"cvt.rn.satfinite.e{form.exponent}m{form.mantissa}x2.f32 {part}, {', '.join(pair)};"]
         lines += [f"mov.b32 %codes, {{{', '.join(parts)}}}; and.b32 $0, %codes, %keep;"]
         return body(lines)
     dropped, power = 23 - form.mantissa, fp32(2.0 ** (form.bias - 127))
@@ -133,7 +131,3 @@ def element_assembly(name: str, stochastic: bool, converts: bool) -> str:
         lines += [f"shr.u32 %signs, %signs, {7 - sign};"] if sign < 7 else []
         lines += [f"and.b32 %signs, %signs, {0x01010101 << sign}; or.b32 %codes, %codes, %signs;"]
     return body([EXACT, *lines, "and.b32 $0, %codes, %keep;"])
-
-
-# By the arguments of `element_assembly`.
-ASSEMBLY = constant({key: element_assembly(*key) for key in product(_ELEMENTS, (False, True), (False, True))})

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from halfstep.kernels.backend import constant, constexpr_function, cuda_capability_geq, jit, tl
 from halfstep.kernels.block_cast.rule import LEAST_GLOBAL
 from halfstep.kernels.block_codes import absolute, larger
-from halfstep.kernels.block_instructions import constraints, entry
-from halfstep.kernels.cast_instructions import ASSEMBLY
+from halfstep.kernels.block_instructions import constraints
+from halfstep.kernels.cast_instructions import element_assembly
 from halfstep.kernels.multi_tensor import ADDRESSES, locate
 from halfstep.kernels.philox import plain, words_of, words_of_groups
 from halfstep.kernels.rounding import NEAREST, STOCHASTIC, form_of, to_float32
@@ -128,7 +128,7 @@ def _codes(x, y, words, more, keep, FORM: tl.constexpr):
     if (RANDOM and cuda_capability_geq(8, 0)) or (
         FORM.ROUNDING == _NEAREST and (cuda_capability_geq(8, 9) or (not FP8 and cuda_capability_geq(8, 0)))
     ):
-        ASM: tl.constexpr = entry(ASSEMBLY, FORM.ELEMENT, RANDOM, cuda_capability_geq(10, 0))
+        ASM: tl.constexpr = element_assembly(FORM.ELEMENT, RANDOM, cuda_capability_geq(10, 0))
         INPUTS: tl.constexpr = constraints(1, 4 * FOURS)
         numbers = (x, keep) if FORM.PAIRS < 0 else (x, y, keep)
         if RANDOM:
