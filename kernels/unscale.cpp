@@ -72,9 +72,7 @@ void check_chunk(T* data, int64_t n, float factor, int32_t* flag, double* sum) {
             }
             biggest[0] = larger(biggest[0], magnitude(x) & (U)first_lanes(k));  // beyond k: 0 * factor, which may be NaN
         });
-    const U of_lanes = larger(biggest[0], biggest[1]);
-    uint32_t most = 0;
-    for (int lane = 0; lane < W; ++lane) most = of_lanes[lane] > most ? of_lanes[lane] : most;
+    const uint32_t most = uint32_t(largest_lane((I)larger(biggest[0], biggest[1])));
     const auto value = [&](V x) { return SCALED && !WRITE ? x * by : x; };
     if (most >= 0x7f800000u) {
         I inf{};
