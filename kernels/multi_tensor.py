@@ -284,8 +284,9 @@ def by_dtype(tensors: Sequence[torch.Tensor], *columns: Sequence[Any]) -> Iterat
 def check_tensor(tensor: object, name: str, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
     """Raise a TypeError if `tensor` is not a tensor, not dense, or has none of `dtypes`."""
     if not isinstance(tensor, torch.Tensor):
-        kind = type(tensor).__name__
-        raise TypeError(f"Expected {name} to be a tensor, but got a {kind}: use torch.as_tensor() or leave it out")
+        raise TypeError(
+            f"Expected {name} to be a tensor, but got a {type(tensor).__name__}: use torch.as_tensor() or leave it out"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(f"Expected {name} to be a dense tensor, but got layout {tensor.layout}: use .to_dense()")
     if tensor.dtype not in dtypes:
